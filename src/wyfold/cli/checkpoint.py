@@ -1,0 +1,128 @@
+"""Checkpoints on disk: whole or not there.
+
+    RUN/checkpoint/step-00000200/model/             the model as `Decoder.save` writes it
+                                 training.safetensors   optimizer moments, random state
+                                 training.json          step, cursor, recipe, history, size of every file
+
+A checkpoint is written into a hidden folder beside its place and renamed there when all of it is on the disk, so a
+process killed at any moment leaves the previous checkpoints as they were. The last two are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from wyfold.cli import UsageError
+
+KEPT = 2
+PREFIX = "step-"
+UNFINISHED = ".unfinished-"
+MODEL, TENSORS, RECORD = "model", "training.safetensors", "training.json"
+
+
+def save(
+    root: Path, step: int, record: dict[str, Any], tensors: dict[str, Tensor], save_model: Callable[[Path], object]
+) -> Path:
+    """Folder of the checkpoint of `step` below `root`, complete when this returns; older ones but the last are removed.
+
+    Args:
+        root: made if missing.
+        step: steps taken; names the folder. A complete checkpoint of this step is left as it is.
+        record: whatever JSON can say.
+        tensors: name -> tensor; each is stored on its own, whatever memory they share.
+        save_model: writes the model into the folder it is given.
+    """
+    final = root / f"{PREFIX}{step:08d}"
+    if not complete(final):
+        root.mkdir(parents=True, exist_ok=True)
+        partial = root / f"{UNFINISHED}{final.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        save_model(partial / MODEL)
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial / TENSORS)
+        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(_files(partial))}
+        (partial / RECORD).write_text(json.dumps({**record, "step": step, "files": sizes}))
+        _reach_disk(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(root)
+    _prune(root)
+    return final
+
+
+def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Record and tensors of a complete checkpoint, on the CPU."""
+    return json.loads((folder / RECORD).read_text()), load_file(folder / TENSORS)
+
+
+def complete(folder: Path) -> bool:
+    """Whether every file of this checkpoint is there in full length."""
+    try:
+        sizes = json.loads((folder / RECORD).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint below `root`, if any."""
+    return max(_complete_ones(root), default=None)
+
+
+def find_model(path: Path) -> Path:
+    """The model folder that `path` stands for: a run, its checkpoints, one checkpoint, or a saved model itself.
+
+    Raises:
+        UsageError: none of these.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder; give a run of `wyfold train` or a folder that Decoder.save wrote")
+    if (path / RECORD).exists():
+        if not complete(path):
+            raise UsageError(f"{path}: this checkpoint is damaged; the folder above it may hold a whole one")
+        return path / MODEL
+    found = latest(path / "checkpoint") or latest(path)
+    if found:
+        return found / MODEL
+    if not any(path.glob("*.safetensors")):
+        raise UsageError(f"{path}: no complete checkpoint and no saved model in this folder")
+    return path
+
+
+def _complete_ones(root: Path) -> list[Path]:
+    return sorted(folder for folder in root.glob(f"{PREFIX}*") if complete(folder))
+
+
+def _prune(root: Path) -> None:
+    for folder in _complete_ones(root)[:-KEPT]:
+        # The record goes first: what a kill leaves behind is then plainly incomplete.
+        (folder / RECORD).unlink()
+        shutil.rmtree(folder)
+    for folder in root.glob(f"{PREFIX}*"):
+        if not (folder / RECORD).exists():
+            shutil.rmtree(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _reach_disk(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

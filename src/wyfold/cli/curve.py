@@ -1,0 +1,68 @@
+"""The loss curve, as a picture and as a few lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+Points = Sequence[tuple[float, float]]
+"""(step, bits per byte), in the order of steps."""
+
+
+def smooth(points: Points, reach: float = 0.9) -> list[tuple[float, float]]:
+    """Exponential mean of a noisy curve, without the pull towards zero at its start."""
+    total = weight = 0.0
+    smoothed = []
+    for step, value in points:
+        total = reach * total + (1 - reach) * value
+        weight = reach * weight + (1 - reach)
+        smoothed.append((step, total / weight))
+    return smoothed
+
+
+def draw(file: Path, training: Points, validation: Points, title: str) -> None:
+    """Write the curve as PNG: training bits per byte (every step and smoothed) and the validation points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    if training:
+        axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(*zip(*smooth(training), strict=True), color="tab:blue", label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", markersize=4, label="validation")
+        axes.axhline(validation[-1][1], color="tab:orange", alpha=0.3, linewidth=0.8)
+        axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], textcoords="offset points", xytext=(0, 8), ha="right")
+    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    axes.grid(alpha=0.25)
+    if training or validation:
+        axes.legend()
+    figure.tight_layout()
+    unfinished = file.with_name(f".{file.name}")
+    figure.savefig(unfinished, format="png")
+    pyplot.close(figure)
+    unfinished.replace(file)
+
+
+def sketch(training: Points, validation: Points, width: int = 72, height: int = 12) -> str:
+    """The curve in text: `.` the smoothed training loss, `o` validation; bits per byte up, steps to the right."""
+    curve = [point for point in smooth(training) if math.isfinite(point[1])]
+    marks = [point for point in validation if math.isfinite(point[1])]
+    everything = curve + marks
+    if not everything:
+        return "(no points yet)"
+    last = max(1.0, *(step for step, _ in everything))
+    low, high = min(value for _, value in everything), max(value for _, value in everything)
+    span = max(high - low, 1e-9)
+    grid = [[" "] * width for _ in range(height)]
+    for points, sign in ((curve, "."), (marks, "o")):
+        for step, value in points:
+            row = round((high - value) / span * (height - 1))
+            grid[row][round(step / last * (width - 1))] = sign
+    lines = [f"{high - row / (height - 1) * span:6.2f} |{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
+    lines.append(f"{'':6} +{'-' * width}")
+    lines.append(f"{'':8}0{f'step {last:.0f}':>{width - 1}}")
+    return "bits per byte   . training   o validation\n" + "\n".join(lines)

@@ -1,0 +1,53 @@
+"""What a person sees while a run goes on: a live bar on a terminal, one line now and then in a log."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """A context in which `step` reports a training step and `say` prints a line.
+
+    Args:
+        total: steps of the whole run, or None if time decides.
+        start: steps already taken.
+    """
+
+    LINES = 20
+    """About how many lines a run of known length leaves in a log."""
+
+    def __init__(self, total: int | None, start: int) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.live = self.console.is_terminal
+        self.every = max(1, total // self.LINES) if total else 50
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+        )
+        self.total = total
+        self.task = self.bar.add_task("training", total=total, completed=start, figures="")
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def step(self, step: int, loss: float, bits: float, rate: float) -> None:
+        """Loss in nats, bits per byte and bytes per second of the step that was just taken."""
+        figures = f"loss {loss:.3f}  {bits:.3f} bits/byte  {rate:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step, figures=figures)
+        if not self.live and (step % self.every == 0 or step == self.total):
+            self.say(f"step {step}{f'/{self.total}' if self.total else ''}  {figures}")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)

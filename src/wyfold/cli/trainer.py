@@ -1,0 +1,298 @@
+"""The training loop of `train` and `demo`: everything that decides a run's numbers, and how a run is stopped and resumed.
+
+    run = Trainer(recipe, corpus, folder, device)
+    run.train(...)          # True when finished, False when interrupted; the state is saved either way
+
+On the CPU a resumed run takes the very steps an uninterrupted one takes, bit for bit: batches depend on the seed and a
+cursor, and the model, the moments, the random state and the history all come back from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wyfold.cli import Failure, UsageError, checkpoint, curve
+from wyfold.cli.corpus import Batch, Corpus, Packs, Windows
+from wyfold.cli.progress import Display
+from wyfold.models import Decoder, DecoderConfig
+from wyfold.runtime.layout import SequenceLayout
+
+BETAS = (0.9, 0.95)
+VOCABULARY = 256
+HISTORY, CHECKPOINTS, CURVE = "metrics.jsonl", "checkpoint", "curve.png"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the numbers of a run; two runs of one recipe on one machine are equal.
+
+    Args:
+        layers, depth, width, heads, head_dim, window: of the model; `layers` is repeated to `depth`.
+        packed: documents stay apart (`Packs`), or are one text (`Windows`).
+        batch, length, grad_accum: rows, bytes of a row, and batches of one step.
+        steps, minutes: one of them is None; with minutes the schedule follows the clock and no two runs are equal.
+        lr, warmup, lr_end: peak, steps to reach it, and the part of it that the cosine ends on.
+        weight_decay, clip: of the matrices; largest gradient norm.
+        held_out, eval_every, eval_bytes: part kept for validation, steps between two looks at it, bytes of a look.
+        seed: of the model's first parameters and of the batches.
+        dtype: "float32", or "bfloat16" for autocast.
+        data: `Corpus.digest` of the text.
+    """
+
+    data: str
+    layers: str
+    depth: int
+    width: int
+    heads: int
+    head_dim: int
+    window: int
+    packed: bool
+    batch: int
+    length: int
+    grad_accum: int
+    steps: int | None
+    minutes: float | None
+    lr: float
+    warmup: int
+    lr_end: float
+    weight_decay: float
+    clip: float
+    held_out: float
+    eval_every: int
+    eval_bytes: int
+    seed: int
+    dtype: str
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """Rate of the step after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup))
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.lr * warm * (self.lr_end + (1 - self.lr_end) * cosine)
+
+    def check_same(self, stored: dict[str, Any], folder: Path) -> None:
+        """Refuse to continue a run that was started with another recipe."""
+        for field, wanted in dataclasses.asdict(self).items():
+            if stored.get(field) != wanted:
+                option = f"--{field.replace('_', '-')}"
+                raise UsageError(
+                    f"{option} is {wanted!r} here, but the run in {folder} was started with {stored.get(field)!r}: "
+                    "give the same value to resume it, or another --out"
+                )
+
+
+class Trainer:
+    """A run in its folder, new or taken up where its latest checkpoint stands.
+
+    Raises:
+        UsageError: the folder's run has another recipe, the corpus is too short, or the model cannot be built so.
+    """
+
+    def __init__(self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device) -> None:
+        self.recipe, self.folder, self.device = recipe, folder, device
+        cut = Packs if recipe.packed else Windows
+        training, validation = corpus.split(recipe.held_out, at_document=recipe.packed)
+        self.batches = cut(training, recipe.batch, recipe.length, recipe.seed)
+        self.validation = cut(validation, recipe.batch, recipe.length, recipe.seed)
+        self.step, self.elapsed = 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        self.stopping = False
+
+        found = checkpoint.latest(folder / CHECKPOINTS)
+        if found is None:
+            torch.manual_seed(recipe.seed)
+            self.model = build(recipe).to(device)
+            self.optimizer = optimizer(self.model, recipe)
+        else:
+            self._resume(found)
+
+    @property
+    def finished(self) -> bool:
+        return self.progress() >= 1
+
+    def progress(self) -> float:
+        """Part of the run that is done, in [0, 1]."""
+        if self.recipe.steps is not None:
+            return min(1.0, self.step / self.recipe.steps)
+        assert self.recipe.minutes is not None
+        return min(1.0, self.elapsed / (60 * self.recipe.minutes))
+
+    def train(self, save_every: int) -> bool:
+        """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
+        self._rewrite_history()
+        with _stop_on_signal(self), Display(self.recipe.steps, self.step) as display:
+            saved = self.step
+            while True:
+                due = self.step % self.recipe.eval_every == 0 or self.finished
+                if due and not self.stopping and not self._evaluated():
+                    bits = self.evaluate()
+                    self._record({"step": self.step, "validation_bits_per_byte": bits})
+                    display.say(f"step {self.step}: validation {bits:.3f} bits per byte")
+                if self.stopping or self.finished:
+                    break
+                start = time.perf_counter()
+                loss = self._take_step()
+                seconds = time.perf_counter() - start
+                self.elapsed += seconds
+                rate = self.recipe.batch * self.recipe.length * self.recipe.grad_accum / seconds
+                display.step(self.step, loss, loss / math.log(2), rate)
+                if self.step - saved >= save_every:
+                    self.save()
+                    saved = self.step
+            self.save()
+        self.draw()
+        return self.finished and self._evaluated()
+
+    def evaluate(self) -> float:
+        """Bits per byte of the held-out part, or of its first `eval_bytes` bytes."""
+        total = count = 0.0
+        self.model.eval()
+        with torch.no_grad():
+            for batch in self.validation.in_order(self.recipe.eval_bytes):
+                total += self._loss(batch).item() * batch.labels.numel()
+                count += batch.labels.numel()
+        self.model.train()
+        return total / count / math.log(2)
+
+    def save(self) -> Path:
+        """Checkpoint of this moment."""
+        tensors = {"random_state": torch.get_rng_state()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{name}/{key}"] = value
+        record = {
+            "recipe": dataclasses.asdict(self.recipe),
+            "cursor": self.step * self.recipe.grad_accum,
+            "elapsed": self.elapsed,
+            "history": self.history,
+            "torch": torch.__version__,
+        }
+        return checkpoint.save(self.folder / CHECKPOINTS, self.step, record, tensors, self.model.save)
+
+    def draw(self) -> None:
+        """Write the loss curve beside the checkpoints."""
+        curve.draw(self.folder / CURVE, self.training_curve(), self.validation_curve(), self.folder.name)
+
+    def training_curve(self) -> list[tuple[float, float]]:
+        return [(entry["step"], entry["loss"] / math.log(2)) for entry in self.history if "loss" in entry]
+
+    def validation_curve(self) -> list[tuple[float, float]]:
+        key = "validation_bits_per_byte"
+        return [(entry["step"], entry[key]) for entry in self.history if key in entry]
+
+    def _take_step(self) -> float:
+        """One optimizer step; its mean loss in nats."""
+        rate = self.recipe.learning_rate(self.step, self.progress())
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = self.recipe.grad_accum
+        total = torch.zeros((), device=self.device)
+        for part in range(parts):
+            loss = self._loss(self.batches.at(self.step * parts + part)) / parts
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        mean, size = total.item(), norm.item()
+        if not (math.isfinite(mean) and math.isfinite(size)):
+            # Before the update: the checkpoint on disk and the parameters in memory are still good.
+            raise Failure(
+                f"step {self.step + 1}: loss {mean}, gradient norm {size}; nothing was updated. The last checkpoint in "
+                f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
+            )
+        self.optimizer.step()
+        self.step += 1
+        self._record({"step": self.step, "loss": mean, "gradient_norm": size, "lr": rate})
+        return mean
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Mean negative log-likelihood of the labels, in nats."""
+        layout = SequenceLayout.from_lengths(list(batch.lengths)) if batch.lengths else None
+        ids, labels = batch.ids.to(self.device), batch.labels.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
+            _, loss = self.model(ids, labels, layout=layout)
+        return loss
+
+    def _evaluated(self) -> bool:
+        return any(point[0] == self.step for point in self.validation_curve()[-1:])
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        with (self.folder / HISTORY).open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+    def _rewrite_history(self) -> None:
+        """What was recorded after the checkpoint will happen again, so it leaves the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / HISTORY).write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+
+    def _resume(self, found: Path) -> None:
+        record, tensors = checkpoint.load(found)
+        self.recipe.check_same(record["recipe"], self.folder)
+        self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
+        self.model = Decoder.load(found / checkpoint.MODEL).to(self.device)
+        self.optimizer = optimizer(self.model, self.recipe)
+        for name, parameter in self.model.named_parameters():
+            moments = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+            if moments:
+                on_device = {key: value if key == "step" else value.to(self.device) for key, value in moments.items()}
+                self.optimizer.state[parameter] = on_device
+        torch.set_rng_state(tensors["random_state"])
+
+
+def build(recipe: Recipe) -> Decoder:
+    """The untrained model of a recipe."""
+    try:
+        return Decoder(
+            DecoderConfig(
+                vocab_size=VOCABULARY,
+                pattern=recipe.layers,
+                num_layers=recipe.depth,
+                hidden_size=recipe.width,
+                num_heads=recipe.heads,
+                head_dim=recipe.head_dim,
+                window=recipe.window,
+            )
+        )
+    except ValueError as error:
+        raise UsageError(f"no model can be built so: {error}") from error
+
+
+def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; decay applies to the matrices that mix channels, not to norms, biases or the parameters of the decay."""
+    return torch.optim.AdamW(
+        [{"params": parameters, "weight_decay": decay} for parameters, decay in ()], lr=recipe.lr, betas=BETAS, fused=True
+    )
+
+
+@contextmanager
+def _stop_on_signal(run: Trainer) -> Iterator[None]:
+    """SIGINT and SIGTERM let the step in progress finish; a second one stops at once, as if this were not here."""
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        run.stopping = True
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,1 @@
+"""Services without mathematics: checks, layouts, options, plans."""

@@ -1,0 +1,178 @@
+"""Refusals: what an argument must be, what came, and the name of both.
+
+Every check reads metadata only, so it works on meta and fake tensors, traces under `torch.compile(fullgraph=True)` and
+never waits for a device. Checks of contents are opt-in (`checked`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class UnsupportedError(ValueError):
+    """A legal request that no backend, or not the demanded one, can serve.
+
+    Attributes:
+        reasons: backend name -> why it refused.
+    """
+
+    def __init__(self, message: str, reasons: Mapping[str, str]):
+        super().__init__(message + "".join(f"\n  {backend}: {reason}" for backend, reason in reasons.items()))
+        self.reasons = dict(reasons)
+
+
+_checked_depth = 0
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Within this context operators also check contents: boundaries, gate signs, the triangle `solve_tril` reads.
+
+    It costs a device synchronisation per check, and holds for the whole process, all threads included.
+
+    Example:
+        >>> import torch, wyfold
+        >>> with wyfold.checked():
+        ...     A = wyfold.solve_tril(torch.zeros(1, 16, 1, 16))
+    """
+    global _checked_depth
+    _checked_depth += 1
+    try:
+        yield
+    finally:
+        _checked_depth -= 1
+
+
+def checking_contents() -> bool:
+    """Whether a `checked` context is open."""
+    return _checked_depth > 0
+
+
+def readable(x: Tensor) -> bool:
+    """Whether contents of x may be read here: a real CPU tensor, or any real tensor inside `checked`."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return x.device.type == "cpu" or (checking_contents() and x.device.type != "meta")
+
+
+def tensor(op: str, name: str, x: object) -> Tensor:
+    """x, if it is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    return x
+
+
+def flag(op: str, **flags: object) -> None:
+    """Every given flag is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def number(op: str, name: str, value: object) -> float:
+    """A finite real number as float."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    return float(value)
+
+
+def integer(op: str, name: str, value: object, *, least: int) -> int:
+    """An int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value  # type: ignore[return-value]  # a SymInt is an int to its user
+
+
+def choice(op: str, name: str, value: object, options: Sequence[object]) -> None:
+    """value is one of options."""
+    if not any(value is option or (type(value) is type(option) and value == option) for option in options):
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+
+
+def shapes(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Sizes of the letters that the arguments' shapes bind; a letter bound twice must agree.
+
+    Args:
+        op: Operator's name, for the message.
+        arguments: name -> (tensor or None, "B T H K"). A digit stands for itself. None binds nothing.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: wrong rank, or a letter that an earlier argument bound to another size.
+    """
+    sizes: dict[str, int] = {}
+    for name, (x, letters) in arguments.items():
+        if x is None:
+            continue
+        expected = letters.split()
+        got = tensor(op, name, x).shape
+        agrees = len(got) == len(expected)
+        if agrees:
+            for letter, size in zip(expected, got, strict=True):
+                if letter.isdigit():
+                    agrees = agrees and size == int(letter)
+                else:
+                    agrees = agrees and sizes.get(letter, size) == size
+        if not agrees:
+            wanted = ", ".join(letter if letter.isdigit() else str(sizes.get(letter, letter)) for letter in expected)
+            raise ValueError(f"{op}: {name} must be [{', '.join(expected)}] = [{wanted}], got {list(got)}")
+        for letter, size in zip(expected, got, strict=True):
+            if not letter.isdigit():
+                sizes[letter] = size
+    return sizes
+
+
+def floating(op: str, dtypes: Sequence[torch.dtype] = FLOATS, **arguments: Tensor | None) -> None:
+    """Every given tensor has one of the dtypes."""
+    for name, x in arguments.items():
+        if x is not None and x.dtype not in dtypes:
+            raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(x.dtype)}")
+
+
+def dtype_option(op: str, name: str, dtype: object, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """A dtype option is None or one of the dtypes."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: {name} must be a torch.dtype or None, got {type(dtype).__name__}")
+    if dtype is not None and dtype not in dtypes:
+        raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(dtype)}")
+
+
+def alike(op: str, what: str, **arguments: Tensor | None) -> None:
+    """Given tensors share device or dtype (`what`) with the first of them."""
+    first_name, first = next((name, x) for name, x in arguments.items() if x is not None)
+    for name, x in arguments.items():
+        if x is not None and getattr(x, what) != getattr(first, what):
+            got, wanted = (str(getattr(t, what)).removeprefix("torch.") for t in (x, first))
+            raise ValueError(f"{op}: {name} must have the {what} of {first_name}, {wanted}, got {got}")
+
+
+def head_groups(op: str, H: int, HV: int) -> None:
+    """Value heads come in equal groups, one group per query/key head."""
+    if H < 1 or HV < H or HV % H != 0:
+        raise ValueError(f"{op}: v must have a multiple of the {H} heads of q and k, got {HV} value heads")
+
+
+def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> None:
+    """A head width the kernels are built for: a multiple of 8 from 8 to `most`."""
+    if size % 8 != 0 or not 8 <= size <= most:
+        raise ValueError(f"{op}: {name} must have width {letter} a multiple of 8 from 8 to {most}, got {size}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    *head, last = map(_dtype_name, dtypes)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,87 @@
+"""Which tokens each chunk of a part holds, decided on the host.
+
+A part is a run of whole chunks that one pass of the launches handles (`parallel/split.py` cuts them). Inside a part chunks
+are numbered column by column: column j holds the j-th chunk of every sequence that has one, longest sequences first, so
+that a scan steps through columns and the sequences still running are always a prefix of the states.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Chunk grid of one part.
+
+    Attributes:
+        chunk_size: Rows of a chunk tile, C.
+        sequences: Sequences with tokens in the part, n.
+        columns: columns[j] sequences have a j-th chunk.
+        tokens: Tokens of each of the n buffer rows if all sequences are alike, else of the one row they share.
+        order: [n] rank -> sequence, longest first; None when all are alike.
+        token: [chunks, C] token in the shared row, or -1 in padding; None when all are alike.
+        slot: [tokens] chunk * C + row of each token; None when all are alike.
+    """
+
+    chunk_size: int
+    sequences: int
+    columns: tuple[int, ...]
+    tokens: int
+    order: Tensor | None = None
+    token: Tensor | None = None
+    slot: Tensor | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Every sequence is a buffer row of its own, all of `tokens` tokens."""
+        return self.token is None
+
+    @cached_property
+    def chunks(self) -> int:
+        return sum(self.columns)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First chunk of each column."""
+        starts = [0]
+        for count in self.columns[:-1]:
+            starts.append(starts[-1] + count)
+        return tuple(starts[: len(self.columns)])
+
+
+def dense_table(rows: int, tokens: int, chunk_size: int) -> ChunkTable:
+    """Grid of `rows` buffer rows that each hold one sequence of `tokens` tokens."""
+    return ChunkTable(chunk_size, rows, (rows,) * math.ceil(tokens / chunk_size), tokens)
+
+
+def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
+    """Grid of sequences that lie one after another in one buffer row.
+
+    Args:
+        lengths: [n] int64 on the CPU, each at least 1.
+        chunk_size: C.
+    """
+    if lengths.shape[0] == 1:
+        return dense_table(1, int(lengths[0]), chunk_size)
+    C = chunk_size
+    counts = (lengths + (C - 1)) // C
+    order = torch.argsort(counts, descending=True, stable=True)
+    running = torch.bincount(counts - 1).flip(0).cumsum(0).flip(0)  # sequences with more than j chunks
+    column = torch.repeat_interleave(torch.arange(running.shape[0]), running)
+    rank = torch.arange(column.shape[0]) - (running.cumsum(0) - running)[column]
+    sequence = order[rank]
+    first = (lengths.cumsum(0) - lengths)[sequence] + column * C
+    row = torch.arange(C)
+    token = torch.where(column[:, None] * C + row < lengths[sequence][:, None], first[:, None] + row, -1)
+    flat = token.flatten()
+    real = flat >= 0
+    tokens = int(lengths.sum())
+    slot = torch.empty(tokens, dtype=torch.int64)
+    slot[flat[real]] = torch.arange(flat.shape[0])[real]
+    return ChunkTable(C, lengths.shape[0], tuple(running.tolist()), tokens, order, token, slot)

@@ -1,0 +1,237 @@
+"""Where the documents of a packed buffer begin and end, known once per batch.
+
+`SequenceLayout` is what a user makes and hands to every operator and layer of a model. Its tensors live on the batch's
+device and are sized by capacity, so making or refilling one never waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from wyfold.runtime import check
+
+_NAME = "SequenceLayout"
+
+
+class SequenceLayout:
+    """Boundaries of the documents that share one buffer of tokens.
+
+    Sequence n holds tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1; tokens from cu_seqlens[N] on belong to none, are
+    never read, and their outputs are zero. A layout is a pytree and equal layouts give equal bits, however they were made.
+
+    Args:
+        cu_seqlens: [N+1] int32 or int64. Non-decreasing, from 0 to at most `tokens`; equal neighbours are an empty sequence.
+        tokens: Length of the buffer, T of every tensor the layout goes with.
+        max_seqs: Capacity: N is raised to it by empty sequences at the end, so that `update_` can bring more of them.
+
+    Raises:
+        TypeError: cu_seqlens is no tensor, or a number no int.
+        ValueError: wrong shape or dtype, contents that are no boundaries (read on the CPU only), or more than max_seqs.
+
+    Example:
+        >>> import torch
+        >>> layout = SequenceLayout(torch.tensor([0, 5, 5, 9]), tokens=12)
+        >>> layout.sequence_ids.tolist()
+        [0, 0, 0, 0, 0, 2, 2, 2, 2, -1, -1, -1]
+        >>> layout.positions.tolist()
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, -1, -1, -1]
+    """
+
+    cu_seqlens: Tensor
+    tokens: int
+
+    def __init__(self, cu_seqlens: Tensor, tokens: int, *, max_seqs: int | None = None):
+        boundaries(_NAME, cu_seqlens, tokens)
+        self.tokens = check.integer(_NAME, "tokens", tokens, least=0)
+        if max_seqs is not None:
+            N = cu_seqlens.shape[0] - 1
+            if check.integer(_NAME, "max_seqs", max_seqs, least=0) < N:
+                raise ValueError(f"{_NAME}: max_seqs must be at least the number of sequences, {N}, got {max_seqs}")
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(max_seqs - N)])
+        self.cu_seqlens = cu_seqlens
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int], *, tokens: int | None = None, device: torch.device | str | None = None) -> SequenceLayout:
+        """Layout of sequences of the given lengths, one after another; `tokens` defaults to their sum."""
+        if any(check.integer(_NAME, "lengths", length, least=0) < 0 for length in lengths):
+            raise ValueError(f"{_NAME}: lengths must not be negative, got {lengths}")
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
+        return cls(cu_seqlens, sum(lengths) if tokens is None else tokens)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor, *, max_seqs: int | None = None) -> SequenceLayout:
+        """Layout in which a sequence starts wherever the position is 0.
+
+        Args:
+            position_ids: [T] or [1, T] integer. Must begin with 0.
+            max_seqs: Capacity; None counts the sequences, which waits for the device once.
+        """
+        position_ids = _row(position_ids, "position_ids")
+        return cls._from_starts(position_ids == 0, max_seqs)
+
+    @classmethod
+    def from_seq_idx(cls, seq_idx: Tensor, *, max_seqs: int | None = None) -> SequenceLayout:
+        """Layout in which a sequence starts wherever the sequence's number changes.
+
+        Args:
+            seq_idx: [T] or [1, T] integer, each token's sequence; a negative number (at the end) belongs to none.
+            max_seqs: Capacity; None counts the sequences, which waits for the device once.
+        """
+        seq_idx = _row(seq_idx, "seq_idx")
+        starts = torch.ones_like(seq_idx, dtype=torch.bool)
+        starts[1:] = seq_idx[1:] != seq_idx[:-1]
+        return cls._from_starts(starts & (seq_idx >= 0), max_seqs, end=(seq_idx >= 0).sum())
+
+    @classmethod
+    def _from_starts(cls, starts: Tensor, max_seqs: int | None, end: Tensor | None = None) -> SequenceLayout:
+        T = starts.shape[0]
+        N = int(starts.sum()) if max_seqs is None else max_seqs
+        # Tokens sorted starts first, each group in its order: the first N are the starts, the others are clamped to the end.
+        first = torch.argsort(~starts, stable=True)[:N]
+        found = torch.arange(first.shape[0], device=starts.device) < starts.sum()
+        end = torch.tensor(T, device=starts.device) if end is None else end
+        cu_seqlens = torch.cat([torch.where(found, first, end), end.expand(1 + max(0, N - T))])
+        return cls(cu_seqlens, T)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> PaddedLayout:
+        """Layout of a padded batch, with `pack` and `unpack` between the two forms.
+
+        Args:
+            mask: [B, T] bool or integer, nonzero where a token is real. Padding may be left or right.
+        """
+        return PaddedLayout(mask)
+
+    @property
+    def max_seqs(self) -> int:
+        """Number of sequences, the empty ones of the capacity included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64 sequence of each token, -1 past the last boundary."""
+        token = torch.arange(self.tokens, device=self.device)
+        ids = torch.searchsorted(self.cu_seqlens[1:].to(token.dtype).contiguous(), token, right=True)
+        return torch.where(token < self.cu_seqlens[-1], ids, -1)
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64 position of each token in its sequence, -1 past the last boundary."""
+        ids = self.sequence_ids
+        token = torch.arange(self.tokens, device=self.device)
+        return torch.where(ids >= 0, token - self.cu_seqlens.to(token.dtype)[ids.clamp(min=0)], -1)
+
+    def checkpoint_offsets(self, n: int) -> Tensor:
+        """[N+1] int64: sequence i's states after n, 2n, ... tokens are rows offsets[i] to offsets[i+1] - 1."""
+        check.integer(_NAME, "n", n, least=1)
+        rows = (self.lengths // n).to(torch.int64).cumsum(0)
+        return torch.cat([rows.new_zeros(1), rows])
+
+    def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
+        """Refill the boundaries in place, for CUDA graph replay and reused buffers; fewer sequences leave empty ones."""
+        boundaries(_NAME, cu_seqlens, self.tokens)
+        N = cu_seqlens.shape[0] - 1
+        if N > self.max_seqs:
+            raise ValueError(f"{_NAME}.update_: cu_seqlens must have at most {self.max_seqs} sequences, got {N}")
+        self.cu_seqlens[: N + 1].copy_(cu_seqlens)
+        self.cu_seqlens[N + 1 :].copy_(cu_seqlens[-1:].expand(self.max_seqs - N))
+        return self
+
+    def check(self) -> None:
+        """Read the boundaries, waiting for the device, and raise a ValueError unless they are legal."""
+        _check_contents(_NAME, self.cu_seqlens, self.tokens)
+
+    def __repr__(self) -> str:
+        return f"SequenceLayout(max_seqs={self.max_seqs}, tokens={self.tokens}, device={str(self.device)!r})"
+
+
+class PaddedLayout(SequenceLayout):
+    """The layout of a padded batch packed into one buffer of B * T tokens, real tokens first.
+
+    Attributes:
+        mask: [B, T] bool, True where a token is real.
+    """
+
+    def __init__(self, mask: Tensor):
+        if check.tensor(_NAME, "mask", mask).ndim != 2 or mask.is_floating_point():
+            raise ValueError(f"{_NAME}: mask must be [B, T] bool or integer, got {list(mask.shape)} {mask.dtype}")
+        self.mask = mask != 0
+        lengths = self.mask.sum(1)
+        super().__init__(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), self.mask.numel())
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, ...] padded -> [1, B * T, ...] packed, zeros past the last boundary. Differentiable."""
+        self._expect(x, self.mask.shape)
+        order = torch.argsort(~self.mask.flatten(), stable=True)
+        packed = x.flatten(0, 1).index_select(0, order)
+        return torch.where(_beside(self.positions >= 0, packed), packed, 0)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[1, B * T, ...] packed -> [B, T, ...] padded, zeros in the padding. Differentiable."""
+        self._expect(x, torch.Size((1, self.tokens)))
+        real = self.mask.flatten()
+        row = (real.cumsum(0) - 1).clamp(min=0)
+        return torch.where(_beside(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
+
+    def _expect(self, x: Tensor, leading: torch.Size) -> None:
+        if x.shape[:2] != leading:
+            raise ValueError(f"{_NAME}: x must begin with {list(leading)}, got {list(x.shape)}")
+
+
+def boundaries(op: str, cu_seqlens: object, tokens: int) -> Tensor:
+    """cu_seqlens as given, if it is [N+1] int32 or int64 and, where it can be read without waiting, legal."""
+    cu = check.tensor(op, "cu_seqlens", cu_seqlens)
+    if cu.ndim != 1 or cu.shape[0] < 1:
+        raise ValueError(f"{op}: cu_seqlens must be [N+1] with at least one entry, got {list(cu.shape)}")
+    if cu.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu.dtype).removeprefix('torch.')}")
+    if check.readable(cu):
+        _check_contents(op, cu, tokens)
+    return cu
+
+
+def _check_contents(op: str, cu: Tensor, tokens: int) -> None:
+    first, last = int(cu[0]), int(cu[-1])
+    if first != 0:
+        raise ValueError(f"{op}: cu_seqlens must begin with 0, got {first}")
+    if bool((cu.diff() < 0).any()):
+        raise ValueError(f"{op}: cu_seqlens must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}")
+    if last > tokens:
+        raise ValueError(f"{op}: cu_seqlens must end at most at T = {tokens}, got {last}")
+
+
+def _row(x: Tensor, name: str) -> Tensor:
+    check.tensor(_NAME, name, x)
+    if x.is_floating_point() or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[0] != 1):
+        raise ValueError(f"{_NAME}: {name} must be [T] or [1, T] integer, got {list(x.shape)} {x.dtype}")
+    return x.flatten()
+
+
+def _beside(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _flatten(layout: SequenceLayout) -> tuple[list[Any], Any]:
+    return [layout.cu_seqlens], layout.tokens
+
+
+def _unflatten(children: Any, tokens: Any) -> SequenceLayout:
+    layout = object.__new__(SequenceLayout)
+    (layout.cu_seqlens,), layout.tokens = children, tokens
+    return layout
+
+
+pytree.register_pytree_node(SequenceLayout, _flatten, _unflatten, serialized_type_name="wyfold.SequenceLayout")

@@ -1,0 +1,1 @@
+"""Sigmoid, SiLU and softplus with position-independent bits."""

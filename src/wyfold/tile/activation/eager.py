@@ -1,0 +1,31 @@
+"""Sigmoid and softplus whose bits do not depend on where a number lies in its tensor.
+
+`torch.sigmoid`, `silu` and `softplus` run other code on the last few elements of a block than on the others, which would make
+packed and separate differ in the last bit on the CPU; `torch.exp` and `torch.log1p` do not (docs/facts.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)); exactly 0 where exp(-x) overflows."""
+    return torch.exp(-x).add_(1).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), without overflow."""
+    return torch.exp(-x.abs()).log1p_().add_(x.clamp(min=0))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return sigmoid(x).mul_(x)
+
+
+def silu_bwd(x: Tensor, dy: Tensor) -> Tensor:
+    """Gradient of `silu`: dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)))."""
+    s = sigmoid(x)
+    return dy * s * (1 + x * (1 - s))

@@ -1,0 +1,1 @@
+"""The gate: everything that depends on its kind."""

@@ -1,0 +1,189 @@
+"""The gate, in the one place that knows its kind.
+
+G is the running sum of the log gate inside its chunk, natural log: None without a gate (DeltaNet), [n, C, 1] with one
+number per token (GDN), [n, C, K] with one per key channel (KDA). Every exponential below is of a number <= 0.
+Rows are tokens; `in`, `out` and `across` are exp(G), exp(G_last - G) and exp(G_last).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def log_gate_floor(dtype: torch.dtype) -> float:
+    """Log gates are raised to this, whose exponential is 0 in dtype: -inf becomes a clean reset."""
+    return -746.0 if dtype == torch.float64 else -104.0
+
+
+def running_sum(g: Tensor) -> Tensor:
+    """G from per-token gates g [n, C, 1 or K], floored."""
+    return g.clamp(min=log_gate_floor(g.dtype)).cumsum(-2)
+
+
+def from_start(x: Tensor, G: Tensor | None) -> Tensor:
+    """x decayed from the chunk's start to its row: x * exp(G)."""
+    return x if G is None else x * torch.exp(G)
+
+
+def to_end(x: Tensor, G: Tensor | None) -> Tensor:
+    """x decayed from its row to the chunk's end: x * exp(G_last - G)."""
+    return x if G is None else x * torch.exp(G[:, -1:] - G)
+
+
+def across(G: Tensor | None) -> Tensor | None:
+    """Decay of the state over the whole chunk, one factor per row of the state.   [n, 1 or K, 1]"""
+    return None if G is None else torch.exp(G[:, -1:]).transpose(1, 2)
+
+
+def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Decayed grams of one chunk.
+
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r, else 0
+        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <= r, else 0
+
+    Args:
+        q, k: [n, C, K].
+        G: None, [n, C, 1] or [n, C, K].
+
+    Returns:
+        J, P: [n, C, C].
+    """
+    if G is not None and _per_channel(G):
+        return _channel_grams(q, k, G)
+    J = torch.bmm(k, k.transpose(1, 2))
+    P = torch.bmm(q, k.transpose(1, 2))
+    if G is not None:
+        decay = _pairwise(G)
+        J.mul_(decay)
+        P.mul_(decay)
+    return J.tril_(-1), P.tril_()
+
+
+def decayed_grams_bwd(
+    q: Tensor, k: Tensor, G: Tensor | None, J: Tensor, P: Tensor, dJ: Tensor, dP: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adjoint of `decayed_grams`.
+
+    Args:
+        q, k, G: As given to `decayed_grams`.
+        J, P: What it returned.
+        dJ, dP: [n, C, C], zero where J and P are.
+
+    Returns:
+        dq, dk: [n, C, K].
+        dg: Gradient of the per-token gate through the grams, shape of G: the sum over pairs r > s whose interval holds the token.
+    """
+    if G is not None and _per_channel(G):
+        return _channel_grams_bwd(q, k, G, dJ, dP)
+    dg = None
+    if G is not None:
+        pairs = (dP * P + dJ * J).tril_(-1)
+        dg = _interval_sum(pairs)[..., None]
+        decay = _pairwise(G)
+        dJ, dP = dJ * decay, dP * decay
+    dq = torch.bmm(dP, k)
+    dk = torch.bmm(dP.transpose(1, 2), q)
+    dk.baddbmm_(dJ, k).baddbmm_(dJ.transpose(1, 2), k)
+    return dq, dk, dg
+
+
+def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
+    """Gradient of the per-token log gate, interval form: each term is added to the tokens whose decay it passed through.
+
+        dg[i] = sum_{r >= i} from_start[r] + sum_{s < i} to_end[s] + across + pairs[i]
+
+    Nothing is subtracted, so a token after which everything is forgotten gets an exact zero.
+
+    Args:
+        from_start: [n, C, K]. x * dx of every factor decayed from the chunk's start.
+        to_end: [n, C, K]. x * dx of every factor decayed to the chunk's end.
+        across: [n, K]. The entering state times its gradient, decayed over the chunk, summed over V.
+        G: [n, C, 1] or [n, C, K].
+        pairs: Shape of G, from `decayed_grams_bwd`.
+    """
+    if not _per_channel(G):
+        from_start, to_end, across = (x.sum(-1, keepdim=True) for x in (from_start, to_end, across))
+    return _suffix_sum(from_start) + _exclusive_sum(to_end) + across[:, None] + pairs
+
+
+def _per_channel(G: Tensor) -> bool:
+    return G.shape[-1] > 1
+
+
+def _pairwise(G: Tensor) -> Tensor:
+    """exp(G_r - G_s) for s <= r, else 0; selected before it is exponentiated.   [n, C, C]"""
+    above = torch.ones(G.shape[1], G.shape[1], dtype=torch.bool, device=G.device).triu_(1)
+    return torch.exp((G - G.transpose(1, 2)).masked_fill_(above, -torch.inf))
+
+
+def _suffix_sum(x: Tensor) -> Tensor:
+    """sum_{r >= i} x[r] along the rows."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def _exclusive_sum(x: Tensor) -> Tensor:
+    """sum_{s < i} x[s] along the rows: a shifted scan, never "inclusive minus self"."""
+    return torch.nn.functional.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum_(-2)
+
+
+def _interval_sum(pairs: Tensor) -> Tensor:
+    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [n, C, C] -> [n, C]"""
+    return _suffix_sum(pairs).tril_(-1).sum(-1)
+
+
+# A channel gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their lower half
+# with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair r > s meets
+# at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal needs no gate.
+
+
+def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
+    """Upper and lower halves, [n, C / 2h, h, W] each, of the blocks of 2h rows of [n, C, W]."""
+    blocks = x.unflatten(1, (-1, 2, h))
+    return blocks[:, :, 0], blocks[:, :, 1]
+
+
+def _lower_left(X: Tensor, h: int) -> Tensor:
+    """View [n, C / 2h, h, h] of the lower left quarters of the diagonal blocks of 2h rows of a contiguous [n, C, C]."""
+    n, C, _ = X.shape
+    return X.as_strided((n, C // (2 * h), h, h), (C * C, 2 * h * (C + 1), C, 1), X.storage_offset() + h * C)
+
+
+def _levels(C: int) -> list[int]:
+    return [1 << level for level in reversed(range((C - 1).bit_length()))]
+
+
+def _channel_grams(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    n, C, _ = k.shape
+    J, P = k.new_zeros(n, C, C), k.new_zeros(n, C, C)
+    P.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+    for h in _levels(C):
+        G_upper, G_lower = _halves(G, h)
+        anchor = G_lower[:, :, :1]
+        column = (_halves(k, h)[0] * torch.exp(anchor - G_upper)).transpose(2, 3)
+        row = torch.exp(G_lower - anchor)
+        _lower_left(J, h).copy_((_halves(k, h)[1] * row) @ column)
+        _lower_left(P, h).copy_((_halves(q, h)[1] * row) @ column)
+    return J, P
+
+
+def _channel_grams_bwd(q: Tensor, k: Tensor, G: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    diagonal = dP.diagonal(dim1=1, dim2=2)[..., None]
+    dq, dk = diagonal * k, diagonal * q
+    dg = torch.zeros_like(G)
+    for h in _levels(k.shape[1]):
+        G_upper, G_lower = _halves(G, h)
+        anchor = G_lower[:, :, :1]
+        row, column = torch.exp(G_lower - anchor), torch.exp(anchor - G_upper)
+        (k_upper, k_lower), q_lower = _halves(k, h), _halves(q, h)[1]
+        dJ_block, dP_block = _lower_left(dJ, h), _lower_left(dP, h)
+        k_column = k_upper * column
+        dq_lower = (dP_block @ k_column) * row
+        dk_lower = (dJ_block @ k_column) * row
+        dk_upper = (dP_block.transpose(2, 3) @ (q_lower * row) + dJ_block.transpose(2, 3) @ (k_lower * row)) * column
+        _halves(dq, h)[1].add_(dq_lower)
+        _halves(dk, h)[1].add_(dk_lower)
+        _halves(dk, h)[0].add_(dk_upper)
+        _halves(dg, h)[1].add_(_suffix_sum(q_lower * dq_lower + k_lower * dk_lower))
+        _halves(dg, h)[0].add_(_exclusive_sum(k_upper * dk_upper))
+    return dq, dk, dg

@@ -1,0 +1,1 @@
+"""(I + L)^-1 of strictly lower triangular tiles."""

@@ -1,0 +1,1 @@
+"""Row norms and their adjoints."""

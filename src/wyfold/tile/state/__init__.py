@@ -1,0 +1,1 @@
+"""The state's three steps: residual, read, advance, and their adjoints."""
