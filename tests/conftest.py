@@ -1,0 +1,115 @@
+"""What every test starts from.
+
+- Memory is poisoned: with deterministic algorithms on, PyTorch fills `torch.empty` and its kin with NaN (the largest
+  value for integers), so that a number nobody wrote cannot pass for a result. The same switch makes an operator that is
+  not repeatable raise.
+- Random numbers start at one seed, threads at one; a test may change both and finds them reset.
+- Warnings are errors (pyproject.toml names the few that PyTorch itself emits).
+- A test runs for every backend that this process offers; nothing in the environment switches one off, and a skip must say
+  which condition holds.
+
+The tolerance of a test comes from `wyfold.reference.error`. Where the operators are held to an absolute bound in
+float64, the bound is `float64_bounds`; where bits are promised, the test says `torch.equal`.
+"""
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+SEED = 20260101
+FAMILY_OUTPUT = 1e-12  # float64, chunk form against token loop: outputs and states
+FAMILY_GRADIENT = 1e-10  # and every gradient; relative RMS per tensor
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("wyfold")
+    group.addoption("--backend", action="append", help="run only this backend; an error where it is not offered")
+    group.addoption("--draws", type=int, help="draw this many fresh examples per property instead of the fixed ones")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_num_threads(1)
+    draws = config.getoption("--draws")
+    hypothesis.settings.register_profile(
+        "wyfold",
+        deadline=None,  # nothing in the tests is judged by a clock
+        database=None,  # a failure found becomes a named case
+        derandomize=draws is None,
+        max_examples=draws or 25,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+    )
+    hypothesis.settings.load_profile("wyfold")
+
+
+def offered_backends() -> tuple[str, ...]:
+    """The levels of `stages/table.py` that can run in this process, lowest first."""
+    return ("eager",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" not in metafunc.fixturenames:
+        return
+    offered = offered_backends()
+    wanted = metafunc.config.getoption("--backend") or offered
+    missing = [name for name in wanted if name not in offered]
+    if missing:
+        raise pytest.UsageError(f"--backend {missing[0]}: this process offers {', '.join(offered)}")
+    metafunc.parametrize("backend", wanted)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped:").strip()
+        if not reason or reason == "unconditional skip":
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid}: a skip must print the condition that holds"
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    """Seed, threads and default dtype as every test expects them, whatever the test before did."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
+def threads(request: pytest.FixtureRequest) -> int:
+    """Thread counts under which promised bits must agree."""
+    torch.set_num_threads(request.param)
+    return request.param
+
+
+class Float64Bounds:
+    """The absolute bounds on float64 results; a relative RMS, and exact zeros where the truth is zero."""
+
+    def output(self, name: str, got: torch.Tensor, truth: torch.Tensor) -> None:
+        """Outputs and states of the operators."""
+        self.within(name, got, truth, FAMILY_OUTPUT)
+
+    def gradient(self, name: str, got: torch.Tensor, truth: torch.Tensor) -> None:
+        """Gradients with respect to any argument."""
+        self.within(name, got, truth, FAMILY_GRADIENT)
+
+    def within(self, name: str, got: torch.Tensor, truth: torch.Tensor, bound: float) -> None:
+        """`|got - truth| <= bound * |truth|`, both in float64 and of one shape."""
+        assert got.dtype == truth.dtype == torch.float64, f"{name}: {got.dtype} against {truth.dtype}"
+        assert got.shape == truth.shape, f"{name}: {tuple(got.shape)} against {tuple(truth.shape)}"
+        error, size = torch.linalg.vector_norm(got - truth).item(), torch.linalg.vector_norm(truth).item()
+        assert error <= bound * size, f"{name}: |got - truth| = {error:.3e}, allowed {bound:.0e} * {size:.3e}"
+
+
+@pytest.fixture(scope="session")
+def float64_bounds() -> Float64Bounds:
+    """`.output(name, got, truth)` and `.gradient(name, got, truth)`."""
+    return Float64Bounds()
