@@ -67,8 +67,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     outcome = yield
     report = outcome.get_result()
     if report.skipped and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2].removeprefix("Skipped:").strip()
-        if not reason or reason == "unconditional skip":
+        reason = report.longrepr[2].removeprefix("Skipped").strip(": ")
+        if reason in ("", "unconditional skip"):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid}: a skip must print the condition that holds"
 

@@ -1,0 +1,118 @@
+# Every target makes what it needs, on a Linux machine that has make and Python 3.11 or newer:
+#
+#   make demo            trains the small hybrid on real text, draws the curve, samples from it
+#   make test            every test this machine can run           (make test ARGS="tests/ops -k kda")
+#   make check           style, types, import order, architecture, repeated code, budgets
+#   make bench OP=kda    that operator's tests, then its timings   (OP as `wyfold bench` names it)
+#   make format          rewrites the files as `make check` wants them
+#   make lock            resolves the pinned tools afresh into requirements/
+#
+# The environment is .venv, built in steps that each leave a stamp; a step that was interrupted is done again.
+# torch is a step of its own, outside the hashed files: CPU, CUDA and ROCm builds of one version have different hashes,
+# and which one fits is the machine's matter. pip's own configuration is honoured throughout.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+TORCH = 2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Plain `=`: a caller's environment cannot leave tests out, only the command line can.
+ARGS =
+OP = all
+
+.PHONY: help demo test check lint types imports architecture repeats budgets bench format lock
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# --- what people run -------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.wyfold
+	$(BIN)/wyfold demo
+
+# Two workers of one thread: the suite is made of many small cases, and threads inside them only wait for each other.
+test: $(VENV)/.wyfold
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+check: lint types imports architecture repeats budgets
+
+bench: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/ops $(if $(filter all,$(OP)),,-k $(OP))
+	$(BIN)/wyfold bench $(if $(filter all,$(OP)),,--op $(OP)) --out docs/results
+
+# --- what `make check` is made of ------------------------------------------------------------------------------------
+
+lint: $(VENV)/.wyfold
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.wyfold
+	$(BIN)/mypy
+
+imports: $(VENV)/.wyfold
+	$(BIN)/lint-imports
+
+architecture: $(VENV)/.wyfold
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docstrings.py
+
+repeats: $(VENV)/.wyfold
+	$(BIN)/pylint --disable=all --enable=duplicate-code --score=n src/wyfold
+
+budgets: $(VENV)/.wyfold
+	$(BIN)/python tools/budgets.py
+
+format: $(VENV)/.wyfold
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+# An environment whose pip answers is kept; anything less is made anew.
+$(VENV)/.made:
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && $(PIP) --version >/dev/null 2>&1; \
+	then touch $@; exit 0; fi; \
+	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if command -v $$python >/dev/null && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then \
+	      echo "wyfold: $$python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; fi; \
+	    echo "wyfold: making $(VENV) with $$($$python --version)"; \
+	    $$python -m venv --clear $(VENV); touch $@; exit 0; \
+	  fi; \
+	done; \
+	echo "wyfold: Python 3.11 or newer is needed; python3 here is: $$(python3 --version 2>&1 || true)" >&2; \
+	echo "        (another one can be named: make PYTHON=/path/to/python3.12 ...)" >&2; exit 1
+
+$(VENV)/.torch-$(TORCH): $(VENV)/.made
+	@echo "wyfold: installing torch $(TORCH) into $(VENV) (the largest download)"
+	$(PIP) install --quiet torch==$(TORCH)
+	$(BIN)/python -c 'import torch' || $(PIP) install --quiet --force-reinstall torch==$(TORCH)
+	@touch $@
+
+# --no-deps: the files are complete without torch, whose own dependencies came with it.
+$(VENV)/.tools: requirements/dev.txt $(VENV)/.torch-$(TORCH)
+	@echo "wyfold: installing the pinned tools into $(VENV)"
+	$(PIP) install --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
+$(VENV)/.wyfold: pyproject.toml $(VENV)/.tools
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.bench: requirements/bench.txt $(VENV)/.wyfold
+	@echo "wyfold: installing the peers that wyfold bench compares with into $(VENV)"
+	$(PIP) install --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
+# The override says that torch is nobody's requirement, which keeps it and what only it needs out of the files.
+LOCK = $(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes --upgrade \
+       --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+       --override <(echo "torch ; python_version < '3'")
+
+lock: $(VENV)/.tools
+	$(LOCK) --extra cli --output-file requirements/dev.txt
+	$(LOCK) --extra cli --extra bench --constraint requirements/dev.txt --output-file requirements/bench.txt
