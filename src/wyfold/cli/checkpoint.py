@@ -35,25 +35,26 @@ def save(
 
     Args:
         root: made if missing.
-        step: steps taken; names the folder. A complete checkpoint of this step is left as it is.
+        step: steps taken; names the folder. An earlier checkpoint of this step is replaced.
         record: whatever JSON can say.
         tensors: name -> tensor; each is stored on its own, whatever memory they share.
         save_model: writes the model into the folder it is given.
     """
     final = root / f"{PREFIX}{step:08d}"
-    if not complete(final):
-        root.mkdir(parents=True, exist_ok=True)
-        partial = root / f"{UNFINISHED}{final.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save_model(partial / MODEL)
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial / TENSORS)
-        sizes = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(_files(partial))}
-        (partial / RECORD).write_text(json.dumps({**record, "step": step, "files": sizes}))
-        _reach_disk(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(root)
+    partial, replaced = root / f"{UNFINISHED}{final.name}", root / f"{UNFINISHED}replaced"
+    for leftover in root.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_model(partial / MODEL)
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial / TENSORS)
+    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(_files(partial))}
+    (partial / RECORD).write_text(json.dumps({**record, "step": step, "files": sizes}))
+    _reach_disk(partial)
+    if final.exists():  # a kill between these two renames costs this step, never the checkpoint before it
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(root)
+    shutil.rmtree(replaced, ignore_errors=True)
     _prune(root)
     return final
 

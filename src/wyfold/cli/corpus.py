@@ -127,7 +127,7 @@ def standard_library() -> Corpus:
         folder = Path(sysconfig.get_path("stdlib"))
         sources = [content for file in sorted(folder.glob("*.py")) if (content := _text(file))]
         if not sources:
-            raise UsageError(f"this Python has neither pydoc_data.topics nor sources in {folder}: give --data") from None
+            raise UsageError(f"no pydoc_data.topics in this Python, no sources in {folder}: give --data") from None
         return Corpus.of("the standard library's sources", sources)
     kept: list[str] = []
     # Longest first, so that a repeat always meets the topic it repeats. The heading (two lines and a blank) differs.

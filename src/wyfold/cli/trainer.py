@@ -1,4 +1,4 @@
-"""The training loop of `train` and `demo`: everything that decides a run's numbers, and how a run is stopped and resumed.
+"""The training loop of `train` and `demo`: what decides a run's numbers, and how a run is stopped and resumed.
 
     run = Trainer(recipe, corpus, folder, device)
     run.train(...)          # True when finished, False when interrupted; the state is saved either way
@@ -14,7 +14,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,14 +120,19 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
+        """Whether the last step is taken."""
         return self.progress() >= 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step is taken and its validation known: nothing is left to do."""
+        return self.finished and self._evaluated()
 
     def progress(self) -> float:
         """Part of the run that is done, in [0, 1]."""
-        if self.recipe.steps is not None:
-            return min(1.0, self.step / self.recipe.steps)
-        assert self.recipe.minutes is not None
-        return min(1.0, self.elapsed / (60 * self.recipe.minutes))
+        if self.recipe.minutes is not None:
+            return min(1.0, self.elapsed / (60 * self.recipe.minutes))
+        return min(1.0, self.step / (self.recipe.steps or 1))
 
     def train(self, save_every: int) -> bool:
         """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
@@ -135,6 +140,7 @@ class Trainer:
         with _stop_on_signal(self), Display(self.recipe.steps, self.step) as display:
             saved = self.step
             while True:
+                # At the head of the round, so that a run stopped between a step and its evaluation resumes with it.
                 due = self.step % self.recipe.eval_every == 0 or self.finished
                 if due and not self.stopping and not self._evaluated():
                     bits = self.evaluate()
@@ -142,18 +148,14 @@ class Trainer:
                     display.say(f"step {self.step}: validation {bits:.3f} bits per byte")
                 if self.stopping or self.finished:
                     break
-                start = time.perf_counter()
-                loss = self._take_step()
-                seconds = time.perf_counter() - start
-                self.elapsed += seconds
-                rate = self.recipe.batch * self.recipe.length * self.recipe.grad_accum / seconds
-                display.step(self.step, loss, loss / math.log(2), rate)
                 if self.step - saved >= save_every:
                     self.save()
                     saved = self.step
+                entry = self._take_step()
+                display.step(self.step, entry["loss"], entry["loss"] / math.log(2), entry["tokens_per_second"])
             self.save()
         self.draw()
-        return self.finished and self._evaluated()
+        return self.complete
 
     def evaluate(self) -> float:
         """Bits per byte of the held-out part, or of its first `eval_bytes` bytes."""
@@ -192,30 +194,42 @@ class Trainer:
         key = "validation_bits_per_byte"
         return [(entry["step"], entry[key]) for entry in self.history if key in entry]
 
-    def _take_step(self) -> float:
-        """One optimizer step; its mean loss in nats."""
+    def _take_step(self) -> dict[str, Any]:
+        """One optimizer step; what the history keeps of it."""
+        start = time.perf_counter()
         rate = self.recipe.learning_rate(self.step, self.progress())
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        parts = self.recipe.grad_accum
+        parts, tokens = self.recipe.grad_accum, 0
         total = torch.zeros((), device=self.device)
         for part in range(parts):
-            loss = self._loss(self.batches.at(self.step * parts + part)) / parts
+            batch = self.batches.at(self.step * parts + part)
+            loss = self._loss(batch) / parts
             loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        mean, size = total.item(), norm.item()
-        if not (math.isfinite(mean) and math.isfinite(size)):
-            # Before the update: the checkpoint on disk and the parameters in memory are still good.
+            tokens += batch.ids.numel()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip).item()
+        mean = total.item()
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            # Before the update: the parameters in memory and the checkpoint on disk are both still good.
             raise Failure(
-                f"step {self.step + 1}: loss {mean}, gradient norm {size}; nothing was updated. The last checkpoint in "
+                f"step {self.step + 1}: loss {mean}, gradient norm {norm}; nothing was updated. What is in "
                 f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
             )
         self.optimizer.step()
         self.step += 1
-        self._record({"step": self.step, "loss": mean, "gradient_norm": size, "lr": rate})
-        return mean
+        seconds = time.perf_counter() - start
+        self.elapsed += seconds
+        entry = {
+            "step": self.step,
+            "loss": mean,
+            "gradient_norm": norm,
+            "lr": rate,
+            "tokens_per_second": round(tokens / seconds),
+        }
+        self._record(entry)
+        return entry
 
     def _loss(self, batch: Batch) -> Tensor:
         """Mean negative log-likelihood of the labels, in nats."""
@@ -244,12 +258,11 @@ class Trainer:
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
         self.model = Decoder.load(found / checkpoint.MODEL).to(self.device)
         self.optimizer = optimizer(self.model, self.recipe)
-        for name, parameter in self.model.named_parameters():
-            moments = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-            if moments:
-                on_device = {key: value if key == "step" else value.to(self.device) for key, value in moments.items()}
-                self.optimizer.state[parameter] = on_device
-        torch.set_rng_state(tensors["random_state"])
+        torch.set_rng_state(tensors.pop("random_state"))
+        parameters = dict(self.model.named_parameters())
+        for key, value in tensors.items():
+            name, _, moment = key.rpartition("/")
+            self.optimizer.state[parameters[name]][moment] = value.to(self.device)
 
 
 def build(recipe: Recipe) -> Decoder:
@@ -272,9 +285,10 @@ def build(recipe: Recipe) -> Decoder:
 
 def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW; decay applies to the matrices that mix channels, not to norms, biases or the parameters of the decay."""
-    return torch.optim.AdamW(
-        [{"params": parameters, "weight_decay": decay} for parameters, decay in ()], lr=recipe.lr, betas=BETAS, fused=True
-    )
+    matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    groups = [{"params": list(matrices), "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=BETAS, fused=True)
 
 
 @contextmanager
