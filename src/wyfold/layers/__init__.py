@@ -1,0 +1,23 @@
+"""The papers' sequence-mixing layers around the operators, and the cache they decode with."""
+
+from wyfold.layers.attention import SoftmaxAttention
+from wyfold.layers.cache import DecodingCache, LayerCache
+from wyfold.layers.conv import ShortConvolution
+from wyfold.layers.delta_net import DeltaNet
+from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
+from wyfold.layers.kda import KimiDeltaAttention
+from wyfold.layers.norm import GatedRMSNorm
+from wyfold.layers.ttt_linear import TTTLinear
+
+__all__ = [
+    "DecayParameters",
+    "DecodingCache",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
+    "KimiDeltaAttention",
+    "LayerCache",
+    "ShortConvolution",
+    "SoftmaxAttention",
+    "TTTLinear",
+]

@@ -1,0 +1,222 @@
+"""Softmax attention for the layers of a hybrid that look things up exactly.
+
+Every path below sees the same keys, those of the query's own sequence at distances 0 to window - 1, and differs in what is
+cheapest: causal attention, blocks of a window, a mask over remembered keys, one sequence of a packed buffer after another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from wyfold.layers.cache import LayerCache, sequences
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention with rotary positions and, at will, a window.
+
+        q, k, v = W_qkv x,   q, k turned by their positions
+        y[t] = W_o sum_s softmax_s(q[t] k[s] / sqrt(D)) v[s],   t - window < s <= t, same sequence
+
+    Args:
+        hidden_size: Width of x.
+        num_heads: H, query heads.
+        num_kv_heads: Key and value heads, a divisor of H (the other way round than a delta rule's value heads); None = H.
+        head_dim: D, even.
+        window: Keys a query sees, itself included; None = all of them. It bounds the cache.
+        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens.
+
+    Source:
+        Rotary positions: arXiv:2104.09864.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int = 128,
+        *,
+        window: int | None = None,
+        rope_base: float = 10_000.0,
+    ):
+        super().__init__()
+        name = "SoftmaxAttention"
+        self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
+        self.num_heads = check.integer(name, "num_heads", num_heads, least=1)
+        self.num_kv_heads = num_heads if num_kv_heads is None else check.integer(name, "num_kv_heads", num_kv_heads, least=1)
+        if num_heads % self.num_kv_heads != 0:
+            raise ValueError(f"{name}: num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
+        self.head_dim = check.integer(name, "head_dim", head_dim, least=2)
+        if head_dim % 2 != 0:
+            raise ValueError(f"{name}: head_dim must be even, its halves turn together, got {head_dim}")
+        self.window = None if window is None else check.integer(name, "window", window, least=1)
+        self.rope_base = check.number(name, "rope_base", rope_base)
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
+        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Mixed sequences.
+
+        Args:
+            x: [B, T, hidden_size].
+            layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
+            cache: Holds "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1 where a row has
+                none yet; replaced. An empty dict starts.
+
+        Returns:
+            y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
+
+        Raises:
+            ValueError: x, layout and cache do not fit together.
+        """
+        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache)
+        past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache else None
+        past = past if past is not None and past.keys.shape[1] > 0 else None
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        positions = _positions(x, layout, past)
+        turned, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        q, k = _rotate(turned, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
+        fresh = Keys(k, v, positions.expand(x.shape[:2]))
+        if layout is None:
+            o, kept = _attend(q, fresh, past, self.window)
+        elif cache is None and not check.readable(layout.cu_seqlens):
+            o, kept = _attend_masked(q, fresh, layout, self.window), None
+        else:
+            o, rows = _attend_each(q, fresh, past, layout, self.window)
+            kept = None if cache is None else _stack(rows)
+        if cache is not None and kept is not None:
+            cache["keys"], cache["values"], cache["positions"] = kept
+        return self.out(o.flatten(2))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}"
+
+
+class Keys(NamedTuple):
+    """Keys with their values and positions: [N, S, H, D] twice, and [N, S] int64, -1 where there is no key."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+    def row(self, n: int, start: int = 0, stop: int | None = None) -> Keys:
+        """Row n alone, from `start` to `stop`."""
+        return Keys(*(x[n : n + 1, start:stop] for x in self))
+
+    def last(self, count: int | None) -> Keys:
+        """The last `count` along S, or all; a copy when some are dropped, so that they are freed."""
+        drop = 0 if count is None else max(0, self.keys.shape[1] - count)
+        return Keys(*(x[:, drop:].clone() for x in self)) if drop else self
+
+    def then(self, other: Keys) -> Keys:
+        return Keys(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+
+def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> Tensor:
+    """[1 or B, T] position of each token in its sequence, counted from the first token the cache ever saw."""
+    if layout is None:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        return positions if past is None else positions + past.positions[:, -1:] + 1
+    if past is None:
+        return layout.positions[None]
+    return (layout.positions + past.positions[layout.sequence_ids, -1] + 1)[None]
+
+
+def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """x [B, T, H, D] with the pair (x[d], x[d + D/2]) turned by positions * base^(-2 d / D)."""
+    half = x.shape[-1] // 2
+    precision = torch.promote_types(x.dtype, torch.float32)
+    rate = base ** -(torch.arange(half, device=x.device, dtype=precision) / half)
+    angle = positions[..., None, None] * rate  # [B, T, 1, D/2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """PyTorch's attention on [B, T, H, D] tensors; causal where there is no mask."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
+    o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
+def _attend(q: Tensor, fresh: Keys, past: Keys | None, window: int | None) -> tuple[Tensor, Keys]:
+    """Attention of rows that are sequences, and the keys to remember."""
+    if past is None:
+        if window is None or q.shape[1] <= window:
+            o = _softmax_attention(q, fresh.keys, fresh.values, None)
+        else:
+            o = _attend_blocks(q, fresh.keys, fresh.values, window)
+        return o, fresh.last(window)
+    seen = past.last(None if window is None else window - 1).then(fresh)
+    mask = _visible(fresh.positions[:, :, None], seen.positions[:, None, :], window) & (seen.positions >= 0)[:, None, :]
+    return _softmax_attention(q, seen.keys, seen.values, mask[:, None]), seen.last(window)
+
+
+def _visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Whether a query at a position sees a key at a position of the same sequence."""
+    return key <= query if window is None else (key <= query) & (key > query - window)
+
+
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Windowed attention of T > window tokens in blocks of `window` queries: time and memory grow with T * window.
+
+    A block sees itself and the block before it, so the first is causal attention and all others share one mask.
+    """
+    B, T, H, D = q.shape
+    head = _softmax_attention(q[:, :window], k[:, :window], v[:, :window], None)
+    short = -T % window
+    queries = pad(q[:, window:], (0, 0, 0, 0, 0, short)).reshape(-1, window, H, D)
+    # Keys past the end stand behind every real query, where the mask hides them.
+    pairs = (pad(x, (0, 0, 0, 0, 0, short)).unfold(1, 2 * window, window).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+    token = torch.arange(2 * window, device=q.device)
+    mask = _visible(token[window:, None], token, window)
+    tail = _softmax_attention(queries, *pairs, mask)
+    return torch.cat([head, tail.reshape(B, T - window + short, H, D)[:, : T - window]], dim=1)
+
+
+def _attend_masked(q: Tensor, fresh: Keys, layout: SequenceLayout, window: int | None) -> Tensor:
+    """Attention of a packed buffer under one [T, T] mask, for boundaries that are not to be read here."""
+    ids, positions = layout.sequence_ids, fresh.positions[0]
+    mask = (ids[:, None] == ids) & _visible(positions[:, None], positions, window)
+    # Rows past the last boundary may hold anything, and zero times infinity would reach the others.
+    real = (ids >= 0)[:, None, None]
+    q, k, v = (torch.where(real, x, 0) for x in (q, fresh.keys, fresh.values))
+    return torch.where(real, _softmax_attention(q, k, v, mask), 0)
+
+
+def _attend_each(
+    q: Tensor, fresh: Keys, past: Keys | None, layout: SequenceLayout, window: int | None
+) -> tuple[Tensor, list[Keys]]:
+    """Attention of a packed buffer, one sequence after another: no pair of two sequences is ever formed."""
+    borders = layout.cu_seqlens.tolist()
+    outputs, kept = [], []
+    for n, (start, stop) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+        before = None if past is None else past.row(n)
+        if start == stop:
+            kept.append(fresh.row(0, 0, 0) if before is None else before)
+            continue
+        o, keys = _attend(q[:, start:stop], fresh.row(0, start, stop), before, window)
+        outputs.append(o)
+        kept.append(keys)
+    outputs.append(q.new_zeros(1, q.shape[1] - borders[-1], *q.shape[2:]))
+    return torch.cat(outputs, dim=1), kept
+
+
+def _stack(rows: list[Keys]) -> Keys:
+    """One row per sequence, its keys at the end, and no key (position -1) in front of a shorter one."""
+    S = max(row.keys.shape[1] for row in rows)
+    short = [S - row.keys.shape[1] for row in rows]
+    keys, values = (
+        torch.cat([pad(x, (0, 0, 0, 0, less, 0)) for x, less in zip(tensors, short, strict=True)])
+        for tensors in ([row.keys for row in rows], [row.values for row in rows])
+    )
+    positions = torch.cat([pad(row.positions, (less, 0), value=-1) for row, less in zip(rows, short, strict=True)])
+    return Keys(keys, values, positions)

@@ -1,0 +1,106 @@
+"""What layers remember between calls.
+
+A layer keeps what it needs to go on in a `LayerCache`, a plain dict of tensors whose first dimension is the sequence. It
+starts empty, and each call replaces its tensors by their successors without writing into them: a shallow copy of the
+dict is a snapshot to return to. A `DecodingCache` holds one per layer of a model.
+
+The dict's size does not grow with the tokens seen, softmax attention without a window excepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+
+LayerCache: TypeAlias = dict[str, Tensor]
+
+
+class DecodingCache:
+    """The caches of a model's layers, moved and reordered together.
+
+    Args:
+        layers: One `LayerCache` per layer, empty for a fresh start.
+        batch_size: N, sequences that go on together.
+
+    Example:
+        >>> import torch
+        >>> cache = DecodingCache([{"state": torch.arange(3.0)}], batch_size=3)
+        >>> cache.reorder(torch.tensor([2, 0])).layers[0]["state"]
+        tensor([2., 0.])
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], batch_size: int):
+        self.layers = list(layers)
+        self.batch_size = check.integer("DecodingCache", "batch_size", batch_size, least=1)
+
+    def reorder(self, rows: Tensor) -> DecodingCache:
+        """Row i becomes what row rows[i] was, in place: beams, finished sequences dropped, a prompt forked.
+
+        Args:
+            rows: [N'] int64. Repeats and another length are allowed.
+        """
+        check.shapes("DecodingCache.reorder", rows=(rows, "N"))
+        self._replace(lambda x: x.index_select(0, rows.to(x.device)))
+        self.batch_size = rows.shape[0]
+        return self
+
+    def detach(self) -> DecodingCache:
+        """Forget in place how the tensors were computed: training goes on from here without a gradient to the past."""
+        self._replace(Tensor.detach)
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> DecodingCache:
+        """Move in place; `dtype` changes floating point tensors alone. A recurrent state stays in the dtype it is given."""
+        self._replace(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None))
+        return self
+
+    def snapshot(self) -> DecodingCache:
+        """A second cache with the same contents, free of cost: later calls replace tensors, they never write into them."""
+        return DecodingCache([dict(layer) for layer in self.layers], self.batch_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors hold."""
+        return sum(x.nbytes for layer in self.layers for x in layer.values())
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.layers:
+            for name, x in layer.items():
+                layer[name] = change(x)
+
+
+def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, cache: LayerCache | None) -> int:
+    """N, the sequences of a layer's input, once the input, its layout and the cache agree.
+
+    Args:
+        layer: Name for messages.
+        x: [B, T, width].
+        width: The layer's hidden_size.
+        layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
+        cache: Tensors [N, ...], or empty, or None.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a shape that differs from what the other arguments imply.
+    """
+    B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
+    N = B
+    if layout is not None:
+        if not isinstance(layout, SequenceLayout):
+            raise TypeError(f"{layer}: layout must be a SequenceLayout or None, got {type(layout).__name__}")
+        if (B, T) != (1, layout.tokens):
+            raise ValueError(f"{layer}: x must be [1, T, ...] = [1, {layout.tokens}, ...] for its layout, got {list(x.shape)}")
+        N = layout.max_seqs
+    if cache is not None:
+        if not isinstance(cache, dict):
+            raise TypeError(f"{layer}: cache must be a LayerCache (a dict of tensors) or None, got {type(cache).__name__}")
+        held = next(iter(cache.values())).shape[0] if cache else N
+        if held != N:
+            raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {held}")
+    return N

@@ -1,0 +1,164 @@
+"""DeltaNet, and the frame it shares with its gated successors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.conv import ShortConvolution
+from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+
+# A chunk is padded to its full size, so that up to here going token by token is less work.
+RECURRENT_TOKENS = 2
+
+
+class DeltaMixer(nn.Module):
+    """From hidden states to queries, keys and values, through a delta rule, and back.
+
+        q, k, v = conv(qkv(x)),   b = beta(x)
+        y = out(norm(rule(q / |q|, k / |k|, v, sigmoid(b), gate)))
+
+    A layer of the family says which rule, which gate and which norm: `operators`, `gate_arguments` and `read_out`.
+
+    Args:
+        hidden_size: Width of x.
+        num_heads: H, query and key heads.
+        num_v_heads: HV, value heads, a multiple of H; None = H.
+        head_dim: K, width of a query and key.
+        head_v_dim: V, width of a value; None = K.
+        conv_size: Length of the short convolution.
+        allow_neg_eigval: beta in [0, 2] in place of [0, 1], so that a state can be turned over, not only shrunk
+            (arXiv:2411.12537).
+
+    Raises:
+        ValueError: a size that the operator does not offer.
+    """
+
+    operators: tuple[Any, Any]  # chunk form, recurrent form
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        head_dim: int,
+        head_v_dim: int | None,
+        conv_size: int,
+        allow_neg_eigval: bool,
+    ):
+        super().__init__()
+        name = type(self).__name__
+        self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
+        self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
+        self.head_dim = head_dim
+        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
+        check.width(name, "V", "head_v_dim", check.integer(name, "head_v_dim", self.head_v_dim, least=1))
+        check.flag(name, allow_neg_eigval=allow_neg_eigval)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.key_size = self.num_heads * self.head_dim
+        self.value_size = self.num_v_heads * self.head_v_dim
+        self.qkv = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
+        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size)
+        self.beta = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.out = nn.Linear(self.value_size, hidden_size, bias=False)
+
+    def gate_arguments(self, x: Tensor) -> dict[str, Any]:
+        """The rule's gate, as keyword arguments of its operator."""
+        return {}
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        """What the rule read, normed; [B, T, HV, V] both."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Mixed sequences.
+
+        Args:
+            x: [B, T, hidden_size].
+            layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
+            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict starts.
+
+        Returns:
+            y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
+
+        Raises:
+            ValueError: x, layout and cache do not fit together.
+        """
+        sequences(type(self).__name__, x, self.hidden_size, layout, cache)
+        qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
+        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
+        state = None if cache is None else cache.get("state")
+        chunk, recurrent = self.operators
+        rule = chunk if cache is None or x.shape[1] > RECURRENT_TOKENS else recurrent
+        o, state = rule(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            beta=self.beta(x),
+            **self.gate_arguments(x),
+            initial_state=state,
+            output_final_state=cache is not None,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            state_dtype=None if state is None else state.dtype,
+            cu_seqlens=layout,
+        )
+        if cache is not None:
+            cache["state"] = state
+        return self.out(self.read_out(o, x).flatten(2))
+
+
+class DeltaNet(DeltaMixer):
+    """The layer of DeltaNet: each token corrects what the state returns for its key; nothing else is forgotten.
+
+        q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_beta x),   y = W_o rms_norm(delta_rule(q/|q|, k/|k|, v, beta))
+
+    Args:
+        hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
+        norm_eps: eps of the output norm.
+
+    Example:
+        >>> import torch
+        >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), {}
+        >>> x = torch.randn(1, 5, 32)
+        >>> whole, first, rest = layer(x), layer(x[:, :3], cache=cache), layer(x[:, 3:], cache=cache)
+        >>> torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
+
+    Source:
+        arXiv:2406.06484.
+    """
+
+    operators = (chunk_delta_rule, fused_recurrent_delta_rule)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        *,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval)
+        self.norm = nn.RMSNorm(self.head_v_dim, eps=check.number("DeltaNet", "norm_eps", norm_eps))
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.norm(o)
+
+
+def grouped_heads(name: str, num_heads: int, num_v_heads: int | None) -> tuple[int, int]:
+    """H and HV, once HV is known to be a multiple of H."""
+    check.integer(name, "num_heads", num_heads, least=1)
+    num_v_heads = num_heads if num_v_heads is None else check.integer(name, "num_v_heads", num_v_heads, least=1)
+    if num_v_heads % num_heads != 0:
+        raise ValueError(f"{name}: num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}")
+    return num_heads, num_v_heads

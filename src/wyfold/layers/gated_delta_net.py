@@ -1,0 +1,90 @@
+"""Gated DeltaNet: the delta rule with one decay per head, and the parameters of decays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wyfold.layers.delta_net import DeltaMixer
+from wyfold.layers.norm import GatedRMSNorm
+from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+
+class DecayParameters(nn.Module):
+    """What turns a projected x into a log decay: g = -exp(A_log) softplus(raw + dt_bias).
+
+    They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a forward,
+    is what lets FSDP2's mixed precision leave them there.
+
+    Args:
+        num_v_heads: HV.
+        channels: K for a decay per key channel; None for one per head.
+        bounded: Whether the gate is lower_bound * sigmoid(exp(A_log) (raw + dt_bias)). Its rate multiplies inside the
+            sigmoid, so it starts at 1: the spread of rates that suits the softplus would saturate it.
+    """
+
+    def __init__(self, num_v_heads: int, channels: int | None = None, *, bounded: bool = False):
+        super().__init__()
+        self.bounded = bounded
+        self.A_log = nn.Parameter(torch.empty(num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads) if channels is None else torch.empty(num_v_heads, channels))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Rates exp(A_log) uniform in [1, 16]; softplus(dt_bias) log-uniform in [0.001, 0.1], as in Mamba-2."""
+        if self.bounded:
+            self.A_log.zero_()
+        else:
+            self.A_log.uniform_(1, 16).log_()
+        step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A_log [HV] and dt_bias [HV] or [HV, K]."""
+        return self.A_log, self.dt_bias
+
+
+class GatedDeltaNet(DeltaMixer):
+    """The layer of Gated DeltaNet: the delta rule after a decay of the whole state, chosen by each token.
+
+        q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_beta x),   g = -exp(A_log) softplus(W_decay x + dt_bias)
+        y = W_o (rms_norm(gated_delta_rule(q/|q|, k/|k|, v, g, beta)) * silu(W_gate x))
+
+    Args:
+        hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
+        norm_eps: eps of the output norm.
+
+    Source:
+        arXiv:2412.06464.
+    """
+
+    operators = (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        *,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval)
+        self.decay = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.decay_parameters = DecayParameters(self.num_v_heads)
+        self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps)
+
+    def gate_arguments(self, x: Tensor) -> dict[str, Any]:
+        A_log, dt_bias = self.decay_parameters()
+        return {"g": self.decay(x), "use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.norm(o, self.gate(x).view_as(o))

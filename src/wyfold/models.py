@@ -1,0 +1,464 @@
+"""One decoder: a small language model whose layers are named by a pattern.
+
+Notable:
+- delta-rule, TTT and softmax attention layers in any order, `pattern="kda*3 attention"` repeated to depth
+- pre-norm blocks: RMSNorm, mixer, residual; RMSNorm, SwiGLU, residual; no biases but those of the papers' gates
+- rotary positions in the attention layers alone: recurrences and convolutions know the order of what they read
+- embedding and output matrix are one, unless the configuration says otherwise
+- packed documents by a `SequenceLayout` that every layer reads
+- generation from a cache whose size does not grow, but for attention without a window
+- the loss is float32 whatever the parameters are
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wyfold import layers
+from wyfold.layers.cache import DecodingCache, LayerCache
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "delta_net": layers.DeltaNet,
+    "gated_delta_net": layers.GatedDeltaNet,
+    "kda": layers.KimiDeltaAttention,
+    "ttt_linear": layers.TTTLinear,
+    "attention": layers.SoftmaxAttention,
+}
+ALIASES = {"gdn": "gated_delta_net"}
+
+IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
+PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activations do not grow with it
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """What a decoder is made of.
+
+    Args:
+        vocab_size: Token ids are 0 to vocab_size - 1. 256 for bytes.
+        hidden_size: Width of the residual stream.
+        num_layers: Blocks.
+        pattern: Names of mixers, each with an optional count, "kda*3 attention", repeated to num_layers: delta_net,
+            gated_delta_net (gdn), kda, ttt_linear, attention.
+        num_heads, num_v_heads, head_dim, head_v_dim, conv_size: Passed to every mixer that takes them.
+        mlp_size: Inner width of the MLP; None = 8/3 of hidden_size, up to a multiple of 16.
+        tied: Whether the output matrix is the embedding.
+        norm_eps: eps of the norms of the residual stream.
+        options: Mixer's name -> its further or differing arguments: {"kda": {"lower_bound": -5.0}, "attention": {"window": 256}}.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+
+    Example:
+        >>> DecoderConfig(pattern="gdn*2 attention", num_layers=4).layers
+        ('gated_delta_net', 'gated_delta_net', 'attention', 'gated_delta_net')
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_layers: int = 4
+    pattern: str = "gdn*3 attention"
+    num_heads: int = 4
+    num_v_heads: int | None = None
+    head_dim: int = 64
+    head_v_dim: int | None = None
+    conv_size: int = 4
+    mlp_size: int | None = None
+    tied: bool = True
+    norm_eps: float = 1e-6
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = "DecoderConfig"
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "conv_size"):
+            check.integer(name, field, getattr(self, field), least=1)
+        for field in ("num_v_heads", "head_v_dim", "mlp_size"):
+            if getattr(self, field) is not None:
+                check.integer(name, field, getattr(self, field), least=1)
+        check.flag(name, tied=self.tied)
+        check.number(name, "norm_eps", self.norm_eps)
+        _parse(self.pattern)
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"{name}: options must map mixers to their options, got {type(self.options).__name__}")
+        for mixer, options in self.options.items():
+            _check_options(mixer, options)
+        owned = {ALIASES.get(mixer, mixer): dict(options) for mixer, options in self.options.items()}
+        object.__setattr__(self, "options", owned)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Name of each layer's mixer."""
+        period = _parse(self.pattern)
+        return tuple(period[i % len(period)] for i in range(self.num_layers))
+
+    def mixer(self, name: str) -> nn.Module:
+        """A fresh mixer of that name."""
+        shared = ("hidden_size", "num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
+        known = inspect.signature(MIXERS[name]).parameters
+        arguments = {field: getattr(self, field) for field in shared if field in known}
+        return MIXERS[name](**arguments | self.options.get(name, {}))
+
+    def to_json(self) -> str:
+        """The fields as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> DecoderConfig:
+        """The configuration that `to_json` wrote.
+
+        Raises:
+            ValueError: no JSON object, or a field this version does not know.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"DecoderConfig: text must be a JSON object, got {type(fields).__name__}")
+        unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"DecoderConfig: fields must be known to this version, got {', '.join(sorted(unknown))}")
+        return cls(**fields)
+
+
+class Decoder(nn.Module):
+    """The language model of a `DecoderConfig`.
+
+    Example:
+        >>> import torch
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16))
+        >>> ids = torch.randint(256, (1, 9))
+        >>> logits, loss = model(ids[:, :-1], labels=ids[:, 1:])
+        >>> loss.backward()
+        >>> model.generate(ids, 5, temperature=0).shape
+        torch.Size([1, 14])
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(f"Decoder: config must be a DecoderConfig, got {type(config).__name__}")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, name) for name in config.layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Matrices normal, of deviation 0.02; those that write into the residual stream smaller, the deeper the model."""
+        into_stream = {module for block in self.blocks for module in (block.mixer.out, block.mlp.out)}
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                depth = 2 * len(self.blocks) if module in into_stream else 1
+                nn.init.normal_(module.weight, std=0.02 / depth**0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: DecodingCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of each next token, and their loss.
+
+        Args:
+            ids: [B, T] integer.
+            labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to learn,
+                as at the end of a packed document. Rows past the layout's last boundary never count.
+            layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
+            cache: From `new_cache`; ids go on where it stands, and it moves on.
+
+        Returns:
+            logits: [B, T, vocab_size], dtype of the parameters.
+            loss: Mean cross entropy in nats over the labels that count, 0 if none does; float32. None without labels.
+
+        Raises:
+            ValueError: arguments that do not fit together.
+        """
+        self._check(ids, layout, cache)
+        if labels is not None and labels.shape != ids.shape:
+            raise ValueError(f"Decoder: labels must be [B, T] = {list(ids.shape)}, got {list(labels.shape)}")
+        logits = self._logits(self._hidden(ids, layout, cache))
+        return logits, None if labels is None else _cross_entropy(logits, labels, layout)
+
+    def new_cache(self, batch_size: int) -> DecodingCache:
+        """A cache with which `batch_size` sequences start."""
+        return DecodingCache([{} for _ in self.blocks], batch_size)
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """The prompts with what follows them; arguments and errors as in `stream`.
+
+        Returns:
+            ids: [B, T + n], n <= max_new_tokens; a row that stopped is filled up with `stop`.
+        """
+        tokens = self.stream(
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            generator=generator,
+            stop=stop,
+        )
+        return torch.cat([ids, *(token[:, None].to(ids.dtype) for token in tokens)], dim=1)
+
+    def stream(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | None = None,
+    ) -> Iterator[Tensor]:
+        """Tokens that follow the prompts, each as soon as it is drawn, in constant memory.
+
+        Args:
+            ids: [B, T] integer. Prompts of one length, at least one token.
+            max_new_tokens: Most tokens to draw.
+            temperature: Logits are divided by it; 0 takes the likeliest token.
+            top_k: Draw among the k likeliest.
+            top_p: Draw among the likeliest that together hold this probability, in (0, 1].
+            seed: Of the draws; None draws from `generator`, or from PyTorch's own.
+            generator: On the device of the model.
+            stop: Token that ends a row; the stream ends when every row has drawn it.
+
+        Yields:
+            token: [B] int64.
+
+        Raises:
+            TypeError, ValueError: naming the argument, before anything runs.
+        """
+        name = "Decoder.generate"
+        self._check(ids, None, None)
+        if ids.shape[1] == 0:
+            raise ValueError(f"{name}: ids must hold at least one token, got {list(ids.shape)}")
+        check.integer(name, "max_new_tokens", max_new_tokens, least=0)
+        if check.number(name, "temperature", temperature) < 0:
+            raise ValueError(f"{name}: temperature must be at least 0, got {temperature}")
+        if top_k is not None:
+            check.integer(name, "top_k", top_k, least=1)
+        if top_p is not None and not 0 < check.number(name, "top_p", top_p) <= 1:
+            raise ValueError(f"{name}: top_p must be in (0, 1], got {top_p}")
+        if seed is not None:
+            if generator is not None:
+                raise ValueError(f"{name}: seed must be None where a generator is given, got {seed}")
+            generator = torch.Generator(ids.device).manual_seed(check.integer(name, "seed", seed, least=0))
+        if stop is not None:
+            check.integer(name, "stop", stop, least=0)
+        draw = _Draw(temperature, top_k, top_p, generator)
+        return self._stream(ids, max_new_tokens, draw, stop)
+
+    @torch.inference_mode()
+    def _stream(self, ids: Tensor, max_new_tokens: int, draw: _Draw, stop: int | None) -> Iterator[Tensor]:
+        cache = self.new_cache(ids.shape[0])
+        for piece in ids.split(PREFILL_TOKENS, dim=1):
+            hidden = self._hidden(piece, None, cache)
+        stopped = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+        for remaining in range(max_new_tokens, 0, -1):
+            token = draw(self._logits(hidden[:, -1]))
+            if stop is not None:
+                token = torch.where(stopped, stop, token)
+                stopped = stopped | (token == stop)
+            yield token
+            if remaining == 1 or (stop is not None and bool(stopped.all())):
+                return
+            hidden = self._hidden(token[:, None], None, cache)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
+
+        Raises:
+            ImportError: safetensors is missing.
+        """
+        safetensors = _safetensors()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: x.detach().contiguous() for name, x in self.state_dict().items()}
+        unfinished = folder / f"{WEIGHTS_FILE}.part"
+        safetensors.save_file(tensors, unfinished)
+        unfinished.replace(folder / WEIGHTS_FILE)
+        unfinished = folder / f"{CONFIG_FILE}.part"
+        unfinished.write_text(self.config.to_json(), encoding="utf-8")
+        unfinished.replace(folder / CONFIG_FILE)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Decoder:
+        """The decoder that `save` wrote, in the dtype it had.
+
+        Raises:
+            ImportError: safetensors is missing.
+            FileNotFoundError: the folder holds no decoder.
+            ValueError: the configuration, or the tensors, are not those of a decoder of this version.
+        """
+        safetensors = _safetensors()
+        folder = Path(folder)
+        config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = safetensors.load_file(folder / WEIGHTS_FILE, device=str(device))
+        with torch.device("meta"):
+            model = cls(config)
+        try:
+            model.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"Decoder.load: {folder / WEIGHTS_FILE} must hold what {CONFIG_FILE} describes; {error}") from error
+        return model
+
+    def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | None) -> None:
+        B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+        if layout is not None and not isinstance(layout, SequenceLayout):
+            raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
+        if layout is not None and (B, T) != (1, layout.tokens):
+            raise ValueError(f"Decoder: ids must be [1, T] = [1, {layout.tokens}] for its layout, got {list(ids.shape)}")
+        if cache is None:
+            return
+        if not isinstance(cache, DecodingCache):
+            raise TypeError(f"Decoder: cache must be a DecodingCache or None, got {type(cache).__name__}")
+        if len(cache.layers) != len(self.blocks):
+            raise ValueError(f"Decoder: cache must have {len(self.blocks)} layers, got {len(cache.layers)}")
+        N = B if layout is None else layout.max_seqs
+        if cache.batch_size != N:
+            raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
+
+    def _hidden(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | None) -> Tensor:
+        x = self.embedding(ids)
+        caches = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer_cache in zip(self.blocks, caches, strict=True):
+            x = block(x, layout, layer_cache)
+        return self.norm(x)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, name: str):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer = config.mixer(name)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
+
+    def forward(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class SwiGLU(nn.Module):
+    """W_o (silu(W_a x) * W_b x), W_a and W_b in one matrix."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """One token for each row of logits."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        logits, tokens = (logits.float() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            logits = logits[:, : self.top_k]
+        probability = logits.softmax(dim=-1)
+        if self.top_p is not None:
+            # A token stays while those before it hold less than top_p, so the likeliest always does.
+            before = probability.cumsum(dim=-1) - probability
+            probability = torch.where(before < self.top_p, probability, 0)
+        rank = torch.multinomial(probability, 1, generator=self.generator)
+        return tokens.gather(1, rank)[:, 0]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, layout: SequenceLayout | None) -> Tensor:
+    if layout is not None:
+        labels = torch.where(layout.sequence_ids >= 0, labels, IGNORED)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def _parse(pattern: str) -> tuple[str, ...]:
+    """One period of a pattern: canonical names, in order."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"DecoderConfig: pattern must be a str, got {type(pattern).__name__}")
+    period: list[str] = []
+    for entry in pattern.split():
+        name, star, count = entry.partition("*")
+        if star and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"DecoderConfig: pattern must have a count of at least 1 after a *, got {entry!r}")
+        period += [_canonical("pattern", name)] * (int(count) if star else 1)
+    if not period:
+        raise ValueError(f"DecoderConfig: pattern must name at least one mixer, got {pattern!r}")
+    return tuple(period)
+
+
+def _canonical(field: str, name: str) -> str:
+    """A mixer's name without aliases."""
+    name = ALIASES.get(name, name)
+    if name not in MIXERS:
+        raise ValueError(f"DecoderConfig: {field} must name {', '.join((*MIXERS, *ALIASES))}, got {name!r}")
+    return name
+
+
+def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
+    name = _canonical("options", mixer)
+    if not isinstance(options, Mapping):
+        raise TypeError(f"DecoderConfig: options[{mixer!r}] must map names to values, got {type(options).__name__}")
+    known = [option for option in inspect.signature(MIXERS[name]).parameters if option != "hidden_size"]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"DecoderConfig: options[{mixer!r}] must be among {', '.join(known)}, got {option!r}")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch  # noqa: PLC0415  an extra, needed by save and load alone
+    except ImportError as error:
+        raise ImportError("Decoder.save and Decoder.load need safetensors: pip install 'wyfold[cli]'") from error
+    return safetensors.torch
