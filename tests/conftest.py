@@ -5,8 +5,8 @@
   not repeatable raise.
 - Random numbers start at one seed, threads at one; a test may change both and finds them reset.
 - Warnings are errors (pyproject.toml names the few that PyTorch itself emits).
-- A test runs for every backend that this process offers; nothing in the environment switches one off, and a skip must say
-  which condition holds.
+- A test runs for every backend that this process offers; nothing in the environment switches one off, and a skip must
+  say which condition holds.
 
 The tolerance of a test comes from `wyfold.reference.error`. Where the operators are held to an absolute bound in
 float64, the bound is `float64_bounds`; where bits are promised, the test says `torch.equal`.

@@ -1,0 +1,89 @@
+"""Prints what is over its budget, and what `import wyfold` costs beyond torch. It asks; it never fails.
+
+The answer to a line budget is a missing tile function, record or file, never denser lines (docs/architecture.md).
+"""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HOUSE = Path(__file__).resolve().parents[1] / "src" / "wyfold"
+IMPORT_SECONDS = 1.0
+
+
+def file_budget(path: Path) -> int:
+    """Lines of a file, by the room it stands in."""
+    room = path.relative_to(HOUSE).parts[0]
+    if path.name in ("triton.py", "gluon.py"):
+        return 300
+    if room == "stages" and path.parent != HOUSE / "stages":
+        return 80
+    if room == "pipelines":
+        return 250
+    return 400
+
+
+def function_budget(path: Path, node: ast.FunctionDef) -> int:
+    """Lines of a function's body, its docstring aside."""
+    room = path.relative_to(HOUSE).parts[0]
+    if node.name.startswith("wyfold_"):
+        return 120
+    if room == "tile":
+        return 30
+    if room == "ops" and not node.name.startswith("_"):
+        return 40
+    return 60
+
+
+def parameter_budget(path: Path, node: ast.FunctionDef) -> int | None:
+    """Parameters of a kernel and of a tile function; a public signature is as long as the field's."""
+    if node.name.startswith("wyfold_"):
+        return 24
+    return 10 if path.relative_to(HOUSE).parts[0] == "tile" else None
+
+
+def body_lines(node: ast.FunctionDef) -> int:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def over() -> Iterator[tuple[int, int, str]]:
+    """(value, budget, what) of everything that is over."""
+    for path in sorted(HOUSE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(HOUSE).as_posix()
+        yield len(text.splitlines()), file_budget(path), f"lines      {name}"
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            yield body_lines(node), function_budget(path, node), f"body       {name}:{node.lineno} {node.name}"
+            allowed = parameter_budget(path, node)
+            if allowed is not None:
+                count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+                yield count, allowed, f"parameters {name}:{node.lineno} {node.name}"
+
+
+def import_seconds(repeats: int = 5) -> float:
+    """Median seconds that `import wyfold` takes in a fresh process that has already imported torch."""
+    code = "import time, torch; t = time.perf_counter(); import wyfold; print(time.perf_counter() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(repeats)
+    ]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def main() -> None:
+    found = [(value, budget, what) for value, budget, what in over() if value > budget]
+    for value, budget, what in sorted(found, key=lambda row: row[0] / row[1], reverse=True):
+        print(f"over budget: {value:4d} of {budget:3d}  {what}")
+    print(f"{len(found)} over budget" if found else "nothing is over its budget")
+    seconds = import_seconds()
+    remark = "" if seconds <= IMPORT_SECONDS else "  <- over"
+    print(f"import wyfold: {seconds:.2f} s beyond torch, of {IMPORT_SECONDS:.0f} s{remark}")
+
+
+if __name__ == "__main__":
+    main()
