@@ -1,7 +1,8 @@
 """The laws that a machine can read, held by syntax tree (docs/architecture.md says why each exists).
 
-A rule is a function from one parsed file to the lines that break it. `PLANTED` gives every rule a file it must refuse, so
-that a rule that has gone blind fails as well. What needs a running interpreter stands at the end, each in a fresh process.
+A rule is a function from one parsed file to the lines that break it. `PLANTED` gives every rule a file it must refuse,
+so that a rule that has gone blind fails as well. What needs a running interpreter stands at the end, each in a fresh
+process.
 """
 
 import ast
@@ -91,23 +92,12 @@ def atomics_and_tuning(file: File) -> Iterator[ast.AST]:
 
 
 def pickle_shell_network(file: File) -> Iterator[ast.AST]:
-    """Nothing is unpickled, evaluated, given to a shell or fetched. A process of our own is the command line's affair."""
-    banned = {
-        "cloudpickle",
-        "dill",
-        "ftplib",
-        "http",
-        "httpx",
-        "marshal",
-        "multiprocessing",
-        "pickle",
-        "pty",
-        "requests",
-    }
-    banned |= {"shelve", "smtplib", "socket", "socketserver", "ssl", "telnetlib", "urllib", "webbrowser", "xmlrpc"}
+    """Nothing is unpickled, evaluated, given to a shell or fetched; only the command line starts processes."""
+    unpickles = {"cloudpickle", "dill", "marshal", "multiprocessing", "pickle", "shelve"}
+    talks = {"ftplib", "http", "httpx", "pty", "requests", "smtplib", "socket", "socketserver", "ssl", "urllib"}
     for node, module in file.imports():
         root = module.partition(".")[0]
-        if root in banned or (root == "subprocess" and file.room != "cli"):
+        if root in unpickles | talks or (root == "subprocess" and file.room != "cli"):
             yield node
     for call, name in file.calls():
         shell = any(k.arg == "shell" for k in call.keywords)
@@ -175,8 +165,8 @@ def undocumented(file: File) -> Iterator[ast.AST]:
 def gate_kind(file: File) -> Iterator[ast.AST]:
     """Whether a gate is absent, a number per head or a vector over channels is asked in tile/decay alone.
 
-    `ops` makes records out of the user's arguments and may look at them; `runtime` checks them; `reference` and `layers` have
-    recurrences and projections of their own. Everything between hands the gate on.
+    `ops` makes records out of the user's arguments and may look at them; `runtime` checks them; `reference` and
+    `layers` have recurrences and projections of their own. Everything between hands the gate on.
     """
     between = file.room in ("pipelines", "parallel", "stages", "tile") and "decay" not in file.path.parts
     for node in ast.walk(file.tree) if between else ():
