@@ -58,7 +58,7 @@ class DecoderConfig:
         mlp_size: Inner width of the MLP; None = 8/3 of hidden_size, up to a multiple of 16.
         tied: Whether the output matrix is the embedding.
         norm_eps: eps of the norms of the residual stream.
-        options: Mixer's name -> its further or differing arguments: {"kda": {"lower_bound": -5.0}, "attention": {"window": 256}}.
+        options: Mixer's name -> its further or differing arguments: {"attention": {"window": 256}}.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -110,7 +110,7 @@ class DecoderConfig:
         shared = ("hidden_size", "num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
         known = inspect.signature(MIXERS[name]).parameters
         arguments = {field: getattr(self, field) for field in shared if field in known}
-        return MIXERS[name](**arguments | self.options.get(name, {}))
+        return MIXERS[name](**arguments | dict(self.options.get(name, {})))
 
     def to_json(self) -> str:
         """The fields as a JSON object."""
@@ -137,7 +137,8 @@ class Decoder(nn.Module):
 
     Example:
         >>> import torch
-        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16))
+        >>> config = DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16)
+        >>> model = Decoder(config)
         >>> ids = torch.randint(256, (1, 9))
         >>> logits, loss = model(ids[:, :-1], labels=ids[:, 1:])
         >>> loss.backward()
@@ -158,12 +159,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices normal, of deviation 0.02; those that write into the residual stream smaller, the deeper the model."""
-        into_stream = {module for block in self.blocks for module in (block.mixer.out, block.mlp.out)}
-        for module in self.modules():
+        """Matrices normal, of deviation 0.02; the deeper the model, the smaller those that write into its stream."""
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                depth = 2 * len(self.blocks) if module in into_stream else 1
-                nn.init.normal_(module.weight, std=0.02 / depth**0.5)
+                writers = 2 * len(self.blocks) if name.endswith((".mixer.out", ".mlp.out")) else 1
+                nn.init.normal_(module.weight, std=0.02 / writers**0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
@@ -179,8 +179,8 @@ class Decoder(nn.Module):
 
         Args:
             ids: [B, T] integer.
-            labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to learn,
-                as at the end of a packed document. Rows past the layout's last boundary never count.
+            labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to
+                learn, as at the end of a packed document. Rows past the layout's last boundary never count.
             layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
             cache: From `new_cache`; ids go on where it stands, and it moves on.
 
@@ -331,7 +331,8 @@ class Decoder(nn.Module):
         try:
             model.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
-            raise ValueError(f"Decoder.load: {folder / WEIGHTS_FILE} must hold what {CONFIG_FILE} describes; {error}") from error
+            path = folder / WEIGHTS_FILE
+            raise ValueError(f"Decoder.load: {path} must hold what {CONFIG_FILE} describes; {error}") from error
         return model
 
     def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | None) -> None:
@@ -341,7 +342,8 @@ class Decoder(nn.Module):
         if layout is not None and not isinstance(layout, SequenceLayout):
             raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
         if layout is not None and (B, T) != (1, layout.tokens):
-            raise ValueError(f"Decoder: ids must be [1, T] = [1, {layout.tokens}] for its layout, got {list(ids.shape)}")
+            wanted = [1, layout.tokens]
+            raise ValueError(f"Decoder: ids must be [1, T] = {wanted} for its layout, got {list(ids.shape)}")
         if cache is None:
             return
         if not isinstance(cache, DecodingCache):
@@ -458,7 +460,7 @@ def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
 
 def _safetensors() -> Any:
     try:
-        import safetensors.torch  # noqa: PLC0415  an extra, needed by save and load alone
+        import safetensors.torch
     except ImportError as error:
         raise ImportError("Decoder.save and Decoder.load need safetensors: pip install 'wyfold[cli]'") from error
     return safetensors.torch

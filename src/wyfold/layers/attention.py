@@ -1,11 +1,13 @@
 """Softmax attention for the layers of a hybrid that look things up exactly.
 
-Every path below sees the same keys, those of the query's own sequence at distances 0 to window - 1, and differs in what is
-cheapest: causal attention, blocks of a window, a mask over remembered keys, one sequence of a packed buffer after another.
+Every path below sees the same keys, those of the query's own sequence at distances 0 to window - 1, and is the cheapest
+for its case: causal attention, blocks of a window, a mask over remembered keys, one sequence of a packed buffer after
+another.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ class SoftmaxAttention(nn.Module):
     Args:
         hidden_size: Width of x.
         num_heads: H, query heads.
-        num_kv_heads: Key and value heads, a divisor of H (the other way round than a delta rule's value heads); None = H.
+        num_kv_heads: Key and value heads, a divisor of H (a delta rule's value heads are a multiple); None = H.
         head_dim: D, even.
         window: Keys a query sees, itself included; None = all of them. It bounds the cache.
         rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens.
@@ -49,7 +51,8 @@ class SoftmaxAttention(nn.Module):
         name = "SoftmaxAttention"
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads = check.integer(name, "num_heads", num_heads, least=1)
-        self.num_kv_heads = num_heads if num_kv_heads is None else check.integer(name, "num_kv_heads", num_kv_heads, least=1)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = check.integer(name, "num_kv_heads", num_kv_heads, least=1)
         if num_heads % self.num_kv_heads != 0:
             raise ValueError(f"{name}: num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
         self.head_dim = check.integer(name, "head_dim", head_dim, least=2)
@@ -175,10 +178,10 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     short = -T % window
     queries = pad(q[:, window:], (0, 0, 0, 0, 0, short)).reshape(-1, window, H, D)
     # Keys past the end stand behind every real query, where the mask hides them.
-    pairs = (pad(x, (0, 0, 0, 0, 0, short)).unfold(1, 2 * window, window).movedim(-1, 2).flatten(0, 1) for x in (k, v))
+    k, v = (pad(x, (0, 0, 0, 0, 0, short)).unfold(1, 2 * window, window).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     token = torch.arange(2 * window, device=q.device)
     mask = _visible(token[window:, None], token, window)
-    tail = _softmax_attention(queries, *pairs, mask)
+    tail = _softmax_attention(queries, k, v, mask)
     return torch.cat([head, tail.reshape(B, T - window + short, H, D)[:, : T - window]], dim=1)
 
 
@@ -198,7 +201,7 @@ def _attend_each(
     """Attention of a packed buffer, one sequence after another: no pair of two sequences is ever formed."""
     borders = layout.cu_seqlens.tolist()
     outputs, kept = [], []
-    for n, (start, stop) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for n, (start, stop) in enumerate(pairwise(borders)):
         before = None if past is None else past.row(n)
         if start == stop:
             kept.append(fresh.row(0, 0, 0) if before is None else before)

@@ -1,8 +1,8 @@
 """What layers remember between calls.
 
-A layer keeps what it needs to go on in a `LayerCache`, a plain dict of tensors whose first dimension is the sequence. It
-starts empty, and each call replaces its tensors by their successors without writing into them: a shallow copy of the
-dict is a snapshot to return to. A `DecodingCache` holds one per layer of a model.
+A layer keeps what it needs to go on in a `LayerCache`, a plain dict of tensors whose first dimension is the sequence.
+It starts empty, and each call replaces its tensors by their successors without writing into them: a shallow copy of
+the dict is a snapshot to return to. A `DecodingCache` holds one per layer of a model.
 
 The dict's size does not grow with the tokens seen, softmax attention without a window excepted.
 """
@@ -56,12 +56,12 @@ class DecodingCache:
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> DecodingCache:
-        """Move in place; `dtype` changes floating point tensors alone. A recurrent state stays in the dtype it is given."""
+        """Move in place; `dtype` changes floating point tensors alone, and recurrent states stay in it."""
         self._replace(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None))
         return self
 
     def snapshot(self) -> DecodingCache:
-        """A second cache with the same contents, free of cost: later calls replace tensors, they never write into them."""
+        """A second cache with the same contents; free, since later calls replace tensors and write into none."""
         return DecodingCache([dict(layer) for layer in self.layers], self.batch_size)
 
     @property
@@ -95,11 +95,12 @@ def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, 
         if not isinstance(layout, SequenceLayout):
             raise TypeError(f"{layer}: layout must be a SequenceLayout or None, got {type(layout).__name__}")
         if (B, T) != (1, layout.tokens):
-            raise ValueError(f"{layer}: x must be [1, T, ...] = [1, {layout.tokens}, ...] for its layout, got {list(x.shape)}")
+            wanted = [1, layout.tokens, width]
+            raise ValueError(f"{layer}: x must be [1, T, hidden_size] = {wanted} for its layout, got {list(x.shape)}")
         N = layout.max_seqs
     if cache is not None:
         if not isinstance(cache, dict):
-            raise TypeError(f"{layer}: cache must be a LayerCache (a dict of tensors) or None, got {type(cache).__name__}")
+            raise TypeError(f"{layer}: cache must be a dict of tensors or None, got {type(cache).__name__}")
         held = next(iter(cache.values())).shape[0] if cache else N
         if held != N:
             raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {held}")

@@ -81,7 +81,8 @@ class DeltaMixer(nn.Module):
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict starts.
+            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict
+                starts.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.

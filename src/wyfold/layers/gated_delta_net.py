@@ -16,8 +16,8 @@ from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_
 class DecayParameters(nn.Module):
     """What turns a projected x into a log decay: g = -exp(A_log) softplus(raw + dt_bias).
 
-    They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a forward,
-    is what lets FSDP2's mixed precision leave them there.
+    They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a
+    forward, is what lets FSDP2's mixed precision leave them there.
 
     Args:
         num_v_heads: HV.
@@ -30,7 +30,7 @@ class DecayParameters(nn.Module):
         super().__init__()
         self.bounded = bounded
         self.A_log = nn.Parameter(torch.empty(num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_v_heads) if channels is None else torch.empty(num_v_heads, channels))
+        self.dt_bias = nn.Parameter(torch.empty((num_v_heads,) if channels is None else (num_v_heads, channels)))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -22,8 +22,8 @@ class TTTLinear(nn.Module):
         q, k, v = silu(conv(W_qkv x)),   eta = base_step sigmoid(W_step x + b_step) / D
         y = W_o (rms_norm(ttt_linear(q, k, v, w, b, eta)) * silu(W_gate x))
 
-    The state starts from a learned one. Of the published layer's position encodings the short convolution is kept, as in
-    its Mamba backbone; the step is a number per row, without the column factor.
+    The state starts from a learned one. Order reaches the layer through the short convolution, as in the paper's Mamba
+    backbone; the step is a number per row, without the column factor of the published weights.
 
     Args:
         hidden_size: Width of x.
@@ -91,8 +91,8 @@ class TTTLinear(nn.Module):
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "conv" [N, D, W-1] and the fields of a `TTTState`, from which x goes on, the mini-batch left open
-                included; replaced. An empty dict starts. Gradients do not reach what was read before an open mini-batch.
+            cache: Holds "conv" [N, D, W-1] and the fields of a `TTTState`, from which x goes on, inside a mini-batch
+                too; replaced. An empty dict starts. No gradient reaches what was read before an open mini-batch.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -116,7 +116,9 @@ class TTTLinear(nn.Module):
             o = self._resume(rows, N, layout, cache)
         return self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
 
-    def _whole(self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _whole(
+        self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """All rows in mini-batches, of which the last may be short: what was read, the state and bias that leave."""
         return chunk_ttt_linear(
             rows.q,
@@ -150,7 +152,7 @@ class TTTLinear(nn.Module):
         )
 
     def _resume(self, rows: _Rows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
-        """What was read, going on from the cache: to the end of the open mini-batch, whole ones, and the next open one."""
+        """What was read from the cache on: to the end of the open mini-batch, whole ones, the next open one."""
         state = self._opened(N) if "state" not in cache else TTTState(*(cache[name] for name in TTTState._fields))
         T = rows.q.shape[1]
         lead = self._until_closed(state, T) if layout is None else T
@@ -179,7 +181,7 @@ class TTTLinear(nn.Module):
         return TTTState(state, bias, torch.zeros_like(state), torch.zeros_like(bias), position)
 
     def _until_closed(self, state: TTTState, T: int) -> int:
-        """Tokens, at most T, that go one by one: those missing in the open mini-batch, or all where rows differ in that."""
+        """Tokens, at most T, that go one by one: those the open mini-batch lacks, or all where rows differ in that."""
         if T < self.mini_batch:
             return T
         missing = (-state.position % self.mini_batch).unique()
