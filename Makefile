@@ -89,23 +89,23 @@ $(VENV)/.made:
 
 $(VENV)/.torch-$(TORCH): $(VENV)/.made
 	@echo "wyfold: installing torch $(TORCH) into $(VENV) (the largest download)"
-	$(PIP) install --quiet torch==$(TORCH)
-	$(BIN)/python -c 'import torch' || $(PIP) install --quiet --force-reinstall torch==$(TORCH)
+	$(PIP) install --quiet --quiet torch==$(TORCH)
+	$(BIN)/python -c 'import torch' || $(PIP) install --quiet --quiet --force-reinstall torch==$(TORCH)
 	@touch $@
 
 # --no-deps: the files are complete without torch, whose own dependencies came with it.
 $(VENV)/.tools: requirements/dev.txt $(VENV)/.torch-$(TORCH)
 	@echo "wyfold: installing the pinned tools into $(VENV)"
-	$(PIP) install --quiet --no-deps --require-hashes -r $<
+	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
 $(VENV)/.wyfold: pyproject.toml $(VENV)/.tools
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.bench: requirements/bench.txt $(VENV)/.wyfold
 	@echo "wyfold: installing the peers that wyfold bench compares with into $(VENV)"
-	$(PIP) install --quiet --no-deps --require-hashes -r $<
+	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
 # The override says that torch is nobody's requirement, which keeps it and what only it needs out of the files.
