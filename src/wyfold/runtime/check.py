@@ -136,7 +136,7 @@ def shapes(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
 def floating(op: str, dtypes: Sequence[torch.dtype] = FLOATS, **arguments: Tensor | None) -> None:
     """Every given tensor has one of the dtypes."""
     for name, x in arguments.items():
-        if x is not None and x.dtype not in dtypes:
+        if x is not None and tensor(op, name, x).dtype not in dtypes:
             raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(x.dtype)}")
 
 

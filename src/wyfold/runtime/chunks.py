@@ -54,6 +54,23 @@ class ChunkTable:
             starts.append(starts[-1] + count)
         return tuple(starts[: len(self.columns)])
 
+    @cached_property
+    def valid(self) -> Tensor:
+        """[chunks] int64 real rows of each chunk; only the last of a sequence may have fewer than C."""
+        if self.token is not None:
+            return (self.token >= 0).sum(1)
+        valid = torch.full((self.chunks,), self.chunk_size)
+        if self.columns:
+            valid[self.starts[-1] :] = self.tokens - (len(self.columns) - 1) * self.chunk_size
+        return valid
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """[chunks, C] bool, True in rows that hold no token; None where every row holds one."""
+        if self.alike and self.tokens % self.chunk_size == 0:
+            return None
+        return torch.arange(self.chunk_size) >= self.valid[:, None]
+
 
 def dense_table(rows: int, tokens: int, chunk_size: int) -> ChunkTable:
     """Grid of `rows` buffer rows that each hold one sequence of `tokens` tokens."""
@@ -64,7 +81,7 @@ def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
     """Grid of sequences that lie one after another in one buffer row.
 
     Args:
-        lengths: [n] int64 on the CPU, each at least 1.
+        lengths: [n] int64 on the CPU. A sequence of length 0 has no chunk.
         chunk_size: C.
     """
     if lengths.shape[0] == 1:
@@ -72,7 +89,7 @@ def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
     C = chunk_size
     counts = (lengths + (C - 1)) // C
     order = torch.argsort(counts, descending=True, stable=True)
-    running = torch.bincount(counts - 1).flip(0).cumsum(0).flip(0)  # sequences with more than j chunks
+    running = torch.bincount(counts[counts > 0] - 1).flip(0).cumsum(0).flip(0)  # sequences with more than j chunks
     column = torch.repeat_interleave(torch.arange(running.shape[0]), running)
     rank = torch.arange(column.shape[0]) - (running.cumsum(0) - running)[column]
     sequence = order[rank]

@@ -45,8 +45,10 @@ class SequenceLayout:
     tokens: int
 
     def __init__(self, cu_seqlens: Tensor, tokens: int, *, max_seqs: int | None = None):
-        boundaries(_NAME, cu_seqlens, tokens)
+        boundaries(_NAME, cu_seqlens)
         self.tokens = check.integer(_NAME, "tokens", tokens, least=0)
+        if check.readable(cu_seqlens):
+            legal_boundaries(_NAME, cu_seqlens, tokens)
         if max_seqs is not None:
             N = cu_seqlens.shape[0] - 1
             if check.integer(_NAME, "max_seqs", max_seqs, least=0) < N:
@@ -142,7 +144,9 @@ class SequenceLayout:
 
     def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
         """Refill the boundaries in place, for CUDA graph replay and reused buffers; fewer sequences leave empty ones."""
-        boundaries(_NAME, cu_seqlens, self.tokens)
+        boundaries(_NAME, cu_seqlens)
+        if check.readable(cu_seqlens):
+            legal_boundaries(_NAME, cu_seqlens, self.tokens)
         N = cu_seqlens.shape[0] - 1
         if N > self.max_seqs:
             raise ValueError(f"{_NAME}.update_: cu_seqlens must have at most {self.max_seqs} sequences, got {N}")
@@ -152,7 +156,7 @@ class SequenceLayout:
 
     def check(self) -> None:
         """Read the boundaries, waiting for the device, and raise a ValueError unless they are legal."""
-        _check_contents(_NAME, self.cu_seqlens, self.tokens)
+        legal_boundaries(_NAME, self.cu_seqlens, self.tokens)
 
     def __repr__(self) -> str:
         return f"SequenceLayout(max_seqs={self.max_seqs}, tokens={self.tokens}, device={str(self.device)!r})"
@@ -191,19 +195,19 @@ class PaddedLayout(SequenceLayout):
             raise ValueError(f"{_NAME}: x must begin with {list(leading)}, got {list(x.shape)}")
 
 
-def boundaries(op: str, cu_seqlens: object, tokens: int) -> Tensor:
-    """cu_seqlens as given, if it is [N+1] int32 or int64 and, where it can be read without waiting, legal."""
+def boundaries(op: str, cu_seqlens: object) -> Tensor:
+    """cu_seqlens as given, if it is [N+1] int32 or int64."""
     cu = check.tensor(op, "cu_seqlens", cu_seqlens)
     if cu.ndim != 1 or cu.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must be [N+1] with at least one entry, got {list(cu.shape)}")
     if cu.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu.dtype).removeprefix('torch.')}")
-    if check.readable(cu):
-        _check_contents(op, cu, tokens)
     return cu
 
 
-def _check_contents(op: str, cu: Tensor, tokens: int) -> None:
+def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """cu_seqlens as int64 on the CPU, if its contents are boundaries; waits for the device."""
+    cu = cu_seqlens.detach().to("cpu", torch.int64)
     first, last = int(cu[0]), int(cu[-1])
     if first != 0:
         raise ValueError(f"{op}: cu_seqlens must begin with 0, got {first}")
@@ -211,6 +215,7 @@ def _check_contents(op: str, cu: Tensor, tokens: int) -> None:
         raise ValueError(f"{op}: cu_seqlens must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}")
     if last > tokens:
         raise ValueError(f"{op}: cu_seqlens must end at most at T = {tokens}, got {last}")
+    return cu
 
 
 def _row(x: Tensor, name: str) -> Tensor:

@@ -10,15 +10,64 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wyfold.tile.activation.eager import sigmoid, softplus
+
 
 def log_gate_floor(dtype: torch.dtype) -> float:
     """Log gates are raised to this, whose exponential is 0 in dtype: -inf becomes a clean reset."""
     return -746.0 if dtype == torch.float64 else -104.0
 
 
-def running_sum(g: Tensor) -> Tensor:
-    """G from per-token gates g [n, C, 1 or K], floored."""
-    return g.clamp(min=log_gate_floor(g.dtype)).cumsum(-2)
+def log_gate(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float, clamp: float
+) -> Tensor:
+    """Per-token log gate from what the caller passed as g.
+
+        "given"      g = x
+        "softplus"   g = -exp(A_log) softplus(x + dt_bias)
+        "bounded"    g = lower_bound * sigmoid(exp(A_log) (x + dt_bias))
+
+    and then g = max(g, clamp) unless clamp is 0, and g = max(g, the dtype's floor).
+
+    Args:
+        x: [chunks, HV, C, 1 or K].
+        A_log: [HV] or None (rate 1).
+        dt_bias: [HV] or [HV * K] or None (0).
+    """
+    if activation == "softplus":
+        u, rate = _biased(x, A_log, dt_bias)
+        x = softplus(u).mul_(-rate)
+    elif activation == "bounded":
+        u, rate = _biased(x, A_log, dt_bias)
+        x = sigmoid(u * rate).mul_(lower_bound)
+    return x.clamp(min=clamp or log_gate_floor(x.dtype))
+
+
+def log_gate_bwd(
+    x: Tensor, dg: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float, clamp: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Adjoint of `log_gate`: dx like x, dA_log [HV], ddt_bias [HV, 1 or K]; None for a parameter that was not given."""
+    g = log_gate(x, A_log, dt_bias, activation, lower_bound, 0.0)
+    if clamp:
+        dg = dg.masked_fill(g < clamp, 0)
+    if activation == "given":
+        return dg, None, None
+    u, rate = _biased(x, A_log, dt_bias)
+    if activation == "softplus":
+        dx = dg * sigmoid(u) * -rate
+        # g is floored here: -inf * 0 would be NaN.
+        dA_log = g * dg
+    else:
+        s = sigmoid(u * rate)
+        dx = dg * (lower_bound * s * (1 - s)) * rate
+        dA_log = torch.where(dx == 0, 0, u * dx)
+    over_tokens = None if dt_bias is None else dx.sum((0, 2))
+    return dx, None if A_log is None else dA_log.sum((0, 2, 3)), over_tokens
+
+
+def running_sum(g: Tensor | None) -> Tensor | None:
+    """G from floored per-token gates g [n, C, 1 or K]."""
+    return None if g is None else g.cumsum(-2)
 
 
 def from_start(x: Tensor, G: Tensor | None) -> Tensor:
@@ -102,9 +151,24 @@ def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor,
         G: [n, C, 1] or [n, C, K].
         pairs: Shape of G, from `decayed_grams_bwd`.
     """
-    if not _per_channel(G):
-        from_start, to_end, across = (x.sum(-1, keepdim=True) for x in (from_start, to_end, across))
+    from_start, to_end, across = (to_gate_shape(x, G) for x in (from_start, to_end, across))
     return _suffix_sum(from_start) + _exclusive_sum(to_end) + across[:, None] + pairs
+
+
+def token_decay(g: Tensor | None) -> Tensor | None:
+    """Decay of the state over each token, beside the state's rows.   [n, C, 1 or K, 1]"""
+    return None if g is None else torch.exp(g)[..., None]
+
+
+def to_gate_shape(x: Tensor, g: Tensor) -> Tensor:
+    """Per-channel terms [..., K] summed to what one gate of g covers: [..., 1 or K]."""
+    return x if _per_channel(g) else x.sum(-1, keepdim=True)
+
+
+def _biased(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x + dt_bias, and exp(A_log) broadcast beside it."""
+    rate = x.new_ones(()) if A_log is None else torch.exp(A_log.to(x.dtype)).view(-1, 1, 1)
+    return x if dt_bias is None else x + dt_bias.to(x.dtype).view(x.shape[1], 1, -1), rate
 
 
 def _per_channel(G: Tensor) -> bool:

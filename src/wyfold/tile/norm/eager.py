@@ -22,3 +22,19 @@ def l2norm(x: Tensor, eps: float = L2_EPS) -> tuple[Tensor, Tensor]:
 def l2norm_bwd(y: Tensor, r: Tensor, dy: Tensor) -> Tensor:
     """dx = r (dy - y <y, dy>), exact with eps included."""
     return r * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+def rms_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = x r with r = (mean x^2 + eps)^(-1/2).
+
+    Returns:
+        y: [..., W].
+        r: [..., 1].
+    """
+    r = (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return x * r, r
+
+
+def rms_norm_bwd(y: Tensor, r: Tensor, dy: Tensor) -> Tensor:
+    """dx = r (dy - y mean(y dy)), exact with eps included."""
+    return r * (dy - y * (y * dy).mean(-1, keepdim=True))

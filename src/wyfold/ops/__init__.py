@@ -1,0 +1,1 @@
+"""Public operators: checks, defaults, flags into records, a plan, one call."""

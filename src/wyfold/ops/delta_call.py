@@ -1,0 +1,264 @@
+"""One call of the delta family: what the six public operators share, from checks to results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wyfold.parallel import split
+from wyfold.pipelines.delta import DeltaTensors, chunks_per_part, delta
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout, boundaries
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages import table
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK_SIZES = (16, 32, 64)
+STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 (docs/algorithm.md, section 5)
+
+
+@dataclass(frozen=True)
+class GateFlags:
+    """The field's gate flags; `channel` says which operator asks."""
+
+    channel: bool = False
+    in_kernel: bool = False
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    safe: bool = False
+    lower_bound: float | None = None
+
+
+@dataclass(frozen=True)
+class ChunkFlags:
+    """What only the chunk forms take; None in its place means token by token."""
+
+    chunk_size: int | None
+    disable_recompute: bool
+    cu_seqlens_cpu: Tensor | None
+
+
+def call_delta(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    gate: GateFlags,
+    chunk: ChunkFlags | None,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    state_dtype: torch.dtype | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    return_intermediate_states: bool,
+    checkpoint_every: int | None,
+    batch_invariant: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
+    check.flag(
+        op,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        return_intermediate_states=return_intermediate_states,
+        batch_invariant=batch_invariant,
+    )
+    cu_seqlens_cpu = None if chunk is None else chunk.cu_seqlens_cpu
+    sizes = _check_tensors(op, q, k, v, g, beta, gate)
+    cu, N = _check_boundaries(op, q, cu_seqlens, cu_seqlens_cpu, sizes["B"], sizes["T"])
+    _check_state(op, q, initial_state, state_dtype, state_v_first, {**sizes, "N": N})
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True; else scale beta yourself")
+    if use_beta_sigmoid_in_kernel and beta is None:
+        raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    activation, lower_bound, clamp = _check_gate(op, g, gate, sizes)
+    every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
+    chunk_size = _chunk_size(op, q, chunk, every)
+
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    recurrent = chunk is None
+    stages = (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
+    per_part = chunks_per_part(q, v, recurrent)
+    plan = table.plan(
+        op,
+        q.device,
+        backend,
+        forward=stages[0],
+        backward=stages[1],
+        chunk_size=chunk_size,
+        parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
+    )
+    tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, cu_seqlens_cpu)
+    options = DeltaOptions(
+        operator=op,
+        recurrent=recurrent,
+        scale=sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale),
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        activation=activation,
+        lower_bound=lower_bound,
+        clamp=clamp,
+        beta_logit=use_beta_sigmoid_in_kernel,
+        beta_most=2.0 if allow_neg_eigval else 1.0,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32),
+        final_state=output_final_state,
+        chunk_size=chunk_size,
+        checkpoint_every=every,
+        save=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+        keep_factors=chunk is not None and chunk.disable_recompute,
+        backend=plan.backend,
+    )
+    o, final_state, states = delta(tensors, options)
+    final = final_state if output_final_state else None
+    return (o, final, states) if return_intermediate_states else (o, final)
+
+
+def _check_tensors(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
+) -> dict[str, int]:
+    sizes = check.shapes(
+        op,
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T HV V"),
+        g=(g, "B T HV K" if gate.channel else "B T HV"),
+        beta=(beta, "B T HV"),
+    )
+    check.head_groups(op, sizes["H"], sizes["HV"])
+    check.width(op, "K", "q and k", sizes["K"])
+    check.width(op, "V", "v", sizes["V"])
+    check.floating(op, q=q, k=k, v=v, g=g, beta=beta)
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    check.alike(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    return sizes
+
+
+def _check_boundaries(
+    op: str, q: Tensor, cu_seqlens: Tensor | SequenceLayout | None, on_cpu: Tensor | None, B: int, T: int
+) -> tuple[Tensor | None, int]:
+    """The boundaries as a tensor, and the number of sequences."""
+    if cu_seqlens is None:
+        if on_cpu is not None:
+            raise ValueError(f"{op}: cu_seqlens_cpu must come with cu_seqlens, got cu_seqlens=None")
+        return None, B
+    cu = packed_boundaries(op, q, cu_seqlens)
+    if on_cpu is not None:
+        boundaries(op, on_cpu)
+        if on_cpu.device.type != "cpu" or on_cpu.shape != cu.shape:
+            got = f"{list(on_cpu.shape)} on {on_cpu.device.type}"
+            raise ValueError(f"{op}: cu_seqlens_cpu must be cu_seqlens on the CPU, {list(cu.shape)}, got {got}")
+    return cu, cu.shape[0] - 1
+
+
+def packed_boundaries(op: str, x: Tensor, cu_seqlens: Tensor | SequenceLayout) -> Tensor:
+    """cu_seqlens of a packed batch [1, T, ...] as a tensor on x's device."""
+    if isinstance(cu_seqlens, SequenceLayout):
+        if cu_seqlens.tokens != x.shape[1]:
+            raise ValueError(f"{op}: cu_seqlens must be a layout of T = {x.shape[1]} tokens, got {cu_seqlens.tokens}")
+        cu_seqlens = cu_seqlens.cu_seqlens
+    cu = boundaries(op, cu_seqlens)
+    if x.shape[0] != 1:
+        raise ValueError(f"{op}: cu_seqlens must come with a batch of B = 1, got B = {x.shape[0]}")
+    if cu.device != x.device:
+        raise ValueError(f"{op}: cu_seqlens must be on {x.device}, got {cu.device}")
+    return cu
+
+
+def _check_state(
+    op: str,
+    q: Tensor,
+    initial_state: Tensor | None,
+    state_dtype: torch.dtype | None,
+    state_v_first: bool,
+    sizes: dict[str, int],
+) -> None:
+    dtypes = (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
+    check.dtype_option(op, "state_dtype", state_dtype, dtypes)
+    if initial_state is None:
+        return
+    order = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
+    expected = [sizes[letter] for letter in order]
+    if list(check.tensor(op, "initial_state", initial_state).shape) != expected:
+        got = list(initial_state.shape)
+        raise ValueError(f"{op}: initial_state must be [{', '.join(order)}] = {expected}, got {got}")
+    check.floating(op, dtypes, initial_state=initial_state)
+    check.alike(op, "device", q=q, initial_state=initial_state)
+
+
+def _check_gate(op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int]) -> tuple[str, float, float]:
+    """Activation, its lower bound, and the clamp; 0 for none."""
+    check.flag(op, use_gate_in_kernel=gate.in_kernel, safe_gate=gate.safe)
+    bound = None if gate.lower_bound is None else check.number(op, "lower_bound", gate.lower_bound)
+    if bound is not None and bound >= 0:
+        raise ValueError(f"{op}: lower_bound must be below 0, got {bound}")
+    if gate.safe and bound is not None and bound < STEEPEST_BOUND:
+        raise ValueError(f"{op}: lower_bound must be in [-5, 0) with safe_gate=True, got {bound}")
+    if not gate.in_kernel:
+        given = {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "lower_bound": None if gate.safe else bound}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{op}: {name} must come with use_gate_in_kernel=True, got use_gate_in_kernel=False")
+    if (gate.in_kernel or gate.safe) and g is None:
+        flag = "use_gate_in_kernel" if gate.in_kernel else "safe_gate"
+        raise ValueError(f"{op}: g must be given with {flag}=True, got None")
+    _check_parameters(op, gate, sizes)
+    clamp = (bound or STEEPEST_BOUND) if gate.safe else 0.0
+    if g is not None and not gate.in_kernel and check.checking_contents() and check.readable(g):
+        _check_gate_contents(op, g, clamp)
+    if not gate.in_kernel:
+        return "given", 0.0, clamp
+    return ("softplus", 0.0, clamp) if bound is None else ("bounded", bound, clamp)
+
+
+def _check_parameters(op: str, gate: GateFlags, sizes: dict[str, int]) -> None:
+    HV, K = sizes["HV"], sizes["K"]
+    check.floating(op, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    if gate.A_log is not None and check.tensor(op, "A_log", gate.A_log).numel() != HV:
+        raise ValueError(f"{op}: A_log must have HV = {HV} elements, got {list(gate.A_log.shape)}")
+    if gate.dt_bias is not None:
+        legal = ([HV, K], [HV * K]) if gate.channel else ([HV],)
+        if list(check.tensor(op, "dt_bias", gate.dt_bias).shape) not in legal:
+            wanted = "[HV, K] or [HV * K]" if gate.channel else "[HV]"
+            raise ValueError(f"{op}: dt_bias must be {wanted} = {' or '.join(map(str, legal))}, got {list(gate.dt_bias.shape)}")
+
+
+def _check_gate_contents(op: str, g: Tensor, clamp: float) -> None:
+    if bool((g > 0).any()):
+        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
+    if clamp and bool((g < clamp).any()):
+        raise ValueError(f"{op}: g must be at least {clamp} with safe_gate=True, got a least value of {float(g.min())}")
+
+
+def _check_checkpoints(op: str, wanted: bool, every: int | None) -> int:
+    if not wanted:
+        if every is not None:
+            raise ValueError(f"{op}: checkpoint_every must come with return_intermediate_states=True, got {every}")
+        return 0
+    return 64 if every is None else check.integer(op, "checkpoint_every", every, least=1)
+
+
+def _chunk_size(op: str, q: Tensor, chunk: ChunkFlags | None, every: int) -> int:
+    """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
+    if chunk is None:
+        return math.gcd(every, 64) if every else min(64, max(1, q.shape[1]))
+    check.flag(op, disable_recompute=chunk.disable_recompute)
+    if chunk.chunk_size is not None:
+        check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
+    size = chunk.chunk_size or (16 if q.device.type == "cpu" else 64)
+    if every % size:
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
+    return size

@@ -1,0 +1,1 @@
+"""Who holds which tokens, and how state crosses a border."""

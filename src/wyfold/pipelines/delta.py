@@ -1,0 +1,277 @@
+"""DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function, each direction a list of launches.
+
+The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the parts
+back from the states that the forward kept at their borders, and rebuilds what lies between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.parallel import split
+from wyfold.parallel.split import Part
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.register import register
+from wyfold.stages import table
+from wyfold.stages.records import Factors, TokenGradients
+from wyfold.tile.index.eager import to_chunks, wide
+
+RECURRENT_PARTS = 8  # the token-by-token adjoint keeps a state per token: parts are that much smaller
+
+
+class DeltaTensors(NamedTuple):
+    """Tensors of one call, as the public operators document them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+
+
+TENSORS_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+)
+
+
+def delta(tensors: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, final states and intermediate states of one call; empty where `options` does not ask for them."""
+    return Delta.apply(*tensors, options)
+
+
+class Delta(torch.autograd.Function):
+    """`wyfold::delta_fwd`, with `wyfold::delta_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, options = arguments
+        o, final_state, states, *saved = _forward_op(*tensors, *options.scalars())
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(states)
+        ctx.options = options
+        ctx.save_for_backward(*tensors, *saved)
+        return o, final_state, states
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:8])
+        if do is None and dST is None:
+            return (None,) * 11
+        found = _backward_op(*saved, do, dST, needs, *ctx.options.scalars())
+        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), None, None, None
+
+
+def chunks_per_part(q: Tensor, v: Tensor, recurrent: bool) -> int:
+    """Most chunks of a part, from widths, heads and dtype alone."""
+    state_bytes = v.shape[2] * q.shape[3] * v.shape[3] * wide(q.dtype).itemsize
+    return split.chunks_per_part(state_bytes * (RECURRENT_PARTS if recurrent else 1))
+
+
+class _Call:
+    """What both directions derive from a call's tensors and options before the first launch."""
+
+    def __init__(self, tensors: DeltaTensors, options: DeltaOptions):
+        self.tensors, self.options = tensors, options
+        self.B, self.T, self.HV, self.V = tensors.v.shape
+        self.K, self.dtype = tensors.q.shape[-1], wide(tensors.q.dtype)
+        self.cu: Tensor | None = None
+        if tensors.cu_seqlens is not None:
+            given = tensors.cu_seqlens if tensors.cu_seqlens_cpu is None else tensors.cu_seqlens_cpu
+            self.cu = legal_boundaries(options.operator, given, self.T)
+        self.N = self.B if self.cu is None else self.cu.shape[0] - 1
+        per_part = chunks_per_part(tensors.q, tensors.v, options.recurrent)
+        self.parts = split.parts(self.B, self.T, self.cu, options.chunk_size, per_part)
+
+    def stage(self, name: str) -> Any:
+        return table.launches(name, self.options.backend)
+
+    def load(self, part: Part) -> Any:
+        t = self.tensors
+        q, k, v, g, beta = (None if x is None else part.block(x) for x in t[:5])
+        return self.stage("prepare").load(q, k, v, g, beta, t.A_log, t.dt_bias, part.table, self.options)
+
+    def turned(self, states: Tensor) -> Tensor:
+        """States [n, HV, K, V] in the caller's layout, and back."""
+        return states.transpose(-1, -2) if self.options.state_v_first else states
+
+    def states(self, given: Tensor | None, sequences: slice) -> Tensor:
+        """[n, HV, K, V] copy of the sequences' states, wide and K-first; zeros if none were given."""
+        if given is None:
+            n = sequences.stop - sequences.start
+            return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
+        return self.turned(given[sequences]).to(self.dtype, copy=True)
+
+    def scaled(self, do: Tensor | None, part: Part) -> Tensor:
+        """Tiles of scale * do."""
+        if do is None:
+            return self.tensors.q.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.V, dtype=self.dtype)
+        return to_chunks(part.block(do), part.table, self.HV, self.dtype).mul_(self.options.scale)
+
+    def outside(self, states: Tensor) -> Tensor:
+        """States as the caller gets them: layout and storage dtype of the options."""
+        return self.turned(states).to(self.options.state_dtype).contiguous()
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _Call(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[10:]))
+    v, options = call.tensors.v, call.options
+    o, final_state, states, *saved = _outputs(call.tensors, options)
+    borders, kept, carried = saved[0], Factors(None, *saved[1:]), saved[0][:0]
+    if call.cu is not None:
+        o[:, int(call.cu[-1]) :] = 0
+    if options.final_state:
+        final_state.copy_(call.outside(call.states(call.tensors.initial_state, slice(0, call.N))))
+    checkpoints = _Checkpoints(call, states) if options.checkpoint_every else None
+    for part in call.parts:
+        S = call.states(call.tensors.initial_state, part.sequences)
+        if part.entered:
+            S[: part.entered] = carried
+            if options.save:
+                borders[part.index : part.index + part.entered] = carried
+        inputs, block, leaving = call.load(part), part.block(o), None if checkpoints is None else checkpoints.leaving(part)
+        if options.recurrent:
+            S = call.stage("recurrent").recurrent(inputs, S, part.table, options.scale, block, leaving)
+        else:
+            factors = call.stage("prepare").fold(inputs)
+            if options.save and options.keep_factors:
+                for whole, tile in zip(kept[1:], factors[1:], strict=True):
+                    _of_part(whole, part, call)[:] = tile
+            S = call.stage("scan").scan(inputs, factors, S, part.table, options.scale, block, leaving)
+        if checkpoints is not None and leaving is not None:
+            checkpoints.put(part, leaving)
+        if options.final_state:
+            final_state[part.sequences] = call.outside(S)
+        carried = S[S.shape[0] - part.left :]
+    return o, final_state, states, *saved
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    call = _Call(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[19:]))
+    borders, kept = arguments[10], Factors(None, *arguments[11:16])
+    do, dST, needs = arguments[16:19]
+    t, options = call.tensors, call.options
+    found = _zero_gradients(t, needs)
+    dS0 = found[5] if needs[5] else None
+    if dS0 is not None and dST is not None:
+        dS0.copy_(dST)
+    carried = borders[:0]
+    for part in reversed(call.parts):
+        S, dS = call.states(t.initial_state, part.sequences), call.states(dST, part.sequences)
+        if part.entered:
+            S[: part.entered] = borders[part.index : part.index + part.entered]
+        if part.left:
+            dS[dS.shape[0] - part.left :] = carried
+        inputs, d_out = call.load(part), call.scaled(do, part)
+        if options.recurrent:
+            tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
+        else:
+            part_kept = Factors(None, *(_of_part(whole, part, call) for whole in kept[1:])) if options.keep_factors else None
+            factors = call.stage("prepare").fold(inputs, part_kept)
+            at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
+            tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
+        blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
+        out = TokenGradients(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
+        g = None if t.g is None else part.block(t.g)
+        call.stage("gradients").unload(tiles, inputs, g, t.A_log, t.dt_bias, part.table, options, out)
+        carried = dS[: part.entered]
+        if dS0 is not None:
+            begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+            dS0[begun] = call.turned(dS[part.entered :])
+    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:8], strict=True)]
+
+
+def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...]:
+    """Empty results of the forward: o, final states, intermediate states, then what is saved: borders, E, F, A, J, P.
+
+    Sizes come from metadata alone, so this is the operator's fake as well.
+    """
+    B, T, HV, V = t.v.shape
+    K, C, dtype = t.q.shape[-1], options.chunk_size, wide(t.q.dtype)
+    N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+    state = (V, K) if options.state_v_first else (K, V)
+
+    def empty(*size: int, dtype: torch.dtype) -> Tensor:
+        return t.v.new_empty(size, dtype=dtype)
+
+    n = options.checkpoint_every
+    final_state = empty(*((B if N is None else N, HV, *state) if options.final_state else (0,)), dtype=options.state_dtype)
+    rows = ((B, T // n) if N is None else (T // n,)) if n else (0,)
+    states = t.v.new_zeros(*rows, *((HV, *state) if n else ()), dtype=options.state_dtype)
+    per_part = chunks_per_part(t.q, t.v, options.recurrent)
+    borders = empty(split.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
+    keep = options.save and options.keep_factors and not options.recurrent
+    tiles = split.chunk_rows(B, T, N, C) * HV if keep else 0
+    factors = [empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C)]
+    return empty(B, T, HV, V, dtype=t.v.dtype), final_state, states, borders, *factors
+
+
+def _zero_gradients(t: DeltaTensors, needs: list[bool]) -> list[Tensor]:
+    """Zeros for every wanted gradient, in the argument's dtype; parameters and states, which sum, in the wide one."""
+    dtype = wide(t.q.dtype)
+    summed = (5, 6, 7)
+    return [
+        x.new_zeros(x.shape, dtype=dtype if i in summed else x.dtype) if need and x is not None else t.q.new_empty(0)
+        for i, (x, need) in enumerate(zip(t[:8], needs, strict=True))
+    ]
+
+
+def _of_part(whole: Tensor, part: Part, call: _Call) -> Tensor:
+    first = part.first_chunk * call.HV
+    return whole[first : first + part.table.chunks * call.HV]
+
+
+class _Checkpoints:
+    """Intermediate states: those that leave a chunk at a multiple of `checkpoint_every` tokens of its sequence."""
+
+    def __init__(self, call: _Call, states: Tensor):
+        self.call, self.every = call, call.options.checkpoint_every
+        self.rows = states.flatten(0, 1) if call.cu is None else states
+        counts = torch.full((call.B,), call.T) if call.cu is None else call.cu.diff()
+        counts = counts // self.every
+        self.first = counts.cumsum(0) - counts
+
+    def leaving(self, part: Part) -> Tensor:
+        call = self.call
+        return call.tensors.q.new_empty(part.table.chunks, call.HV, call.K, call.V, dtype=call.dtype)
+
+    def put(self, part: Part, leaving: Tensor) -> None:
+        sequence, position = part.chunk_ends()
+        wanted = (position % self.every == 0).nonzero().flatten()
+        row = self.first[sequence[wanted]] + position[wanted] // self.every - 1
+        self.rows[row.to(self.rows.device)] = self.call.outside(leaving[wanted.to(leaving.device)])
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return _outputs(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[10:]))
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    t, needs = DeltaTensors(*arguments[:10]), arguments[18]
+    found = _zero_gradients(t, needs)
+    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:8], strict=True)]
+
+
+SAVED_SCHEMA = "Tensor borders, Tensor E, Tensor F, Tensor A, Tensor J, Tensor P"
+
+_forward_op = register(
+    f"delta_fwd({TENSORS_SCHEMA}, {DeltaOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor states, {SAVED_SCHEMA})",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    f"delta_bwd({TENSORS_SCHEMA}, {SAVED_SCHEMA}, Tensor? do, Tensor? dST, bool[] needs, {DeltaOptions.SCHEMA}) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

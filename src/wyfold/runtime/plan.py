@@ -1,0 +1,74 @@
+"""What one call will run, decided from metadata before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call runs, and why not something else.
+
+    Attributes:
+        operator: Public name of the operator.
+        backend: "eager" today; the backend every launch below comes from.
+        forward, backward: Launches of each direction, in order, as "stage (module)". No backward: empty.
+        refused: backend -> why it was not chosen.
+        chunk_size: Rows of a chunk, or None for an operator without chunks.
+        parts: Parts the call is cut into to bound its workspace, one after another, same bits; 0 without tokens.
+        copies: Arguments that are copied because of their layout in memory.
+        collectives: Collective operations over ranks.
+        compiles: Kernels this call would have to compile first.
+    """
+
+    operator: str
+    backend: str
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    chunk_size: int | None = None
+    parts: int = 1
+    copies: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
+    compiles: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("operator", self.operator), ("backend", self.backend)]
+        rows += [("forward", ", ".join(self.forward)), ("backward", ", ".join(self.backward) or "none")]
+        rows += [("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)), ("parts", str(self.parts))]
+        rows += [(name, ", ".join(getattr(self, name)) or "none") for name in ("copies", "collectives", "compiles")]
+        rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
+        return "\n".join(f"{name:12} {value}" for name, value in rows)
+
+
+class _Settled(BaseException):
+    """Carries a plan out of an operator that was called only to be explained."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+
+_explaining = 0
+
+
+def settle(plan: Plan) -> Plan:
+    """The plan; inside `settled_by`, the end of the call."""
+    if _explaining:
+        raise _Settled(plan)
+    return plan
+
+
+def settled_by(call: Callable[[], Any]) -> Plan:
+    """The plan that `call` settles on; nothing after that point runs."""
+    global _explaining
+    _explaining += 1
+    try:
+        call()
+    except _Settled as settled:
+        return settled.plan
+    finally:
+        _explaining -= 1
+    raise TypeError("explain: op must be an operator of wyfold; this one settled on no plan")

@@ -1,0 +1,89 @@
+"""What travels between launches. Tiles are [chunks * HV, rows, columns], chunks in the order of `runtime.chunks`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """A part's inputs as the recurrence sees them: normalised and activated.
+
+    Attributes:
+        q, k: [n, C, K].
+        v: [n, C, V].
+        beta: [n, C, 1].
+        g: [n, C, 1 or K] log gate per token, floored, or None.
+        rq, rk: [n, C, 1] reciprocal norms of q and k, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None
+    rq: Tensor | None
+    rk: Tensor | None
+
+
+class Factors(NamedTuple):
+    """Folded factors of every chunk, each [n, C, C] but G and E.
+
+    Attributes:
+        G: [n, C, 1 or K] running sum of g inside its chunk, natural log, or None.
+        E: [n, C, K]. A^T (k decayed to the chunk's end).
+        F: P A.
+        A: (I + diag(beta) J)^-1.
+        J, P: Decayed grams of keys, and of queries and keys.
+    """
+
+    G: Tensor | None
+    E: Tensor
+    F: Tensor
+    A: Tensor
+    J: Tensor
+    P: Tensor
+
+
+class Borders(NamedTuple):
+    """What `scan_bwd` leaves at every chunk.
+
+    Attributes:
+        S: [n, K, V] state entering the chunk.
+        dS: [n, K, V] gradient of the state leaving it.
+        R: [n, C, V] residual v - (decayed k) S.
+        X: [n, C, V] gradient of y = beta R.
+    """
+
+    S: Tensor
+    dS: Tensor
+    R: Tensor
+    X: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of a part's `Inputs`, before norm, activation and grouping are undone.
+
+    Attributes:
+        q, k, v, beta: Shapes of the inputs.
+        g: [n, C, 1 or K] of the per-token log gate, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None
+
+
+class TokenGradients(NamedTuple):
+    """Where a part's gradients go: views of the tokens' gradients, and the parameters' sums; None where none is wanted."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    g: Tensor | None
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None

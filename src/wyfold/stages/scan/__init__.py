@@ -1,0 +1,8 @@
+"""State and output of a part, serial over its columns of chunks.
+
+    R = v - (k exp(G)) S        y = beta R
+    o = scale ((q exp(G)) S + F y)
+    S <- exp(G_last) S + E^T y
+
+Two products depend on each other in a chunk, instead of the three of the unfolded form (docs/algorithm.md, section 3).
+"""
