@@ -10,6 +10,7 @@ verb keeps one.
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -64,7 +65,19 @@ def _complain(prefix: str, message: object) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of `wyfold argv...`; `argv` is the process's own arguments unless given."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of the text shows a mark
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (`| head`) has left. What is still buffered must not fail again when the interpreter flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview(), end="")
         return DONE if words else USAGE
@@ -85,8 +98,9 @@ def _run(verb: str, words: list[str]) -> int:
 
     name = f"wyfold {verb}"
     module = importlib.import_module(f"wyfold.cli.{verb}")
-    parser = _Parser(prog=name, description=module.__doc__, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=name, description=module.__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     module.add_arguments(parser)
     try:
         args = parser.parse_args(words)
@@ -109,7 +123,3 @@ def _run(verb: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         _complain(name, "interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has left. What is still buffered must not fail again when the interpreter flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE

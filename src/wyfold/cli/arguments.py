@@ -1,10 +1,12 @@
-"""Number options with a range: argparse types whose error says what was expected."""
+"""Readers of options: argparse types whose error says what was expected."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+
+import torch
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -32,6 +34,14 @@ def between(low: float, high: float, *, closed_above: bool = False) -> Callable[
     """Reader of a number above `low` and below `high`, or up to it."""
     expected = f"must be a number above {low:g} and {'at most' if closed_above else 'below'} {high:g}"
     return _reader(expected, lambda value: low < value < high or (closed_above and value == high))
+
+
+def device(word: str) -> torch.device:
+    """A PyTorch device that this machine has."""
+    try:
+        return torch.empty(0, device=word).device
+    except (RuntimeError, AssertionError) as error:  # no such device; or this build of torch is without it
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from error
 
 
 def _reader(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 Points = Sequence[tuple[float, float]]
 """(step, bits per byte), in the order of steps."""
 
 
-def smooth(points: Points, reach: float = 0.9) -> list[tuple[float, float]]:
+def smooth(points: Points, reach: float = 0.8) -> list[tuple[float, float]]:
     """Exponential mean of a noisy curve, without the pull towards zero at its start."""
     total = weight = 0.0
     smoothed = []
@@ -23,12 +25,8 @@ def smooth(points: Points, reach: float = 0.9) -> list[tuple[float, float]]:
 
 def draw(file: Path, training: Points, validation: Points, title: str) -> None:
     """Write the curve as PNG: training bits per byte (every step and smoothed) and the validation points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="tight")
+    axes = figure.subplots()
     if training:
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.25, linewidth=0.8)
         axes.plot(*zip(*smooth(training), strict=True), color="tab:blue", label="training")
@@ -40,10 +38,8 @@ def draw(file: Path, training: Points, validation: Points, title: str) -> None:
     axes.grid(alpha=0.25)
     if training or validation:
         axes.legend()
-    figure.tight_layout()
     unfinished = file.with_name(f".{file.name}")
     figure.savefig(unfinished, format="png")
-    pyplot.close(figure)
     unfinished.replace(file)
 
 

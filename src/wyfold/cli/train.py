@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wyfold.cli import DONE, INTERRUPTED, UsageError
-from wyfold.cli.numbers import at_least, between, whole
+from wyfold.cli.arguments import at_least, between, device, whole
 
 if TYPE_CHECKING:
     from wyfold.cli.trainer import Trainer
@@ -23,67 +23,114 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold train`."""
     run = parser.add_argument_group("run")
-    run.add_argument("--data", type=Path, metavar="FILE|DIR",
-                     help="text to learn; a folder stands for the text files below it "
-                     "(default: the language reference inside Python's own standard library)")
+    run.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE|DIR",
+        help="text to learn; a folder stands for the text files below it "
+        "(default: the language reference inside Python's own standard library)",
+    )
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after the data)")
     run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
-    run.add_argument("--device", default="cpu", help="PyTorch device (default: %(default)s)")
-    run.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                     help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)")
+    run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+    run.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)",
+    )
     run.add_argument("--seed", type=whole(0), default=0, help="of first parameters and batches (default: %(default)s)")
     run.add_argument("--save-every", type=whole(1), default=200, metavar="STEPS", help="(default: %(default)s)")
     run.add_argument("--eval-every", type=whole(1), default=100, metavar="STEPS", help="(default: %(default)s)")
-    run.add_argument("--eval-bytes", type=whole(1), default=65536, metavar="N",
-                     help="most validation bytes read each time (default: %(default)s)")
+    run.add_argument(
+        "--eval-bytes",
+        type=whole(1),
+        default=65536,
+        metavar="N",
+        help="most validation bytes read each time (default: %(default)s)",
+    )
 
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", default="gdn*3 attention", metavar="PATTERN",
-                       help='mixers, repeated to the depth, such as "kda*3 attention" (default: "%(default)s")')
+    model.add_argument(
+        "--layers",
+        default="gdn*3 attention",
+        metavar="PATTERN",
+        help='mixers, repeated to the depth, such as "kda*3 attention" (default: "%(default)s")',
+    )
     model.add_argument("--depth", type=whole(1), default=4, help="layers (default: %(default)s)")
     model.add_argument("--width", type=whole(1), default=128, help="channels (default: %(default)s)")
     model.add_argument("--heads", type=whole(1), default=4, help="heads of every mixer (default: %(default)s)")
     model.add_argument("--head-dim", type=whole(1), default=32, help="channels of a head (default: %(default)s)")
-    model.add_argument("--window", type=whole(1), default=256,
-                       help="bytes an attention layer looks back, all that its cache keeps (default: %(default)s)")
+    model.add_argument(
+        "--window",
+        type=whole(1),
+        default=256,
+        help="bytes an attention layer looks back, all that its cache keeps (default: %(default)s)",
+    )
 
     learning = parser.add_argument_group("learning")
     duration = learning.add_mutually_exclusive_group()
     duration.add_argument("--steps", type=whole(1), help="(default: 1000)")
-    duration.add_argument("--minutes", type=at_least(0, above=True),
-                          help="follow the clock instead of a number of steps; such a run is not repeatable")
+    duration.add_argument(
+        "--minutes",
+        type=at_least(0, above=True),
+        help="follow the clock instead of a number of steps; such a run is not repeatable",
+    )
     learning.add_argument("--batch", type=whole(1), default=8, help="rows of a batch (default: %(default)s)")
     learning.add_argument("--length", type=whole(1), default=256, help="bytes of a row (default: %(default)s)")
-    learning.add_argument("--grad-accum", type=whole(1), default=1, metavar="N",
-                          help="batches whose gradients make one step (default: %(default)s)")
-    learning.add_argument("--packed", action="store_true",
-                          help="lay whole documents (files, topics), or pieces of --length, end to end in one row of "
-                          "batch x length bytes; no document sees another")
-    learning.add_argument("--held-out", type=between(0, 1), default=0.1, metavar="PART",
-                          help="part of the text kept for validation, from its end (default: %(default)s)")
-    learning.add_argument("--lr", type=at_least(0, above=True), default=3e-3,
-                          help="peak learning rate (default: %(default)s)")
-    learning.add_argument("--warmup", type=whole(0), default=50, metavar="STEPS",
-                          help="steps of linear warm-up; a cosine follows (default: %(default)s)")
-    learning.add_argument("--lr-end", type=at_least(0), default=0.1, metavar="PART",
-                          help="part of --lr that the cosine ends on (default: %(default)s)")
-    learning.add_argument("--weight-decay", type=at_least(0), default=0.1,
-                          help="of the matrices; norms and decay parameters have none (default: %(default)s)")
-    learning.add_argument("--clip", type=at_least(0, above=True), default=1.0,
-                          help="largest gradient norm (default: %(default)s)")
+    learning.add_argument(
+        "--grad-accum",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="batches whose gradients make one step (default: %(default)s)",
+    )
+    learning.add_argument(
+        "--packed",
+        action="store_true",
+        help="lay whole documents (files, topics), or pieces of --length, end to end in one row of "
+        "batch x length bytes; no document sees another",
+    )
+    learning.add_argument(
+        "--held-out",
+        type=between(0, 1),
+        default=0.1,
+        metavar="PART",
+        help="part of the text kept for validation, from its end (default: %(default)s)",
+    )
+    learning.add_argument(
+        "--lr", type=at_least(0, above=True), default=3e-3, help="peak learning rate (default: %(default)s)"
+    )
+    learning.add_argument(
+        "--warmup",
+        type=whole(0),
+        default=50,
+        metavar="STEPS",
+        help="steps of linear warm-up; a cosine follows (default: %(default)s)",
+    )
+    learning.add_argument(
+        "--lr-end",
+        type=at_least(0),
+        default=0.1,
+        metavar="PART",
+        help="part of --lr that the cosine ends on (default: %(default)s)",
+    )
+    learning.add_argument(
+        "--weight-decay",
+        type=at_least(0),
+        default=0.1,
+        help="of the matrices; norms and decay parameters have none (default: %(default)s)",
+    )
+    learning.add_argument(
+        "--clip", type=at_least(0, above=True), default=1.0, help="largest gradient norm (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    import torch
-
     from wyfold.cli import checkpoint, corpus
     from wyfold.cli.trainer import CHECKPOINTS, Recipe, Trainer
 
-    try:
-        device = torch.empty(0, device=args.device).device
-    except (RuntimeError, AssertionError) as error:  # how torch says: no such device, not built for it
-        raise UsageError(f"--device {args.device}: {str(error).splitlines()[0]}") from error
     if args.steps is None and args.minutes is None:
         args.steps = 1000
     folder = args.out or Path("runs", args.data.resolve().stem if args.data else "python-prose")
@@ -92,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = corpus.read(args.data)
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name != "data"}
-    trainer = Trainer(Recipe(data=text.digest(), **asked), text, folder, device)
+    trainer = Trainer(Recipe(data=text.digest(), **asked), text, folder, args.device)
     return finish(trainer, args.save_every, f"{text.name}: {len(text.text):,} bytes in {text.documents} documents")
 
 
@@ -116,8 +163,10 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         return INTERRUPTED
     validation = trainer.validation_curve()
     print(curve.sketch(trainer.training_curve(), validation))
-    print(f"validation: {validation[0][1]:.3f} bits per byte at step {validation[0][0]}, "
-          f"{validation[-1][1]:.3f} at step {validation[-1][0]}, after {trainer.elapsed:.0f} s of training")
+    print(
+        f"validation: {validation[0][1]:.3f} bits per byte at step {validation[0][0]}, "
+        f"{validation[-1][1]:.3f} at step {validation[-1][0]}, after {trainer.elapsed:.0f} s of training"
+    )
     print(f"curve: {trainer.folder / CURVE}")
-    print(f"sample from it: wyfold generate {trainer.folder} --prompt \"The\"")
+    print(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
     return DONE

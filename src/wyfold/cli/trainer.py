@@ -84,6 +84,8 @@ class Recipe:
 
     def check_same(self, stored: dict[str, Any], folder: Path) -> None:
         """Refuse to continue a run that was started with another recipe."""
+        if stored["data"] != self.data:
+            raise UsageError(f"the text of --data is not the one that the run in {folder} learns: give another --out")
         for field, wanted in dataclasses.asdict(self).items():
             if stored.get(field) != wanted:
                 option = f"--{field.replace('_', '-')}"
@@ -276,7 +278,7 @@ def build(recipe: Recipe) -> Decoder:
                 hidden_size=recipe.width,
                 num_heads=recipe.heads,
                 head_dim=recipe.head_dim,
-                window=recipe.window,
+                options={"attention": {"window": recipe.window}},
             )
         )
     except ValueError as error:

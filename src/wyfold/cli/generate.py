@@ -1,0 +1,126 @@
+"""Stream text from a checkpoint through the recurrent form.
+
+The prompt is read in one chunked pass, then each byte costs one step of the recurrence. What the model remembers has a
+fixed size (a state for each delta-rule layer, a window of keys for each attention layer), so memory does not grow with
+the text. The text goes to standard output, the speed to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from wyfold.cli import DONE, UsageError
+from wyfold.cli.arguments import at_least, between, device, whole
+
+if TYPE_CHECKING:
+    from wyfold.models import Decoder
+
+START = b"\n"
+"""What an empty prompt stands for: the model needs one byte to begin after."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `wyfold generate`."""
+    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run of `wyfold train`, or a checkpoint in it")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", help="text to continue (default: what standard input holds)")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="continue each line of this file in turn")
+    parser.add_argument("--max-bytes", type=whole(0), default=400, help="bytes to add (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=at_least(0),
+        default=0.8,
+        help="0 takes the likeliest byte each time (default: %(default)s)",
+    )
+    parser.add_argument("--top-k", type=whole(1), help="draw among this many likeliest bytes only")
+    parser.add_argument(
+        "--top-p",
+        type=between(0, 1, closed_above=True),
+        help="draw among the likeliest bytes that together have this probability",
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next byte is drawn.
+
+    Args:
+        max_bytes: bytes to add.
+        temperature: of the softmax; 0 takes the likeliest byte.
+        top_k, top_p: draw among the k likeliest, or the likeliest of total probability p; None: among all.
+        seed: of the draws.
+    """
+
+    max_bytes: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue the prompt, or every line of the file of prompts."""
+    from wyfold.cli.checkpoint import find_model
+    from wyfold.models import Decoder
+
+    model = Decoder.load(find_model(args.checkpoint), device=args.device)
+    sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
+    for prompt in _prompts(args):
+        speak(model, prompt, sampling)
+    return DONE
+
+
+def speak(model: Decoder, prompt: bytes, sampling: Sampling) -> None:
+    """Write the prompt and its continuation to standard output as it comes, and the speed to standard error."""
+    # A character may be several bytes: the decoder holds back those of an incomplete one.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    sys.stdout.write(decoder.decode(prompt))
+    sys.stdout.flush()
+    ids = torch.tensor([list(prompt or START)], device=model.embedding.weight.device)
+    count, start = 0, time.perf_counter()
+    first = start
+    for token in model.stream(
+        ids,
+        sampling.max_bytes,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+    ):
+        sys.stdout.write(decoder.decode(bytes([int(token)])))
+        sys.stdout.flush()
+        if count == 0:
+            first = time.perf_counter()
+        count += 1
+    seconds = time.perf_counter() - first
+    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+    sys.stdout.flush()
+    rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} tokens/s" if count > 1 else ""
+    print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
+
+
+def _prompts(args: argparse.Namespace) -> list[bytes]:
+    if args.prompts is not None:
+        try:
+            lines = args.prompts.read_bytes().splitlines()
+        except OSError as error:
+            raise UsageError(f"--prompts {args.prompts}: cannot be read ({error.strerror})") from error
+        if not any(lines):
+            raise UsageError(f"--prompts {args.prompts}: no line to continue")
+        return [line for line in lines if line]
+    if args.prompt is not None:
+        return [os.fsencode(args.prompt)]
+    if sys.stdin.isatty():
+        print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+    return [sys.stdin.buffer.read()]

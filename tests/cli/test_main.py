@@ -1,0 +1,105 @@
+"""The front door: every verb has its help, every wrong word one clear line, every ending its exit code."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from wyfold import cli
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: wyfold {verb}")
+    assert "--out" in said or verb in ("doctor", "generate")
+
+
+def test_the_overview_names_every_verb(capsys):
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {verb} " in said for verb in cli.VERBS)
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tune"], "wyfold: unknown verb 'tune'; there are doctor, demo"),
+        (["train", "--stepz", "3"], "wyfold train: unrecognized arguments: --stepz 3"),
+        (["train", "--step", "3"], "wyfold train: unrecognized arguments: --step 3"),
+        (["train", "--steps", "0"], "wyfold train: argument --steps: must be a whole number of at least 1, got '0'"),
+        (["train", "--steps", "3", "--minutes", "1"], "not allowed with argument --steps"),
+        (["train", "--minutes", "nan"], "--minutes: must be a number above 0, got 'nan'"),
+        (["train", "--held-out", "1"], "--held-out: must be a number above 0 and below 1, got '1'"),
+        (["train", "--device", "warp9"], "wyfold train: argument --device: "),
+        (["train", "--data", "/nowhere/at/all"], "wyfold train: --data /nowhere/at/all: no such file or folder"),
+        (["train", "--resume", "--out", "/nowhere/at/all"], "--resume: no complete checkpoint in /nowhere/at/all"),
+        (["train", "--out", "/nowhere/x", "--layers", "gru"], "wyfold train: no model can be built so: "),
+        (["generate"], "wyfold generate: the following arguments are required: DIR"),
+        (["generate", "/nowhere/at/all"], "wyfold generate: /nowhere/at/all: no such folder"),
+        (["generate", ".", "--top-p", "1.5"], "--top-p: must be a number above 0 and at most 1, got '1.5'"),
+        (["generate", ".", "--temperature", "-1"], "--temperature: must be a number of at least 0, got '-1'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsys):
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (cli.UsageError("give it a file"), 2, "wyfold doctor: give it a file"),
+        (cli.Failure("it did not work"), 1, "wyfold doctor: it did not work"),
+        (KeyboardInterrupt(), 130, "wyfold doctor: interrupted"),
+        (
+            ModuleNotFoundError("No module named 'rich.console'", name="rich.console"),
+            1,
+            'wyfold doctor: needs rich, which is not installed: pip install "wyfold[cli]"',
+        ),
+    ],
+)
+def test_how_a_verb_ends_decides_the_exit_code(raised, code, said, monkeypatch, capsys):
+    def run(args):
+        raise raised
+
+    monkeypatch.setattr(importlib.import_module("wyfold.cli.doctor"), "run", run)
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def run(args):
+        raise ModuleNotFoundError("No module named 'wyfold.missing'", name="wyfold.missing")
+
+    monkeypatch.setattr(importlib.import_module("wyfold.cli.doctor"), "run", run)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["doctor"])
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "rich", "safetensors"])
+def test_without_an_extra_train_says_what_to_install(missing):
+    blocked = f"import sys; sys.modules[{missing!r}] = None; from wyfold.cli import main; sys.exit(main(['train']))"
+    ended = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f'wyfold train: needs {missing}, which is not installed: pip install "wyfold[cli]"\n'
+
+
+def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
+    # The pipe's reader is gone before anything is written.
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run([sys.executable, "-m", "wyfold", "--help"], stdout=pipe, stderr=subprocess.PIPE)
+    assert ended.stderr == b""
+    assert ended.returncode == 141
+    ended = subprocess.run([sys.executable, "-m", "wyfold", "nonsense"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "unknown verb 'nonsense'" in ended.stderr

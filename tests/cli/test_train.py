@@ -1,0 +1,251 @@
+"""A run says what it did, stops when told, and resumed is the run it would have been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from wyfold.cli import main
+from wyfold.cli.corpus import Batch
+from wyfold.cli.trainer import Recipe, Trainer, build, optimizer
+
+TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Three files of about two thousand bytes that can be learned from."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, word in {"a": "one two three ", "b": "red green blue ", "c": "spring summer autumn winter "}.items():
+        (folder / f"{name}.txt").write_text(word * (2000 // len(word)))
+    return folder
+
+
+def train(data, out, *words, layers="gdn attention"):
+    return main(["train", "--data", str(data), "--out", str(out), "--layers", layers, *TINY, *map(str, words)])
+
+
+def history(out):
+    """What the run recorded, but for the clock."""
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for entry in entries:
+        entry.pop("tokens_per_second", None)
+    return entries
+
+
+def newest(out):
+    return max((out / "checkpoint").iterdir())
+
+
+def weights(out):
+    return (newest(out) / "model" / "model.safetensors").read_bytes()
+
+
+def stop_after(monkeypatch, step):
+    """Send this process SIGINT while the given step is being taken."""
+    take = Trainer._take_step
+
+    def interrupted(self):
+        if self.step == step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self)
+
+    monkeypatch.setattr(Trainer, "_take_step", interrupted)
+
+
+def test_a_run_learns_and_leaves_curve_metrics_and_two_checkpoints(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(data, out, "--steps", 30, "--eval-every", 10, "--save-every", 10, "--lr", 0.02) == 0
+    said = capsys.readouterr().out
+    assert f"wyfold generate {out}" in said
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [folder.name for folder in sorted((out / "checkpoint").iterdir())] == ["step-00000020", "step-00000030"]
+    entries = history(out)
+    assert [entry["step"] for entry in entries if "loss" in entry] == list(range(1, 31))
+    validation = {entry["step"]: entry["validation_bits_per_byte"] for entry in entries if "loss" not in entry}
+    assert list(validation) == [0, 10, 20, 30]
+    assert 7.5 < validation[0] < 8.5
+    assert validation[30] < validation[0] - 1
+
+
+@pytest.mark.parametrize("mode", [[], ["--packed"], ["--grad-accum", "2"], ["--dtype", "bfloat16"]])
+def test_an_interrupted_run_continues_with_the_very_losses(data, tmp_path, monkeypatch, capsys, mode):
+    words = ["--steps", 8, "--eval-every", 3, "--save-every", 100, *mode]
+    assert train(data, tmp_path / "whole", *words) == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=3)  # a step with an evaluation due, which then belongs to the second part
+        assert train(data, tmp_path / "parts", *words) == 130
+    assert "stopped after step 3" in capsys.readouterr().out
+    assert newest(tmp_path / "parts").name == "step-00000003"
+    assert train(data, tmp_path / "parts", *words, "--resume") == 0
+    assert history(tmp_path / "parts") == history(tmp_path / "whole")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layers", ["delta_net", "kda", "ttt_linear"])
+def test_every_mixer_trains_and_resumes(data, tmp_path, monkeypatch, layers):
+    words = ["--steps", 3, "--eval-every", 10]
+    assert train(data, tmp_path / "whole", *words, layers=layers) == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=2)
+        assert train(data, tmp_path / "parts", *words, layers=layers) == 130
+    assert train(data, tmp_path / "parts", *words, layers=layers) == 0
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again_not_twice(data, tmp_path):
+    words = ["--steps", 6, "--eval-every", 100, "--save-every", 2]
+    assert train(data, tmp_path / "run", *words) == 0
+    whole = history(tmp_path / "run")
+    # As if the process had been killed after step 6 was recorded and before its checkpoint: the one of step 4 is there.
+    for file in sorted(newest(tmp_path / "run").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    assert train(data, tmp_path / "run", *words) == 0
+    assert history(tmp_path / "run") == whole
+
+
+def test_a_signal_stops_a_process_with_its_state_saved(data, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "wyfold", "train", "--data", data, "--out", out, *TINY, "--steps", "1000000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    taken = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_for_steps(process, out / "metrics.jsonl", taken + 2)
+        process.send_signal(number)
+        said, complained = process.communicate(timeout=60)
+        assert process.returncode == 130, complained
+        assert "to continue, give the same command again" in said
+        record = json.loads((newest(out) / "training.json").read_text())
+        assert record["step"] >= taken + 2
+        assert history(out)[-1]["step"] == record["history"][-1]["step"] == record["step"]
+        taken = record["step"]
+        assert (out / "curve.png").exists()
+    assert "continuing" in said
+
+
+def wait_for_steps(process, file, count):
+    for _ in range(600):
+        if file.exists() and file.read_text().count('"loss"') >= count:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"no {count} steps within a minute: {process.communicate()}")
+
+
+def test_a_finished_run_is_left_as_it_is(data, tmp_path, capsys):
+    words = ["--steps", 2, "--save-every", 1]
+    assert train(data, tmp_path / "run", *words) == 0
+    before = newest(tmp_path / "run").stat().st_mtime_ns
+    capsys.readouterr()
+    assert train(data, tmp_path / "run", *words) == 0
+    assert "already finished, at step 2" in capsys.readouterr().out
+    assert newest(tmp_path / "run").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "here", "there"),
+    [
+        (["--lr", "0.5"], "--lr", "0.5", "0.003"),
+        (["--width", "24"], "--width", "24", "16"),
+        (["--packed"], "--packed", "True", "False"),
+        (["--steps", "9"], "--steps", "9", "2"),
+    ],
+)
+def test_another_configuration_in_the_same_folder_is_refused_by_name(data, tmp_path, capsys, words, field, here, there):
+    assert train(data, tmp_path / "run", "--steps", 2) == 0
+    before = weights(tmp_path / "run")
+    capsys.readouterr()
+    assert train(data, tmp_path / "run", "--steps", 2, *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"wyfold train: {field} is {here} here, but the run in {tmp_path / 'run'} was started with ")
+    assert f"with {there}:" in said
+    assert weights(tmp_path / "run") == before
+
+
+def test_other_text_in_the_same_folder_is_refused(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--steps", 2) == 0
+    (data / "a.txt").write_text("something else " * 150)
+    assert train(data, tmp_path / "run", "--steps", 2) == 2
+    assert "the text of --data is not the one that the run in" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_the_update(data, tmp_path, monkeypatch, capsys):
+    loss = Trainer._loss
+
+    def broken(self, batch: Batch):
+        return loss(self, batch) * (float("nan") if self.step == 4 else 1.0)
+
+    monkeypatch.setattr(Trainer, "_loss", broken)
+    assert train(data, tmp_path / "run", "--steps", 8, "--save-every", 2, "--eval-every", 100) == 1
+    assert "step 5: loss nan" in capsys.readouterr().err
+    assert newest(tmp_path / "run").name == "step-00000004"
+
+
+def test_by_the_clock_a_run_ends(data, tmp_path):
+    assert train(data, tmp_path / "run", "--minutes", 0.005, "--eval-every", 10**6) == 0
+    spent = json.loads((newest(tmp_path / "run") / "training.json").read_text())["elapsed"]
+    assert spent >= 0.3
+
+
+def recipe(**changes):
+    values = {
+        "data": "", "layers": "gdn kda ttt_linear attention", "depth": 4, "width": 16, "heads": 2, "head_dim": 8,
+        "window": 8, "packed": False, "batch": 2, "length": 16, "grad_accum": 1, "steps": 100, "minutes": None,
+        "lr": 1.0, "warmup": 10, "lr_end": 0.1, "weight_decay": 0.1, "clip": 1.0, "held_out": 0.1, "eval_every": 10,
+        "eval_bytes": 100, "seed": 0, "dtype": "float32",
+    }  # fmt: skip
+    return Recipe(**{**values, **changes})
+
+
+def test_the_rate_warms_up_and_falls_along_a_cosine_to_its_end():
+    rates = [recipe().learning_rate(step, step / 100) for step in range(101)]
+    assert rates[0] < 0.11
+    assert max(rates) == max(rates[9:12])
+    assert rates[11:] == sorted(set(rates[11:]), reverse=True)
+    assert abs(rates[100] - 0.1) < 1e-12
+    assert abs(rates[50] - 0.55) < 1e-12
+
+
+def test_weight_decay_reaches_matrices_and_nothing_else():
+    model = build(recipe())
+    decayed, spared = optimizer(model, recipe()).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1
+    assert spared["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    assert all(parameter.dim() == 2 for parameter in decayed["params"])
+    spared_names = {names[id(parameter)] for parameter in spared["params"]}
+    assert {name for name in names.values() if "norm" in name or "decay_parameters" in name} <= spared_names
+    assert "embedding.weight" in spared_names
+    assert not any(name.endswith(("qkv.weight", "out.weight", "up.weight")) for name in spared_names)
+
+
+def test_seeds_differ_in_their_first_parameters_and_their_batches(data, tmp_path):
+    for seed in (0, 1):
+        assert train(data, tmp_path / str(seed), "--steps", 2, "--seed", seed) == 0
+    first, second = (history(tmp_path / str(seed)) for seed in (0, 1))
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_path):
+    from wyfold.cli.corpus import read
+
+    run = Trainer(recipe(packed=True, length=24), read(data), tmp_path / "run", torch.device("cpu"))
+    run.model.double()
+    batch = run.batches.at(0)
+    assert len(batch.lengths) > 1
+    with torch.no_grad():
+        alone = [
+            run.model(ids, labels)[1] * ids.numel()
+            for ids, labels in zip(batch.ids.split(batch.lengths, 1), batch.labels.split(batch.lengths, 1), strict=True)
+        ]
+        together = run._loss(batch)
+    assert abs(together.item() - sum(alone).item() / batch.ids.numel()) < 1e-12
