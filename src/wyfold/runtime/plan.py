@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 
@@ -28,7 +27,7 @@ class Plan:
     backend: str
     forward: tuple[str, ...]
     backward: tuple[str, ...]
-    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    refused: Mapping[str, str] = field(default_factory=dict)
     chunk_size: int | None = None
     parts: int = 1
     copies: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 
@@ -75,25 +75,45 @@ def plan(
         UnsupportedError: no row, or not the demanded backend's, serves every launch on this device.
     """
     check.choice(operator, "backend", backend, (None, *BACKENDS))
-    reasons = {name: reason for name in BACKENDS if (reason := _refusal(name, device, forward + backward, backend))}
+    reasons = {}
+    for name in BACKENDS:
+        reason = _refusal(name, device, forward + backward, backend)
+        if reason:
+            reasons[name] = reason
     if backend in reasons or len(reasons) == len(BACKENDS):
-        wanted = "no backend" if backend is None else f"backend={backend!r} cannot"
-        message = f"{operator}: {wanted} serve{'s' if backend is None else ''} tensors on {device.type}"
-        raise UnsupportedError(message, reasons if backend is None else {backend: reasons[backend]})
-    chosen = backend or next(name for name in reversed(BACKENDS) if name not in reasons)
-    refused = MappingProxyType({name: reason for name, reason in reasons.items() if name != chosen})
-    describe = {row.stage: f"{row.stage} ({row.module})" for row in ROWS if row.backend == chosen}
-    launches = (tuple(describe[stage] for stage in stages) for stages in (forward, backward))
-    return settle(Plan(operator, chosen, *launches, refused, chunk_size, parts, copies))
+        if backend is None:
+            raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
+        message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
+        raise UnsupportedError(message, {backend: reasons[backend]})
+    chosen = backend or [name for name in BACKENDS if name not in reasons][-1]
+    return settle(
+        Plan(
+            operator, chosen, _named(forward, chosen), _named(backward, chosen), reasons, chunk_size, parts, copies
+        )
+    )
 
 
 def launches(stage: str, backend: str) -> ModuleType:
     """The module that holds a stage's launches on a backend."""
-    return next(row for row in ROWS if (row.stage, row.backend) == (stage, backend)).load()
+    row = _row(stage, backend)
+    if row is None:
+        raise UnsupportedError(f"{stage}: not served", {backend: "has no such launch in this version"})
+    return row.load()
+
+
+def _row(stage: str, backend: str) -> Row | None:
+    for row in ROWS:
+        if row.stage == stage and row.backend == backend:
+            return row
+    return None
+
+
+def _named(stages: tuple[str, ...], backend: str) -> tuple[str, ...]:
+    return tuple([f"{row.stage} ({row.module})" for row in ROWS if row.backend == backend and row.stage in stages])
 
 
 def _refusal(name: str, device: torch.device, stages: tuple[str, ...], demand: str | None) -> str:
-    missing = [stage for stage in stages if not any((row.stage, row.backend) == (stage, name) for row in ROWS)]
+    missing = [stage for stage in stages if _row(stage, name) is None]
     if missing:
         return f"has no {', '.join(dict.fromkeys(missing))} launch in this version"
     if name == "eager" and device.type == "cuda" and demand is None:

@@ -15,6 +15,12 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.exp(-x).add_(1).reciprocal_()
 
 
+def sigmoid_bwd(x: Tensor, dy: Tensor) -> Tensor:
+    """Gradient of `sigmoid`: dy * sigmoid(x) * (1 - sigmoid(x))."""
+    s = sigmoid(x)
+    return dy * s * (1 - s)
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), without overflow."""
     return torch.exp(-x.abs()).log1p_().add_(x.clamp(min=0))
