@@ -1,0 +1,78 @@
+"""The mixers that every promise of the layers is tested on: small, parameters away from their special first values."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from wyfold import SequenceLayout, reference
+from wyfold.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, SoftmaxAttention, TTTLinear
+
+WIDTH = 24  # hidden_size of them all
+
+# Grouped value heads, and values narrower than keys, wherever the layer has them.
+MIXERS: dict[str, Callable[[], nn.Module]] = {
+    "delta_net": lambda: DeltaNet(WIDTH, 2, 4, 16, 8, allow_neg_eigval=True),
+    "gated_delta_net": lambda: GatedDeltaNet(WIDTH, 2, 4, 16, 8),
+    "kda": lambda: KimiDeltaAttention(WIDTH, 2, 4, 16, 8, conv_size=3),
+    "kda_bounded": lambda: KimiDeltaAttention(WIDTH, 2, 2, 8, 16, lower_bound=-5.0),
+    "ttt_linear": lambda: TTTLinear(WIDTH, 2, 4, 16),
+    "attention": lambda: SoftmaxAttention(WIDTH, 4, 2, 8),
+    "window": lambda: SoftmaxAttention(WIDTH, 4, 2, 8, window=5),
+}
+
+
+@pytest.fixture
+def build() -> Callable[[str, torch.dtype], nn.Module]:
+    """`build(name, dtype)`: a mixer by name, every parameter moved at random."""
+
+    def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+        layer = MIXERS[name]().to(dtype)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        return layer
+
+    return build
+
+
+@pytest.fixture(params=MIXERS)
+def mixer(request: pytest.FixtureRequest, build: Callable[..., nn.Module]) -> nn.Module:
+    """Each mixer in turn, float64."""
+    return build(request.param)
+
+
+@pytest.fixture(params=MIXERS)
+def mixer32(request: pytest.FixtureRequest, build: Callable[..., nn.Module]) -> nn.Module:
+    """Each mixer in turn, float32."""
+    return build(request.param, torch.float32)
+
+
+@pytest.fixture
+def projected() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`projected(layer, x, layout)`: q, k, v in heads, from the layer's parameters and the reference."""
+
+    def projected(layer: nn.Module, x: torch.Tensor, layout: SequenceLayout | None) -> tuple[torch.Tensor, ...]:
+        qkv = x @ layer.qkv.weight.T
+        qkv, _ = reference.causal_conv1d(qkv, layer.conv.weight, activation="silu", cu_seqlens=layout)
+        q, k, v = qkv.split([layer.key_size, layer.key_size, layer.value_size], -1)
+        q, k = (part.unflatten(-1, (layer.num_heads, -1)) for part in (q, k))
+        return q, k, v.unflatten(-1, (layer.num_v_heads, -1))
+
+    return projected
+
+
+@pytest.fixture
+def same_gradients(float64_bounds) -> Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Two outputs of one layer have the same gradients with respect to x and every parameter of the layer."""
+
+    def same_gradients(layer: nn.Module, x: torch.Tensor, got: torch.Tensor, truth: torch.Tensor) -> None:
+        arguments = {"x": x, **dict(layer.named_parameters())}
+        arrow = torch.randn_like(truth)
+        pairs = (torch.autograd.grad(y, list(arguments.values()), arrow, retain_graph=True) for y in (got, truth))
+        for name, mine, true in zip(arguments, *pairs, strict=True):
+            assert true.abs().max() > 0, f"{name}: a gradient of zero shows nothing"
+            float64_bounds.gradient(name, mine, true)
+
+    return same_gradients

@@ -1,0 +1,125 @@
+"""Softmax attention against one plain softmax, path by path, and what its cache holds."""
+
+import pytest
+import torch
+
+from wyfold import SequenceLayout
+from wyfold.layers import SoftmaxAttention
+from wyfold.runtime import check
+
+
+def formula(layer, x, lengths=None):
+    """Every query against every key, by a loop over pairs of sequence and head."""
+    B, T, _ = x.shape
+    H, HKV, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths or [T])])
+    position = torch.cat([torch.arange(n) for n in lengths or [T]])
+    q, k, v = (x @ layer.qkv.weight.T).unflatten(-1, (-1, D)).split([H, HKV, HKV], dim=2)
+    q, k = (turned(part, position, layer.rope_base) for part in (q, k))
+    distance = position[:, None] - position
+    seen = (ids[:, None] == ids) & (distance >= 0)
+    if layer.window is not None:
+        seen &= distance < layer.window
+    o = torch.empty(B, T, H, D, dtype=x.dtype)
+    for h in range(H):
+        kv = h // (H // HKV)
+        score = torch.where(seen, q[:, :, h] @ k[:, :, kv].mT * D**-0.5, -torch.inf)
+        o[:, :, h] = score.softmax(-1) @ v[:, :, kv]
+    return o.flatten(2) @ layer.out.weight.T
+
+
+def turned(x, position, base):
+    """Pairs (x[d], x[d + D/2]) as complex numbers, times e^(i position base^(-2d/D))."""
+    D = x.shape[-1]
+    pair = torch.complex(x[..., : D // 2], x[..., D // 2 :])
+    angle = position[:, None, None] * base ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+    pair = pair * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pair.real, pair.imag], dim=-1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 13, 26, 38, 39, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_output_and_gradients(window, kv_heads, float64_bounds, same_gradients):
+    layer = SoftmaxAttention(24, 4, kv_heads, 8, window=window).double()
+    x = torch.randn(2, 39, 24, dtype=torch.float64, requires_grad=True)
+    y, truth = layer(x), formula(layer, x)
+    float64_bounds.output("y", y, truth)
+    if window != 1:  # one key has weight 1 whatever the query, so the truth is rounding
+        same_gradients(layer, x, y, truth)
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["boundaries read", "boundaries not read"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed(window, readable, monkeypatch, float64_bounds, same_gradients):
+    """One sequence after another, or, as on a GPU and in a compiled graph, one mask and no boundary read."""
+    layer = SoftmaxAttention(24, 4, 2, 8, window=window).double()
+    x = torch.randn(1, 39, 24, dtype=torch.float64, requires_grad=True)
+    layout = SequenceLayout.from_lengths([17, 0, 20, 2])
+    if not readable:
+        monkeypatch.setattr(check, "readable", lambda x: False)
+    y, truth = layer(x, layout=layout), formula(layer, x, [17, 0, 20, 2])
+    float64_bounds.output("y", y, truth)
+    same_gradients(layer, x, y, truth)
+
+
+def test_a_mask_keeps_rows_of_no_document_out(monkeypatch):
+    layer = SoftmaxAttention(24, 4, 2, 8)
+    layout = SequenceLayout.from_lengths([17, 20], tokens=39)
+    monkeypatch.setattr(check, "readable", lambda x: False)
+    x = torch.randn(1, 39, 24)
+    y = layer(x, layout=layout)
+    x[:, 37:] = torch.inf
+    with torch.no_grad():
+        spoiled = layer(x, layout=layout)
+    assert torch.equal(spoiled[:, :37], y[:, :37])
+    assert not y[:, 37:].any() and not spoiled[:, 37:].any()
+
+
+@pytest.mark.parametrize("first", [1, 3, 5, 8, 40])
+def test_a_window_bounds_the_cache(first):
+    layer = SoftmaxAttention(24, 4, 2, 8, window=5)
+    x = torch.randn(3, 60, 24)
+    cache = {}
+    with torch.inference_mode():
+        layer(x[:, :first], cache=cache)
+        for t in range(first, 60):
+            layer(x[:, t : t + 1], cache=cache)
+            kept = min(5, t + 1)
+            assert cache["keys"].shape == cache["values"].shape == (3, kept, 2, 8)
+            assert cache["positions"].tolist() == [list(range(t + 1 - kept, t + 1))] * 3
+            # No larger tensor is kept alive behind a view.
+            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in cache.values())
+
+
+def test_rotary_positions_are_relative(float64_bounds):
+    """Attention of a sequence is that of the same sequence further on, once nothing before it is seen."""
+    layer = SoftmaxAttention(24, 4, 2, 8, window=6).double()
+    x = torch.randn(1, 30, 24, dtype=torch.float64)
+    cache = {}
+    layer(torch.zeros(1, 500, 24, dtype=torch.float64), cache=cache)
+    float64_bounds.within("y", layer(x, cache=cache)[:, 6:], layer(x)[:, 6:], 1e-11)  # angles of 500 radians
+
+
+def test_the_base_sets_the_wavelengths():
+    x = torch.randn(1, 30, 24)
+    fast, slow = SoftmaxAttention(24, 2, head_dim=8, rope_base=10.0), SoftmaxAttention(24, 2, head_dim=8)
+    slow.load_state_dict(fast.state_dict())
+    assert not torch.equal(fast(x), slow(x))
+
+
+def test_state_dict_names_are_stable():
+    assert sorted(SoftmaxAttention(16, 1, head_dim=16).state_dict()) == ["out.weight", "qkv.weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads = 4, got 3"),
+        ({"head_dim": 7}, "head_dim must be even, its halves turn together, got 7"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"rope_base": "10000"}, "rope_base must be a number, got str"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=f"^SoftmaxAttention: {message}$"):
+        SoftmaxAttention(**{"hidden_size": 32, "num_heads": 4} | arguments)

@@ -1,0 +1,93 @@
+"""A model's cache: moved, reordered and forked as a whole."""
+
+import pytest
+import torch
+
+from wyfold.layers import DecodingCache
+
+NAMES = ["delta_net", "kda", "ttt_linear", "window"]
+
+
+@pytest.fixture
+def layers(build):
+    return [build(name) for name in NAMES]
+
+
+@pytest.fixture
+def filled(layers):
+    """A cache of three sequences after 19 tokens."""
+    cache = DecodingCache([{} for _ in layers], batch_size=3)
+    for layer, record in zip(layers, cache.layers, strict=True):
+        layer(torch.randn(3, 19, 24, dtype=torch.float64), cache=record)
+    return cache
+
+
+def test_reorder_moves_rows_of_every_layer(layers, filled, float64_bounds):
+    x = torch.randn(2, 4, 24, dtype=torch.float64)
+    rows = torch.tensor([2, 0])
+    parts = []
+    for layer, record in zip(layers, filled.layers, strict=True):
+        alone = [{name: t[row : row + 1] for name, t in record.items()} for row in rows]
+        parts.append(torch.cat([layer(x[i : i + 1], cache=cache) for i, cache in enumerate(alone)]))
+    filled.reorder(rows)
+    assert filled.batch_size == 2
+    for layer, record, truth in zip(layers, filled.layers, parts, strict=True):
+        float64_bounds.output("y", layer(x, cache=record), truth)
+
+
+def test_detach_ends_the_past(layers, filled):
+    assert all(any(t.requires_grad for t in record.values()) for record in filled.layers)
+    values = [{name: t.clone() for name, t in record.items()} for record in filled.layers]
+    filled.detach()
+    for record, before in zip(filled.layers, values, strict=True):
+        assert not any(t.requires_grad for t in record.values())
+        assert all(torch.equal(record[name], before[name]) for name in before)
+
+
+def test_a_snapshot_is_a_place_to_return_to(layers, filled):
+    x = torch.randn(3, 2, 24, dtype=torch.float64)
+    kept = filled.snapshot()
+    first = [layer(x, cache=record) for layer, record in zip(layers, filled.layers, strict=True)]
+    again = [layer(x, cache=record) for layer, record in zip(layers, kept.layers, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_floats_change_dtype_and_integers_do_not(filled):
+    filled.to(dtype=torch.float32)
+    for record in filled.layers:
+        for name, tensor in record.items():
+            assert tensor.dtype == torch.float32 or name in ("position", "positions")
+            assert tensor.is_floating_point() or name in ("position", "positions")
+    assert next(iter(filled.to("meta").layers[0].values())).device.type == "meta"
+
+
+def test_a_recurrent_state_stays_in_the_dtype_it_is_given(build):
+    layer = build("gated_delta_net", torch.float32)
+    cache = DecodingCache([{}], batch_size=1)
+    x = torch.randn(1, 21, 24)
+    layer(x, cache=cache.layers[0])
+    assert cache.layers[0]["state"].dtype == torch.float32
+    cache.layers[0]["state"] = cache.layers[0]["state"].bfloat16()
+    for tokens in (1, 20):
+        layer(x[:, :tokens], cache=cache.layers[0])
+        assert cache.layers[0]["state"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "ttt_linear", "window"])
+def test_its_size_does_not_grow(build, name):
+    layer = build(name)
+    cache = DecodingCache([{}], batch_size=2)
+    with torch.inference_mode():
+        layer(torch.randn(2, 20, 24, dtype=torch.float64), cache=cache.layers[0])
+        size = cache.nbytes
+        assert size > 0
+        for tokens in (1, 1, 50, 1):
+            layer(torch.randn(2, tokens, 24, dtype=torch.float64), cache=cache.layers[0])
+            assert cache.nbytes == size
+
+
+def test_mistakes_are_named(filled):
+    with pytest.raises(ValueError, match=r"^DecodingCache: batch_size must be at least 1, got 0$"):
+        DecodingCache([{}], batch_size=0)
+    with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must be \[N\]"):
+        filled.reorder(torch.zeros(2, 1, dtype=torch.int64))

@@ -1,0 +1,76 @@
+"""DeltaNet against its formula, written with the reference from the layer's parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from wyfold import SequenceLayout, reference
+from wyfold.layers import DeltaNet
+
+
+@pytest.fixture
+def formula(projected):
+    def formula(layer, x, layout=None):
+        q, k, v = projected(layer, x, layout)
+        beta = 2 * torch.sigmoid(x @ layer.beta.weight.T)
+        o, _ = reference.delta_rule(reference.l2norm(q), reference.l2norm(k), v, beta, cu_seqlens=layout)
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
+        return o.flatten(2) @ layer.out.weight.T
+
+    return formula
+
+
+@pytest.mark.parametrize("layout", [None, SequenceLayout.from_lengths([17, 0, 20], tokens=39)], ids=["dense", "packed"])
+def test_output_and_gradients(build, formula, layout, float64_bounds, same_gradients):
+    layer = build("delta_net")
+    x = torch.randn(1 if layout else 2, 39, 24, dtype=torch.float64, requires_grad=True)
+    y, truth = layer(x, layout=layout), formula(layer, x, layout)
+    float64_bounds.output("y", y, truth)
+    same_gradients(layer, x, y, truth)
+
+
+def test_state_dict_names_are_stable():
+    assert sorted(DeltaNet(16, 1, head_dim=16).state_dict()) == [
+        "beta.weight",
+        "conv.weight",
+        "norm.weight",
+        "out.weight",
+        "qkv.weight",
+    ]
+
+
+def test_value_heads_default_to_key_heads():
+    layer = DeltaNet(16, num_heads=3, head_dim=8)
+    assert (layer.num_v_heads, layer.head_v_dim) == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads = 2, got 3"),
+        ({"head_dim": 12}, "head_dim must have width K a multiple of 8 from 8 to 256, got 12"),
+        ({"head_v_dim": 264}, "head_v_dim must have width V a multiple of 8 from 8 to 256, got 264"),
+        ({"conv_size": 9}, "conv_size must be one of 2, 3, 4, 5, 6, 7, 8, got 9"),
+        ({"allow_neg_eigval": 1}, "allow_neg_eigval must be True or False, got 1"),
+        ({"norm_eps": float("nan")}, "norm_eps must be finite, got nan"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=f": {message}$"):
+        DeltaNet(**{"hidden_size": 32, "num_heads": 2, "head_dim": 16} | arguments)
+
+
+def test_negative_eigenvalues_change_beta_alone(build):
+    layer = build("delta_net")
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    with torch.no_grad():
+        twice = layer(x)
+        layer.allow_neg_eigval = False
+        assert not torch.equal(layer(x), twice)
+
+
+def test_decay_free_layers_have_no_decay_parameters(build):
+    assert not [name for name, _ in build("delta_net").named_parameters() if "A_log" in name or "dt_bias" in name]
+    assert isinstance(build("delta_net").norm, nn.RMSNorm)

@@ -1,0 +1,86 @@
+"""Gated DeltaNet against its formula, and how decays begin."""
+
+import pytest
+import torch
+from torch.nn.functional import silu, softplus
+
+from wyfold import SequenceLayout, reference
+from wyfold.layers import DecayParameters, GatedDeltaNet
+
+
+@pytest.fixture
+def formula(projected):
+    def formula(layer, x, layout=None):
+        q, k, v = projected(layer, x, layout)
+        beta = torch.sigmoid(x @ layer.beta.weight.T)
+        decay = layer.decay_parameters
+        g = -decay.A_log.exp() * softplus(x @ layer.decay.weight.T + decay.dt_bias)
+        o, _ = reference.gated_delta_rule(reference.l2norm(q), reference.l2norm(k), v, g, beta, cu_seqlens=layout)
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
+        gate = silu(x @ layer.gate.weight.T)
+        return (o.flatten(2) * gate) @ layer.out.weight.T
+
+    return formula
+
+
+@pytest.mark.parametrize("layout", [None, SequenceLayout.from_lengths([17, 0, 20], tokens=39)], ids=["dense", "packed"])
+def test_output_and_gradients(build, formula, layout, float64_bounds, same_gradients):
+    layer = build("gated_delta_net")
+    x = torch.randn(1 if layout else 2, 39, 24, dtype=torch.float64, requires_grad=True)
+    y, truth = layer(x, layout=layout), formula(layer, x, layout)
+    float64_bounds.output("y", y, truth)
+    same_gradients(layer, x, y, truth)
+
+
+def test_state_dict_names_are_stable():
+    assert sorted(GatedDeltaNet(16, 1, head_dim=16).state_dict()) == [
+        "beta.weight",
+        "conv.weight",
+        "decay.weight",
+        "decay_parameters.A_log",
+        "decay_parameters.dt_bias",
+        "gate.weight",
+        "norm.weight",
+        "out.weight",
+        "qkv.weight",
+    ]
+
+
+@pytest.mark.parametrize("channels", [None, 64])
+def test_decays_begin_as_in_the_papers(channels):
+    decay = DecayParameters(512, channels)
+    rate, step = decay.A_log.exp(), softplus(decay.dt_bias)
+    assert rate.shape == (512,) and step.shape == ((512,) if channels is None else (512, 64))
+    assert 1 <= rate.min() < 2 and 15 < rate.max() <= 16.001
+    assert 0.00099 < step.min() < 0.0012 and 0.08 < step.max() < 0.1001
+    # Log-uniform: the median is the geometric mean of the ends.
+    assert 0.007 < step.median() < 0.0145
+
+
+def test_a_bounded_gate_begins_unsaturated():
+    decay = DecayParameters(64, 16, bounded=True)
+    assert not decay.A_log.any()
+    start = torch.sigmoid(decay.A_log.exp()[:, None] * decay.dt_bias)
+    assert 0.0009 < start.min() and start.max() < 0.1
+
+
+def test_decay_parameters_are_reached_by_a_forward(build):
+    """FSDP2 gathers and casts a module's parameters around its forward, so nothing may reach past it."""
+    layer = build("gated_delta_net")
+    calls = []
+    layer.decay_parameters.register_forward_hook(lambda module, arguments, result: calls.append(len(result)))
+    layer(torch.randn(1, 3, 24, dtype=torch.float64))
+    assert calls == [2]
+
+
+def test_decay_parameters_may_stay_float32_in_a_16_bit_layer(build, formula):
+    from wyfold.reference import error
+
+    layer = build("gated_delta_net", torch.float32).bfloat16()
+    layer.decay_parameters.float()
+    x = torch.randn(1, 20, 24, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16 and layer.decay_parameters.A_log.grad.dtype == torch.float32
+    truth = formula(layer.double(), x.double())
+    assert error.rms(y, truth) < 2**-8 * 4  # a few roundings of bfloat16 on the way through the layer

@@ -1,0 +1,149 @@
+"""What every mixer promises: one result however a sequence is cut, cached, packed or run; errors that name arguments.
+
+Operators promise bits. A layer keeps them where its matrix products see as many rows: what is behind `nn.Linear` may
+sum in another order for another number of rows, which on the CPU shows in the last bits. So equality at zero is tested
+between runs of equal row counts, and runs of different row counts are held to the float64 bound of the operators.
+"""
+
+import pytest
+import torch
+
+from wyfold import SequenceLayout
+
+LENGTHS = [11, 0, 20, 1]  # packed documents; 7 more rows of the buffer belong to none
+TOKENS = 39
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, TOKENS, 24, dtype=torch.float64)
+
+
+def decode(layer, x, cache):
+    """One call per token."""
+    return torch.cat([layer(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
+
+
+def test_token_by_token_is_the_whole(mixer, x, float64_bounds):
+    float64_bounds.output("y", decode(mixer, x, {}), mixer(x))
+
+
+@pytest.mark.parametrize("pieces", [[7, 1, 20, 11], [16, 16, 7], [2, 37], [39, 0], [0, 3, 36]])
+def test_pieces_are_the_whole(mixer, x, pieces, float64_bounds):
+    cache = {}
+    y = torch.cat([mixer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+    float64_bounds.output("y", y, mixer(x))
+
+
+def test_gradients_pass_through_the_cache(mixer, x, same_gradients):
+    x.requires_grad_()
+    cache = {}
+    # At whole mini-batches of TTT, whose open ones are constants.
+    y = torch.cat([mixer(piece, cache=cache) for piece in x[:, :36].split([16, 16, 4], dim=1)], dim=1)
+    same_gradients(mixer, x, y[:, :32], mixer(x[:, :36])[:, :32])
+
+
+def test_packed_is_separate(mixer, x, float64_bounds):
+    documents = x[:1].split([*LENGTHS, 7], dim=1)[:-1]
+    packed = mixer(x[:1], layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS))
+    separate = torch.cat([mixer(document) for document in documents if document.shape[1] > 0], dim=1)
+    float64_bounds.output("y", packed[:, : sum(LENGTHS)], separate)
+
+
+def test_packed_is_separate_in_gradient(mixer, x, same_gradients):
+    x = x[:1].requires_grad_()
+    packed = mixer(x, layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS))
+    documents = x.split([*LENGTHS, 7], dim=1)[:-1]
+    separate = torch.cat([mixer(document) for document in documents if document.shape[1] > 0], dim=1)
+    same_gradients(mixer, x, packed[:, : sum(LENGTHS)], separate)
+
+
+@pytest.mark.parametrize("tokens", [24, 39])
+def test_packed_rows_are_a_batch_bit_for_bit(mixer32, x, tokens):
+    x = x[:, :tokens].float()
+    packed = mixer32(x.reshape(1, 2 * tokens, -1), layout=SequenceLayout.from_lengths([tokens, tokens]))
+    assert torch.equal(packed.view_as(x), mixer32(x))
+
+
+def test_documents_never_meet(mixer32, x):
+    x = x[:1].float().requires_grad_()
+    layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
+    other = x.detach().clone()
+    other[:, :11], other[:, 31:] = 1e3, -7.0
+    y, changed = mixer32(x, layout=layout), mixer32(other, layout=layout)
+    assert torch.equal(y[:, 11:31], changed[:, 11:31])
+    (dx,) = torch.autograd.grad(y[:, 11:31].square().sum(), x)
+    assert dx[:, 11:31].abs().min() > 0
+    assert not dx[:, :11].any() and not dx[:, 31:].any()
+
+
+def test_rows_past_the_last_boundary_are_zero(mixer32, x):
+    x = x[:1].float().requires_grad_()
+    y = mixer32(x, layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS))
+    assert not y[:, sum(LENGTHS) :].any()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert not dx[:, sum(LENGTHS) :].any()
+
+
+def test_the_past_ignores_the_future(mixer32, x):
+    x = x.float()
+    later = x.clone()
+    later[:, 21:] = 50.0
+    assert torch.equal(mixer32(x)[:, :21], mixer32(later)[:, :21])
+
+
+def test_packed_prompts_then_decoding_together(mixer, x, float64_bounds):
+    """Prompts of different lengths, one of them empty, then rows that go on in step, then packed again."""
+    cache = {}
+    mixer(x[:1], layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS), cache=cache)
+    following = torch.randn(len(LENGTHS), 9, 24, dtype=torch.float64)
+    together = torch.cat([decode(mixer, following[:, :2], cache), mixer(following[:, 2:6], cache=cache)], dim=1)
+    packed = mixer(following[:, 6:].reshape(1, -1, 24), layout=SequenceLayout.from_lengths([3] * 4), cache=cache)
+    y = torch.cat([together, packed.view(4, 3, 24)], dim=1)
+    documents = x[:1].split([*LENGTHS, 7], dim=1)[:-1]
+    alone = [mixer(torch.cat([document, following[i : i + 1]], dim=1))[:, -9:] for i, document in enumerate(documents)]
+    float64_bounds.output("y", y, torch.cat(alone))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_same_bits(mixer32, x, mode):
+    x = x.float()
+    cache = {}
+    y = torch.cat([mixer32(x[:, :33], cache=cache), decode(mixer32, x[:, 33:], cache)], dim=1)
+    with mode():
+        cache = {}
+        without = torch.cat([mixer32(x[:, :33], cache=cache), decode(mixer32, x[:, 33:], cache)], dim=1)
+    assert y.requires_grad and not without.requires_grad
+    assert torch.equal(y, without)
+
+
+def test_a_cache_is_replaced_not_written(mixer, x):
+    """So that a shallow copy is a place to return to."""
+    cache = {}
+    mixer(x[:, :20], cache=cache)
+    before = dict(cache)
+    contents = {name: tensor.clone() for name, tensor in before.items()}
+    first = mixer(x[:, 20:23], cache=cache)
+    assert all(torch.equal(before[name], contents[name]) for name in before)
+    assert torch.equal(mixer(x[:, 20:23], cache=before), first)
+
+
+def test_mistakes_are_named(mixer, x):
+    name = type(mixer).__name__
+    layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
+    cache = {}
+    mixer(x, cache=cache)
+    with pytest.raises(ValueError, match=rf"^{name}: x must be \[B, T, 24\].*got \[2, 39, 23\]"):
+        mixer(x[..., :23])
+    with pytest.raises(TypeError, match=f"^{name}: x must be a torch.Tensor"):
+        mixer([1.0])
+    with pytest.raises(ValueError, match=rf"^{name}: x must be \[1, T, hidden_size\] = \[1, 39, 24\]"):
+        mixer(x, layout=layout)
+    with pytest.raises(TypeError, match=f"^{name}: layout must be a SequenceLayout"):
+        mixer(x[:1], layout=layout.cu_seqlens)
+    with pytest.raises(ValueError, match=f"^{name}: cache must hold the 1 sequences of x, got 2"):
+        mixer(x[:1], cache=cache)
+    with pytest.raises(TypeError, match=f"^{name}: cache must be a dict of tensors"):
+        mixer(x, cache=[cache])
+    with pytest.raises(TypeError, match=r"cp_context"):
+        mixer(x, cp_context=None)
