@@ -1,0 +1,153 @@
+"""Docstrings are executable: shapes in brackets are what the operators accept and return, examples print what they say.
+
+An argument's line begins `name: [B, T, H, K] ...`. Every public operator is called on meta tensors with one size per
+letter; then, one at a time, each dimension whose letter occurs elsewhere is given another size that would be legal by
+itself, and the operator must refuse it, naming itself. An argument that an operator leaves to `chunk_gated_delta_rule`
+is read there.
+"""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import wyfold
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# letter: the size of the first call, and another that is legal alone.
+SIZES = {
+    "B": (2, 3),
+    "T": (7, 11),
+    "N": (2, 3),
+    "H": (3, 2),
+    "HV": (6, 12),
+    "K": (24, 32),
+    "V": (40, 48),
+    "C": (16, 32),
+    "D": (13, 17),
+    "W": (4, 3),
+    "S": (5, 6),
+}
+SAME_AS = {"N": "B"}  # where nothing is packed
+SQUARE = {"V": SIZES["K"]}  # TTT-Linear learns a map from rows of K to rows of the same width
+
+# What else an argument needs before it may be given.
+COMPANIONS = {
+    "A_log": {"use_gate_in_kernel": True},
+    "dt_bias": {"use_gate_in_kernel": True},
+}
+SHARED = "chunk_gated_delta_rule"
+QUESTIONS = {"checked", "doctor", "explain"}
+OPERATORS = sorted(
+    name for name in wyfold.__all__ if inspect.isfunction(getattr(wyfold, name)) and name not in QUESTIONS
+)
+
+
+def brackets(operator: Callable, section: str) -> dict[str, tuple[str, ...]]:
+    """name -> letters of the first bracket, of every line of a section that begins with one."""
+    text = inspect.getdoc(operator)
+    found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", text + "\n", re.M)
+    shapes = {}
+    for names, letters in re.findall(r"^    (\w[\w, ]*): \[([^\]]*)\]", found.group(1) if found else "", re.M):
+        for name in names.split(", "):
+            shapes[name] = tuple(part.strip() for part in letters.split(","))
+    return shapes
+
+
+def shapes_of(name: str) -> dict[str, tuple[str, ...]]:
+    """Brackets of an operator's arguments, its own or those it leaves to the shared docstring."""
+    operator = getattr(wyfold, name)
+    own = brackets(operator, "Args")
+    if SHARED in inspect.getdoc(operator):
+        own = brackets(getattr(wyfold, SHARED), "Args") | own
+    parameters = inspect.signature(operator).parameters
+    return {argument: shape for argument, shape in own.items() if argument in parameters and sizable(shape)}
+
+
+def sizable(shape: tuple[str, ...]) -> bool:
+    """Whether every part is a letter, a digit or `...`; `N+1` is a matter of contents, tested with them."""
+    return all(part in SIZES or part.isdigit() or part == "..." for part in shape)
+
+
+def size(name: str, letter: str, another: bool = False) -> int:
+    """Size of a letter in the calls of an operator."""
+    sizes = SIZES | SQUARE if "ttt" in name else SIZES
+    return int(letter) if letter.isdigit() else sizes[letter][another]
+
+
+def arguments(name: str, change: tuple[str, int] | None = None) -> dict[str, object]:
+    """Meta tensors for every documented argument; `change` = (argument, dimension) gets its letter's other size."""
+    call: dict[str, object] = {}
+    for argument, shape in shapes_of(name).items():
+        dims: list[int] = []
+        for position, letter in enumerate(shape):
+            if letter == "...":
+                dims += [size(name, "B"), size(name, "T")]
+            else:
+                dims.append(size(name, letter, another=change == (argument, position)))
+        call[argument] = torch.empty(dims, device="meta")
+        call |= COMPANIONS.get(argument, {})
+    return call
+
+
+def bound_twice(name: str) -> list[tuple[str, int]]:
+    """(argument, dimension) of every letter that occurs more than once; N stands for B."""
+    letters = [
+        (a, i, {"N": "B"}.get(part, part)) for a, shape in shapes_of(name).items() for i, part in enumerate(shape)
+    ]
+    count = Counter(letter for _, _, letter in letters)
+    return [(a, i) for a, i, letter in letters if count[letter] > 1 and letter in SIZES]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_documented_shapes_are_accepted_and_returned(name: str):
+    operator = getattr(wyfold, name)
+    flags = {"output_final_state": True} if "output_final_state" in inspect.signature(operator).parameters else {}
+    result = operator(**arguments(name), **flags)
+    results = result if isinstance(result, tuple) else (result,)
+    documented = brackets(operator, "Returns") or brackets(getattr(wyfold, SHARED), "Returns")
+    for got, (what, shape) in zip(results, documented.items(), strict=False):
+        if sizable(shape) and "..." not in shape:
+            assert list(got.shape) == [size(name, letter) for letter in shape], what
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "dimension"), [(n, *where) for n in OPERATORS for where in bound_twice(n)]
+)
+def test_a_letter_has_one_size(name: str, argument: str, dimension: int):
+    with pytest.raises(ValueError, match=rf"^{getattr(wyfold, name).__name__}: "):
+        getattr(wyfold, name)(**arguments(name, change=(argument, dimension)))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_documents_a_shape(name: str):
+    assert shapes_of(name)
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def modules() -> list[str]:
+    names = [info.name for info in pkgutil.walk_packages(wyfold.__path__, "wyfold.")]
+    return ["wyfold", *(n for n in names if not n.endswith(("__main__", ".triton", ".gluon")))]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_examples_print_what_they_say(module: str):
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
+
+
+def test_readme_runs():
+    code = "\n".join(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    )
+    exec(compile(code, "README.md", "exec"), {})
