@@ -48,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def offered_backends() -> tuple[str, ...]:
     """The levels of `stages/table.py` that can run in this process, lowest first."""
-    return ("eager",)
+    from wyfold.stages import table
+
+    return tuple(name for name in table.BACKENDS if any(row.backend == name for row in table.ROWS))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

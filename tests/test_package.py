@@ -56,6 +56,6 @@ def test_wheel_requires_torch_alone(wheel: Path):
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tracked = (p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    tracked = (p for p in (ROOT / "src" / "wyfold").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     assert inside == {p.relative_to(ROOT / "src").as_posix() for p in tracked}
     assert "wyfold/py.typed" in inside
