@@ -1,0 +1,18 @@
+"""What is true, and how far from it one may be.
+
+The operators of the package as loops over tokens, written to be read and differentiated by autograd; the inputs they
+are tried on; and the rule that judges everything else against them.
+"""
+
+from wyfold.reference.conv import causal_conv1d as causal_conv1d
+from wyfold.reference.delta import delta_rule as delta_rule
+from wyfold.reference.delta import gated_delta_rule as gated_delta_rule
+from wyfold.reference.delta import kda as kda
+from wyfold.reference.gates import beta_sigmoid as beta_sigmoid
+from wyfold.reference.gates import gdn_gate as gdn_gate
+from wyfold.reference.gates import kda_gate as kda_gate
+from wyfold.reference.norm import l2norm as l2norm
+from wyfold.reference.norm import rms_norm_gated as rms_norm_gated
+from wyfold.reference.solve import chunk_scaled_dot_kkt as chunk_scaled_dot_kkt
+from wyfold.reference.solve import solve_tril as solve_tril
+from wyfold.reference.ttt import ttt_linear as ttt_linear

@@ -1,0 +1,240 @@
+"""DeltaNet, Gated DeltaNet and Kimi Delta Attention, token by token: the definition that all else is measured against.
+
+One loop serves the three. For each token, each value head:
+
+    S <- exp(g_t) S                          forget     (no g: DeltaNet; one number: GDN; one per key channel: KDA)
+    e  = v_t - S^T k_t                       what the state gets wrong about this key
+    S <- S + beta_t k_t e^T                  correct it
+    o_t = scale S^T q_t                      read
+
+It is plain PyTorch without in-place steps, so autograd gives the truth of every gradient, and it runs in float64.
+"""
+
+import torch
+from torch import Tensor
+
+from wyfold.reference.gates import beta_sigmoid, floored, gdn_gate, kda_gate, raise_to
+from wyfold.reference.norm import l2norm
+from wyfold.reference.sequences import sequence_count, share_heads, spans, used_rows, working_dtype, zero_rows
+
+# What a precomputed gate is raised to when the caller asserts a bound without naming it.
+SAFE_BOUND = -5.0
+CHECKPOINT_EVERY = 64
+
+Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    checkpoint_every: int | None = None,
+) -> Result:
+    """DeltaNet: the recurrence without a gate. Arguments and results as in `kda`.
+
+    Source:
+        DeltaNet, arXiv:2406.06484.
+    """
+    return _recurrence(
+        q, k, v, None, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
+        v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
+        intermediate=return_intermediate_states, every=checkpoint_every,
+    )  # fmt: skip
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    checkpoint_every: int | None = None,
+) -> Result:
+    """Gated DeltaNet: one decay per value head, g [B, T, HV]. Other arguments and results as in `kda`.
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464.
+    """
+    if use_gate_in_kernel and g is not None:
+        g = gdn_gate(_owned(g, cu_seqlens), A_log, dt_bias)
+    return _recurrence(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
+        v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
+        intermediate=return_intermediate_states, every=checkpoint_every,
+    )  # fmt: skip
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    checkpoint_every: int | None = None,
+) -> Result:
+    """Kimi Delta Attention: one decay per key channel.
+
+    Everything is computed in the widest dtype among the tensors given, at least float32, and rounded once on return.
+
+    Args:
+        q: [B, T, H, K], any float.
+        k: [B, T, H, K]. Unit rows, or `use_qk_l2norm_in_kernel` makes them so.
+        v: [B, T, HV, V], HV a multiple of H; value head j reads query and key head `j // (HV // H)`.
+        g: [B, T, HV, K] or None. Natural-log decay per token, <= 0, -inf forgets all before; with
+            `use_gate_in_kernel` what `kda_gate` takes. None decays nothing.
+        beta: [B, T, HV] or None. Write strength in [0, 1], or [0, 2]; with `use_beta_sigmoid_in_kernel` its logit.
+            None is 1.
+        scale: Multiplies q only. None is K ** -0.5.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None is zero.
+        output_final_state: Return the state after each sequence's last token.
+        use_qk_l2norm_in_kernel: Bring q and k to unit length first, `l2norm`.
+        use_gate_in_kernel, A_log, dt_bias: Apply `kda_gate` first, with `lower_bound`.
+        safe_gate: Raise log decays under `lower_bound` (-5 without one) to it; they have gradient zero.
+        lower_bound: Negative bound of the gate, natural log.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: beta = sigmoid(beta), and twice that.
+        state_v_first, state_dtype: Layout of states in and out; dtype of states out, the working dtype without it.
+        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout that has them.
+        return_intermediate_states: Add a third result, the states after every `checkpoint_every` tokens.
+        checkpoint_every: Counted from each sequence's first token. None is 64.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v. Rows past the last boundary are zero and were never read.
+        final_state: as initial_state, or None unless asked for. An empty sequence returns what it started from.
+        states: [B, T//n, HV, K, V], or packed [T//n, HV, K, V], sequence after sequence and zero after the last;
+            without gradient.
+
+    Source:
+        Kimi Linear, arXiv:2510.26692.
+    """
+    if g is not None:
+        if use_gate_in_kernel:
+            g = kda_gate(_owned(g, cu_seqlens), A_log, dt_bias, lower_bound)
+        if safe_gate:
+            g = raise_to(g, SAFE_BOUND if lower_bound is None else lower_bound)
+    return _recurrence(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
+        v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
+        intermediate=return_intermediate_states, every=checkpoint_every,
+    )  # fmt: skip
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    qk_l2norm: bool,
+    beta_logits: bool,
+    neg_eigval: bool,
+    v_first: bool,
+    state_dtype: torch.dtype | None,
+    cu_seqlens: Tensor | None,
+    intermediate: bool,
+    every: int | None,
+) -> Result:
+    """The three rules, told apart by the rank of g: none, [B, T, HV], [B, T, HV, K]."""
+    batch, tokens, value_heads, V = v.shape
+    K = q.shape[-1]
+    dtype = v.dtype
+    work = working_dtype(q, k, v, g, beta, initial_state)
+    pieces = spans(cu_seqlens, batch, tokens)
+    used = used_rows(pieces)
+    every = CHECKPOINT_EVERY if every is None else every
+    scale = K**-0.5 if scale is None else scale
+
+    # Only rows that belong to a sequence are touched from here on.
+    q, k, v = (x[:, :used].to(work) for x in (q, k, v))
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = share_heads(q, value_heads), share_heads(k, value_heads)
+    decay = None if g is None else floored(g[:, :used].to(work)).exp()
+    if decay is not None and decay.ndim == 3:
+        decay = decay.unsqueeze(-1)  # one number for all channels
+    strength = v.new_ones(batch, used, value_heads) if beta is None else beta[:, :used].to(work)
+    if beta_logits:
+        strength = beta_sigmoid(strength, 2.0 if neg_eigval else 1.0)
+    if initial_state is None:
+        S0 = v.new_zeros(sequence_count(pieces), value_heads, K, V)
+    else:
+        S0 = (initial_state.mT if v_first else initial_state).to(work)
+
+    outputs, final, kept = [v[:, :0]], [S0[:0]], []
+    for rows, states in pieces:
+        S = S0[states]  # [n, HV, K, V]
+        for t in range(rows.start, rows.stop):
+            if decay is not None:
+                S = decay[:, t, :, :, None] * S
+            e = v[:, t] - torch.einsum("nhkv,nhk->nhv", S, k[:, t])
+            S = S + torch.einsum("nh,nhk,nhv->nhkv", strength[:, t], k[:, t], e)
+            outputs.append(scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]).unsqueeze(1))
+            if intermediate and (t + 1 - rows.start) % every == 0:
+                kept.append(S.detach())
+        final.append(S)
+
+    def as_state(x: Tensor) -> Tensor:
+        return (x.mT if v_first else x).to(state_dtype or work)
+
+    o = zero_rows(torch.cat(outputs, dim=1), tokens).to(dtype)
+    final_state = as_state(torch.cat(final)) if output_final_state else None
+    if not intermediate:
+        return o, final_state
+    if cu_seqlens is None:
+        states_out = torch.stack(kept, dim=1) if kept else S0.new_zeros(batch, 0, value_heads, K, V)
+    else:
+        states_out = zero_rows(torch.cat([S0[:0].detach(), *kept])[None], tokens // every)[0]
+    return o, final_state, as_state(states_out)
+
+
+def _owned(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The rows of x [B, T, ...] that belong to a sequence."""
+    return x[:, : used_rows(spans(cu_seqlens, x.shape[0], x.shape[1]))]

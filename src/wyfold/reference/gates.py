@@ -1,0 +1,111 @@
+"""From what a layer projects to what the recurrence takes: log decays and write strengths."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wyfold.reference.sequences import working_dtype
+
+# exp(FLOOR) is exactly zero, so a floored gate forgets as completely as -inf does, and stays a number that can be
+# added, subtracted and multiplied by a zero gradient.
+FLOOR = {torch.float32: -104.0, torch.float64: -746.0}
+
+# Stands for an infinite pre-activation, whose zero gradient would otherwise be multiplied by infinity.
+LARGEST = 1e30
+
+
+def gdn_gate(
+    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Log decay per value head from its pre-activation.
+
+        g' = -exp(A_log) softplus(g + dt_bias)
+
+    Args:
+        g: [..., HV], any float. Pre-activation, any sign.
+        A_log: HV elements in any shape, or None for rate 1. Natural log of the rate.
+        dt_bias: [HV], or None for 0.
+        output_dtype: float32 (float64 from float64 inputs) unless given.
+
+    Returns:
+        g': [..., HV], natural-log decay per token, <= 0.
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464, with the decay of Mamba2, arXiv:2405.21060.
+    """
+    work = working_dtype(g, A_log, dt_bias)
+    bias = None if dt_bias is None else dt_bias.reshape(-1)
+    rate = None if A_log is None else A_log.reshape(-1)
+    return _softplus_gate(g.to(work), rate, bias).to(output_dtype or work)
+
+
+def kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Log decay per key channel from its pre-activation.
+
+        g' = -exp(A_log) softplus(g + dt_bias)                      without a bound
+        g' = lower_bound sigmoid(exp(A_log) (g + dt_bias))          with one
+
+    Args:
+        g: [..., HV, K], any float. Pre-activation, any sign.
+        A_log: HV elements in any shape, or None for rate 1. One rate for all channels of a head.
+        dt_bias: [HV, K] or [HV*K], or None for 0.
+        lower_bound: Negative; the strongest decay per token, natural log.
+        output_dtype: float32 (float64 from float64 inputs) unless given.
+
+    Returns:
+        g': [..., HV, K], natural-log decay per token, <= 0.
+
+    Source:
+        Kimi Linear, arXiv:2510.26692.
+    """
+    work = working_dtype(g, A_log, dt_bias)
+    bias = None if dt_bias is None else dt_bias.reshape(g.shape[-2:])
+    rate = None if A_log is None else A_log.reshape(-1, 1)
+    if lower_bound is None:
+        return _softplus_gate(g.to(work), rate, bias).to(output_dtype or work)
+    return _bounded_gate(g.to(work), rate, bias, lower_bound).to(output_dtype or work)
+
+
+def beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Write strength from its logit, `scale * sigmoid(x)`.
+
+    Args:
+        x: Any shape, any float.
+        scale: 1, or 2 where negative eigenvalues are allowed.
+
+    Returns:
+        Shape of x, float32 (float64 from float64).
+    """
+    return scale * torch.sigmoid(x.to(working_dtype(x)))
+
+
+def raise_to(g: Tensor, bound: float) -> Tensor:
+    """g with every value under the bound raised to it; what was raised has gradient zero, the bound itself has one."""
+    return g.clamp(min=bound)
+
+
+def floored(g: Tensor) -> Tensor:
+    """g with its values bounded below where exp is zero anyway: -inf becomes a reset whose gradient is exactly zero."""
+    return raise_to(g, FLOOR[g.dtype])
+
+
+def _softplus_gate(g: Tensor, A_log: Tensor | None, bias: Tensor | None) -> Tensor:
+    # torch's own softplus turns linear at 20, where log1p(exp(-20)) is still 2e-9; this form is exact everywhere.
+    softplus = -F.logsigmoid(-_shifted(g, bias))
+    return -softplus if A_log is None else -A_log.to(g.dtype).exp() * softplus
+
+
+def _bounded_gate(g: Tensor, A_log: Tensor | None, bias: Tensor | None, lower_bound: float) -> Tensor:
+    u = _shifted(g, bias)
+    return lower_bound * torch.sigmoid(u if A_log is None else A_log.to(g.dtype).exp() * u)
+
+
+def _shifted(g: Tensor, bias: Tensor | None) -> Tensor:
+    u = g if bias is None else g + bias.to(g.dtype)
+    return u.clamp(-LARGEST, LARGEST)

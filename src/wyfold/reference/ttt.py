@@ -1,0 +1,114 @@
+"""TTT-Linear, token by token: a linear model (S, c) per head that takes a gradient step while it reads.
+
+All tokens of a mini-batch take their gradients at the state (S0, c0) the mini-batch was entered with; G and a sum them:
+
+    z  = S0^T k_t + c0           x = (z - mean z) r,   r = (var z + eps)^(-1/2)       biased variance
+    y  = w (w x + b - (v_t - k_t))                     gradient of 1/2 |w x + b - (v_t - k_t)|^2 in x
+    n  = (r/D) (D y - sum y - x sum(y x))              the same gradient in z
+    G <- G + k_t n^T             a <- a + n
+    S  = S0 - eta_t G            c  = c0 - eta_t a
+    o  = scale S^T q_t + c       out_t = o + w LN(o) + b
+"""
+
+import torch
+from torch import Tensor
+
+from wyfold.reference.sequences import sequence_count, share_heads, spans, used_rows, working_dtype, zero_rows
+
+
+def ttt_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = 16,
+    initial_state: Tensor | None = None,
+    initial_state_bias: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """TTT-Linear with its inner norm, its output norm and the residual on its output.
+
+    Args:
+        q: [B, T, H, K], any float.
+        k: [B, T, H, K].
+        v: [B, T, HV, V], V = K = D, HV a multiple of H; value head j reads query and key head `j // (HV // H)`.
+        w: [HV, V]. Weight of both norms.
+        b: [HV, V]. Bias of both norms.
+        eta: [B, T, HV, 1] or [B, T, HV] or a number. Step size; token t rescales the whole sum of its mini-batch.
+        scale: Multiplies q only. None is K ** -0.5.
+        eps: Added to the variances.
+        chunk_size: Tokens of a mini-batch. Part of the model, not a tile; counted from each sequence's first token, and
+            the last mini-batch may be short.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None is zero.
+        initial_state_bias: [N, HV, 1, V]. None is zero.
+        output_final_state: Return the states after each sequence's last token, which closes its mini-batch.
+        state_v_first, state_dtype: Layout of the matrix state in and out; dtype of states out, the working dtype
+            without it.
+        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout that has them.
+
+    Returns:
+        out: [B, T, HV, V], dtype of v. Rows past the last boundary are zero and were never read.
+        final_state, final_state_bias: as the initial ones, or None unless asked for.
+
+    Source:
+        Learning to (learn at test time), arXiv:2407.04620.
+    """
+    batch, tokens, heads, D = v.shape
+    dtype = v.dtype
+    work = working_dtype(q, k, v, w, b, eta, initial_state, initial_state_bias)
+    pieces = spans(cu_seqlens, batch, tokens)
+    used = used_rows(pieces)
+    scale = D**-0.5 if scale is None else scale
+
+    q, k, v = (x[:, :used].to(work) for x in (q, k, v))
+    q, k = share_heads(q, heads), share_heads(k, heads)
+    w, b = w.to(work), b.to(work)
+    step = eta[:, :used].to(work) if isinstance(eta, Tensor) else v.new_full((batch, used, heads), eta)
+    step = step.reshape(batch, used, heads, 1)
+    N = sequence_count(pieces)
+    if initial_state is None:
+        initial_state = v.new_zeros(N, heads, D, D)
+    elif state_v_first:
+        initial_state = initial_state.mT
+    if initial_state_bias is None:
+        initial_state_bias = v.new_zeros(N, heads, 1, D)
+
+    out, final, final_bias = [v[:, :0]], [initial_state[:0].to(work)], [initial_state_bias[:0].to(work)]
+    for rows, states in pieces:
+        S = initial_state[states].to(work)  # [n, HV, D, D]
+        c = initial_state_bias[states, :, 0].to(work)  # [n, HV, D]
+        for t in range(rows.start, rows.stop):
+            if (t - rows.start) % chunk_size == 0:
+                S0, c0, G, a = S, c, torch.zeros_like(S), torch.zeros_like(c)
+            x, r = _norm(torch.einsum("nhkv,nhk->nhv", S0, k[:, t]) + c0, eps)
+            y = w * (w * x + b - (v[:, t] - k[:, t]))
+            n = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True))
+            G = G + torch.einsum("nhk,nhv->nhkv", k[:, t], n)
+            a = a + n
+            S = S0 - step[:, t, :, :, None] * G
+            c = c0 - step[:, t] * a
+            o = scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]) + c
+            out.append((o + w * _norm(o, eps)[0] + b).unsqueeze(1))
+        final.append(S)
+        final_bias.append(c.unsqueeze(2))
+
+    o_all = zero_rows(torch.cat(out, dim=1), tokens).to(dtype)
+    if not output_final_state:
+        return o_all, None, None
+    final_state = torch.cat(final).mT if state_v_first else torch.cat(final)
+    return o_all, final_state.to(state_dtype or work), torch.cat(final_bias).to(state_dtype or work)
+
+
+def _norm(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """z [.., D] at mean 0 and variance 1, and the reciprocal deviation [.., 1] that brought it there."""
+    centred = z - z.mean(-1, keepdim=True)
+    r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return centred * r, r
