@@ -163,21 +163,27 @@ def undocumented(file: File) -> Iterator[ast.AST]:
 
 
 def gate_kind(file: File) -> Iterator[ast.AST]:
-    """Whether a gate is absent, a number per head or a vector over channels is asked in tile/decay alone.
+    """Which gate it is, a number per head or a vector over channels, is asked in tile/decay alone.
 
     `ops` makes records out of the user's arguments and may look at them; `runtime` checks them; `reference` and
-    `layers` have recurrences and projections of their own. Everything between hands the gate on.
+    `layers` have recurrences and projections of their own. Everything between hands the gate on. That none was given
+    may be asked, as of any optional tensor; its rank, or anything else about it that decides what is done, may not.
     """
-    between = file.room in ("pipelines", "parallel", "stages", "tile") and "decay" not in file.path.parts
-    for node in ast.walk(file.tree) if between else ():
-        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
-            asked = node.test
-        elif isinstance(node, ast.Match):
-            asked = node.subject
-        else:
-            continue
-        if any(is_gate(part) for part in ast.walk(asked)):
+    if file.room not in ("pipelines", "parallel", "stages", "tile") or "decay" in file.path.parts:
+        return
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("dim", "ndim") and is_gate(node.value):
             yield node
+        elif isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert) and asks_about_gate(node.test):
+            yield node
+        elif isinstance(node, ast.Match) and asks_about_gate(node.subject):
+            yield node
+
+
+def asks_about_gate(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+        return False
+    return is_gate(node) or any(asks_about_gate(child) for child in ast.iter_child_nodes(node))
 
 
 def is_gate(node: ast.AST) -> bool:
@@ -247,8 +253,8 @@ PLANTED = {
     keyword_sinks: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
     asserts: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
     undocumented: ("tile/dot/eager.py", "x = 1"),
-    gate_kind: ("stages/scan/eager.py", "decay = exp(G) if G.dim() == 3 else None"),
-    loose_ends: ("ops/kda.py", "# " + "TODO: later"),
+    gate_kind: ("stages/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
+    loose_ends: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
     switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
     typed_in_tolerances: ("tests/ops/test_kda.py", "assert torch.allclose(a, b)"),
 }

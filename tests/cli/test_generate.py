@@ -1,11 +1,12 @@
 """What is streamed is what the decoder generates, whole characters at a time, in memory that does not grow."""
 
+import io
 import sys
 
 import pytest
 import torch
 
-from wyfold.cli import main
+from wyfold.cli import generate, main
 from wyfold.models import Decoder, DecoderConfig
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8}
@@ -53,42 +54,37 @@ class Recited:
             yield torch.tensor([byte])
 
 
-def pieces(monkeypatch, model, prompt=b"", **changes):
+def pieces(model, prompt=b"", **changes):
     """What `speak` wrote, write by write."""
-    from wyfold.cli import generate
-
     written = []
 
-    class Sink:
-        write = staticmethod(written.append)
-        flush = staticmethod(lambda: None)
+    class Sink(io.StringIO):
+        def write(self, piece):
+            written.append(piece)
+            return len(piece)
 
     sampling = {"max_bytes": 100, "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", Sink)
-        generate.speak(model, prompt, generate.Sampling(**{**sampling, **changes}))
+    generate.speak(model, prompt, generate.Sampling(**{**sampling, **changes}), Sink())
     return [piece for piece in written if piece]
 
 
-def test_characters_come_whole_and_bytes_that_are_none_are_marked(monkeypatch):
-    assert pieces(monkeypatch, Recited("aé€".encode())) == ["a", "é", "€", "\n"]
-    assert pieces(monkeypatch, Recited(b"a\xffb")) == ["a", "\ufffd", "b", "\n"]
-    assert pieces(monkeypatch, Recited("€".encode()), max_bytes=2) == ["\ufffd\n"]
+def test_characters_come_whole_and_bytes_that_are_none_are_marked():
+    assert pieces(Recited("aé€".encode())) == ["a", "é", "€", "\n"]
+    assert pieces(Recited(b"a\xffb")) == ["a", "\ufffd", "b", "\n"]
+    assert pieces(Recited("€".encode()), max_bytes=2) == ["\ufffd\n"]
 
 
-def test_a_prompt_may_end_inside_a_character(monkeypatch):
-    assert pieces(monkeypatch, Recited("é".encode()[1:]), prompt="né".encode()[:2]) == ["n", "é", "\n"]
+def test_a_prompt_may_end_inside_a_character():
+    assert pieces(Recited("é".encode()[1:]), prompt="né".encode()[:2]) == ["n", "é", "\n"]
 
 
-def test_an_empty_prompt_starts_a_line(monkeypatch):
+def test_an_empty_prompt_starts_a_line():
     model = Recited(b"x")
-    assert pieces(monkeypatch, model) == ["x", "\n"]
+    assert pieces(model) == ["x", "\n"]
     assert model.prompt == b"\n"
 
 
 def test_the_prompt_comes_from_standard_input_unless_given(model, tmp_path, capsys, monkeypatch):
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from the pipe")))
     assert main(["generate", str(tmp_path / "model"), "--max-bytes", "0"]) == 0
     assert capsys.readouterr().out == "from the pipe\n"
@@ -102,6 +98,16 @@ def test_each_line_of_a_file_is_continued_as_if_alone(model, tmp_path, capsys):
     for prompt in ("one", "two"):
         assert main([*words, "--prompt", prompt]) == 0
     assert capsys.readouterr().out == together
+
+
+def test_the_text_may_go_to_a_file(model, tmp_path, capsys):
+    words = ["generate", str(tmp_path / "model"), "--prompt", "é", "--max-bytes", "30"]
+    assert main([*words, "--out", str(tmp_path / "text")]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(words) == 0
+    assert (tmp_path / "text").read_text(encoding="utf-8") == capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"\n\n", "no line to continue"), (None, "cannot be read")])

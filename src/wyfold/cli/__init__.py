@@ -97,17 +97,18 @@ def _run(verb: str, words: list[str]) -> int:
     from wyfold.runtime.check import UnsupportedError
 
     name = f"wyfold {verb}"
-    module = importlib.import_module(f"wyfold.cli.{verb}")
-    parser = _Parser(
-        prog=name, description=module.__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
     try:
-        args = parser.parse_args(words)
-    except SystemExit as stop:  # argparse leaves this way after --help and after an error
+        module = importlib.import_module(f"wyfold.cli.{verb}")
+        parser = _Parser(
+            prog=name,
+            description=module.__doc__,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(words)))
+    except SystemExit as stop:  # how argparse leaves after --help and after an error
         return int(stop.code or 0)
-    try:
-        return int(module.run(args))
     except UsageError as error:
         _complain(name, error)
         return USAGE

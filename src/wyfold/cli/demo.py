@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ RECIPE: dict[str, Any] = {
     "clip": 1.0,
     "held_out": 0.1,
     "eval_every": 100,
-    "eval_bytes": 32768,
+    "eval_bytes": 65536,
     "seed": 0,
     "dtype": "float32",
 }
@@ -92,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
         return code
 
     print("\nA sample, drawn byte by byte through the recurrent form:\n")
-    speak(trainer.model, PROMPT, Sampling(SAMPLE_BYTES, temperature=0.7, top_k=None, top_p=None, seed=args.seed))
+    speak(
+        trainer.model,
+        PROMPT,
+        Sampling(SAMPLE_BYTES, temperature=0.7, top_k=None, top_p=None, seed=args.seed),
+        sys.stdout,
+    )
 
     print("\nDecoding byte by byte against one chunked pass, on held-out text:")
     ids = trainer.validation.text[None, :CHECKED_BYTES].long()

@@ -12,9 +12,10 @@ import codecs
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw among the likeliest bytes that together have this probability",
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the text there (default: standard output)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
 
 
@@ -76,17 +78,28 @@ def run(args: argparse.Namespace) -> int:
 
     model = Decoder.load(find_model(args.checkpoint), device=args.device)
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
-    for prompt in _prompts(args):
-        speak(model, prompt, sampling)
+    prompts = _prompts(args)
+    with _destination(args.out) as out:
+        for prompt in prompts:
+            speak(model, prompt, sampling, out)
     return DONE
 
 
-def speak(model: Decoder, prompt: bytes, sampling: Sampling) -> None:
-    """Write the prompt and its continuation to standard output as it comes, and the speed to standard error."""
+def _destination(file: Path | None) -> AbstractContextManager[TextIO]:
+    if file is None:
+        return nullcontext(sys.stdout)
+    try:
+        return file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {file}: cannot be written ({error.strerror})") from error
+
+
+def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> None:
+    """Write the prompt and its continuation to `out` as it comes, and the speed to standard error."""
     # A character may be several bytes: the decoder holds back those of an incomplete one.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    sys.stdout.write(decoder.decode(prompt))
-    sys.stdout.flush()
+    out.write(decoder.decode(prompt))
+    out.flush()
     ids = torch.tensor([list(prompt or START)], device=model.embedding.weight.device)
     count, start = 0, time.perf_counter()
     first = start
@@ -98,14 +111,14 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling) -> None:
         top_p=sampling.top_p,
         seed=sampling.seed,
     ):
-        sys.stdout.write(decoder.decode(bytes([int(token)])))
-        sys.stdout.flush()
+        out.write(decoder.decode(bytes([int(token)])))
+        out.flush()
         if count == 0:
             first = time.perf_counter()
         count += 1
     seconds = time.perf_counter() - first
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
-    sys.stdout.flush()
+    out.write(decoder.decode(b"", final=True) + "\n")
+    out.flush()
     rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} tokens/s" if count > 1 else ""
     print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
 

@@ -101,6 +101,6 @@ def _unload_gate(
     if out.g is not None:
         from_chunks(dx.flatten(0, 1), table, out.g[..., None] if out.g.ndim == 3 else out.g)
     if out.A_log is not None and dA_log is not None:
-        out.A_log += dA_log.view_as(out.A_log)
+        out.A_log.add_(dA_log.view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias += ddt_bias.view_as(out.dt_bias)
+        out.dt_bias.add_(ddt_bias.view_as(out.dt_bias))
