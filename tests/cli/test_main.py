@@ -56,13 +56,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsy
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (cli.UsageError("give it a file"), 2, "wyfold doctor: give it a file"),
-        (cli.Failure("it did not work"), 1, "wyfold doctor: it did not work"),
-        (KeyboardInterrupt(), 130, "wyfold doctor: interrupted"),
+        (cli.UsageError("give it a file"), 2, "wyfold generate: give it a file"),
+        (cli.Failure("it did not work"), 1, "wyfold generate: it did not work"),
+        (KeyboardInterrupt(), 130, "wyfold generate: interrupted"),
         (
             ModuleNotFoundError("No module named 'rich.console'", name="rich.console"),
             1,
-            'wyfold doctor: needs rich, which is not installed: pip install "wyfold[cli]"',
+            'wyfold generate: needs rich, which is not installed: pip install "wyfold[cli]"',
         ),
     ],
 )
@@ -70,8 +70,8 @@ def test_how_a_verb_ends_decides_the_exit_code(raised, code, said, monkeypatch, 
     def run(args):
         raise raised
 
-    monkeypatch.setattr(importlib.import_module("wyfold.cli.doctor"), "run", run)
-    assert cli.main(["doctor"]) == code
+    monkeypatch.setattr(importlib.import_module("wyfold.cli.generate"), "run", run)
+    assert cli.main(["generate", "."]) == code
     assert capsys.readouterr().err == f"{said}\n"
 
 
@@ -79,9 +79,9 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def run(args):
         raise ModuleNotFoundError("No module named 'wyfold.missing'", name="wyfold.missing")
 
-    monkeypatch.setattr(importlib.import_module("wyfold.cli.doctor"), "run", run)
+    monkeypatch.setattr(importlib.import_module("wyfold.cli.generate"), "run", run)
     with pytest.raises(ModuleNotFoundError):
-        cli.main(["doctor"])
+        cli.main(["generate", "."])
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "rich", "safetensors"])
