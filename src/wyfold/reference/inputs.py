@@ -1,0 +1,340 @@
+"""Seeded operator arguments by name: what is usual, and what has broken kernels before.
+
+`draw` makes the arguments of one call. A *family* names keys, gate, write strength and values that belong together;
+each of the four may be replaced by name. All numbers are drawn in float64 on the CPU and rounded once, so one seed
+means the same inputs for every dtype, up to that rounding.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.reference.shapes import DEFAULT, Shape
+
+Draw = torch.Generator
+Arguments = dict[str, Any]
+
+# Rules by the names of the token loops in this package.
+RULES = ("delta_rule", "gated_delta_rule", "kda", "ttt_linear")
+CHUNK = 64  # "first" and "last token of a chunk" are meant for this grid; 16 and 32 divide it
+
+
+@dataclass(frozen=True)
+class Family:
+    """Keys, gate, write strength and values that are tried together, as names in the tables of this file."""
+
+    keys: str
+    gate: str = "zero"
+    beta: str = "one"
+    values: str = "normal"
+
+
+FAMILIES = {
+    "random": Family("normal", "weak", "sigmoid"),
+    "uniform+": Family("positive"),
+    "identical": Family("identical", "-1e-3", ".835"),
+    "near-identical": Family("near-identical", "-1e-3", ".835"),
+    "two clusters": Family("two clusters", "-1e-3", ".835"),
+    "rank 4": Family("rank 4", "weak", "sigmoid"),
+    "vocabulary": Family("vocabulary", "weak", "sigmoid"),
+    "orthonormal": Family("orthonormal", "weak", "sigmoid"),
+    "one-hot": Family("one-hot", "zero", "zero or one", "integer"),
+    "zero keys": Family("zero", "weak", "sigmoid"),
+    "tiny keys": Family("tiny", "weak", "sigmoid"),
+    "huge keys": Family("huge", "weak", "sigmoid"),
+    "beta 2": Family("normal", "zero", "two"),
+    "converged": Family("vocabulary", "zero", "one", "linear"),
+}
+
+# --- keys: [B, T, H, K], unit rows unless the name says otherwise ----------------------------------------------------
+
+
+def _normal(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+
+def _uniform(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    return torch.rand(shape, generator=draw, dtype=torch.float64)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def _from_few(shape: tuple[int, ...], draw: Draw, few: int) -> Tensor:
+    """Every token one of `few` unit keys of its head, at random."""
+    B, T, H, K = shape
+    words = _unit(_normal((B, H, few, K), draw))
+    which = torch.randint(0, few, (B, H, T, 1), generator=draw)
+    return words.gather(2, which.expand(B, H, T, K)).transpose(1, 2)
+
+
+def _near_identical(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    noise = _normal(shape, draw) / math.sqrt(shape[-1])  # unit rows on average
+    return _unit(_from_few(shape, draw, 1) + 1e-2 * noise)
+
+
+def _two_clusters(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    B, T, H, K = shape
+    centres = _unit(_normal((B, 2, H, K), draw))
+    alternating = centres[:, torch.arange(T) % 2]
+    return _unit(alternating + 1e-2 * _normal(shape, draw) / math.sqrt(K))
+
+
+def _rank_4(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    B, T, H, K = shape
+    basis = _normal((B, 1, H, 4, K), draw)
+    return _unit((_normal((B, T, H, 4, 1), draw) * basis).sum(3))
+
+
+def _orthonormal(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    """K orthonormal keys of each head, over and over."""
+    B, T, H, K = shape
+    basis = torch.linalg.qr(_normal((B, H, K, K), draw)).Q
+    return basis[:, :, torch.arange(T) % K].transpose(1, 2)
+
+
+def _one_hot(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    which = torch.randint(0, shape[-1], shape[:-1], generator=draw)
+    return torch.nn.functional.one_hot(which, shape[-1]).double()
+
+
+KEYS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
+    "normal": lambda shape, draw: _unit(_normal(shape, draw)),
+    "positive": lambda shape, draw: _unit(_uniform(shape, draw)),  # cosine 0.75 between any two
+    "identical": lambda shape, draw: _from_few(shape, draw, 1),
+    "near-identical": _near_identical,
+    "two clusters": _two_clusters,
+    "rank 4": _rank_4,
+    "vocabulary": lambda shape, draw: _from_few(shape, draw, 8),
+    "orthonormal": _orthonormal,
+    "one-hot": _one_hot,
+    "zero": lambda shape, draw: torch.zeros(shape, dtype=torch.float64),
+    "tiny": lambda shape, draw: 1e-4 * _unit(_normal(shape, draw)),
+    "huge": lambda shape, draw: 1e4 * _unit(_normal(shape, draw)),  # for in-operator norm, or a state that overflows
+}
+
+# --- gates: natural-log decay per token, [B, T, HV] or [B, T, HV, K] -------------------------------------------------
+
+
+def _constant(value: float) -> Callable[[tuple[int, ...], Draw], Tensor]:
+    return lambda shape, draw: torch.full(shape, value, dtype=torch.float64)
+
+
+def _weak(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    return -0.1 * _uniform(shape, draw)
+
+
+def _reset_where(chosen: Callable[[Tensor, int], Tensor]) -> Callable[[tuple[int, ...], Draw], Tensor]:
+    """A weak gate that is -inf at the tokens `chosen` picks by (position, T)."""
+
+    def gate(shape: tuple[int, ...], draw: Draw) -> Tensor:
+        reset = chosen(torch.arange(shape[1]), shape[1])
+        return _weak(shape, draw).where(~reset.view(1, -1, *[1] * (len(shape) - 2)), -math.inf)
+
+    return gate
+
+
+def _spiky(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    """About one strong decay, -20 to -40, among thirty-two weak ones."""
+    return _weak(shape, draw) - 20 * (1 + _uniform(shape, draw)) * (_uniform(shape, draw) < 1 / 32)
+
+
+def _dead_channel(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    """One channel (of a scalar gate: one head) that remembers nothing."""
+    return torch.cat([torch.full((*shape[:-1], 1), -1e6, dtype=torch.float64), _weak(shape, draw)[..., 1:]], dim=-1)
+
+
+def _at_the_bound(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    """About a third exactly -5, the rest anywhere above."""
+    return (-7.5 * _uniform(shape, draw)).clamp(min=-5.0)
+
+
+GATES: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
+    "zero": _constant(0.0),
+    **{name: _constant(float(name)) for name in ("-1e-6", "-1e-3", "-1", "-5", "-20", "-88", "-1e3", "-1e6")},
+    "weak": _weak,
+    "any": lambda shape, draw: -torch.exp(4 * _normal(shape, draw) - 2),  # from -1e-6 to beyond -1e4
+    "spiky": _spiky,
+    "dead channel": _dead_channel,
+    "bound reached": _at_the_bound,
+    "reset all": _constant(-math.inf),
+    "reset one": _reset_where(lambda position, T: position == T // 2),
+    "reset first": _reset_where(lambda position, T: position % CHUNK == 0),
+    "reset last": _reset_where(lambda position, T: (position % CHUNK == CHUNK - 1) | (position == T - 1)),
+    "alternating": _reset_where(lambda position, T: position % 2 == 1),
+}
+# These come before their activation, with A_log and dt_bias as a model would be initialised with.
+MODEL_GATES = ("model", "model bounded")
+
+# --- write strengths: [B, T, HV] -------------------------------------------------------------------------------------
+
+
+def _one_of(*values: float) -> Callable[[tuple[int, ...], Draw], Tensor]:
+    table = torch.tensor(values, dtype=torch.float64)
+    return lambda shape, draw: table[torch.randint(0, len(values), shape, generator=draw)]
+
+
+BETAS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
+    "sigmoid": lambda shape, draw: torch.sigmoid(_normal(shape, draw)),
+    "zero": _constant(0.0),
+    "tiny": _constant(1e-8),
+    "half": _constant(0.5),
+    ".835": _constant(0.835),
+    "one": _constant(1.0),
+    "two": _constant(2.0),
+    "zero or one": _one_of(0.0, 1.0),
+    "mixed": _one_of(0.0, 1e-8, 0.5, 1.0, 2.0),
+    "logits": _one_of(-50.0, -1.0, 0.0, 1.0, 50.0),  # brings use_beta_sigmoid_in_kernel with it
+}
+
+# --- values: [B, T, HV, V], given the keys as each value head reads them ---------------------------------------------
+
+
+def _linear(keys: Tensor, V: int, draw: Draw) -> Tensor:
+    B, _, HV, K = keys.shape
+    return torch.einsum("bthk,bhkv->bthv", keys, _normal((B, HV, K, V), draw))
+
+
+def _scaled(size: float) -> Callable[[Tensor, int, Draw], Tensor]:
+    return lambda keys, V, draw: size * _normal((*keys.shape[:-1], V), draw)
+
+
+VALUES: dict[str, Callable[[Tensor, int, Draw], Tensor]] = {
+    "normal": _scaled(1.0),
+    "linear": _linear,  # one matrix per head explains them, so predictions become right
+    "linear 4096": lambda keys, V, draw: 4096 * _unit(_linear(keys, V, draw)),
+    "keys": lambda keys, V, draw: keys,  # TTT: the inner loss starts at its minimum; needs V = K
+    "integer": lambda keys, V, draw: torch.randint(-8, 9, (*keys.shape[:-1], V), generator=draw).double(),
+    "1e-4": _scaled(1e-4),
+    "1e4": _scaled(1e4),
+    "1e30": _scaled(1e30),  # beyond float16
+    "6e4": lambda keys, V, draw: 6e4 * _uniform((*keys.shape[:-1], V), draw),  # just inside float16
+}
+
+# --- step sizes of TTT: [B, T, HV, 1] --------------------------------------------------------------------------------
+
+
+def _one_huge(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    eta = 0.1 * _uniform(shape, draw)
+    eta[:, shape[1] // 2] = 1e3
+    return eta
+
+
+def _last_zero(shape: tuple[int, ...], draw: Draw) -> Tensor:
+    eta = 0.1 * _uniform(shape, draw)
+    eta[:, -1] = 0.0
+    return eta
+
+
+ETAS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
+    "small": lambda shape, draw: 0.1 * _uniform(shape, draw),
+    "zero": _constant(0.0),
+    "one huge": _one_huge,
+    "last zero": _last_zero,
+}
+
+STATES: dict[str, float | None] = {
+    "none": None,
+    "zero": 0.0,
+    "normal": 1.0,
+    "6e4": 6e4,
+}  # name to size; None: no argument
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(
+    family: str = "random",
+    rule: str = "kda",
+    shape: Shape = DEFAULT,
+    *,
+    keys: str | None = None,
+    gate: str | None = None,
+    beta: str | None = None,
+    values: str | None = None,
+    eta: str = "small",
+    state: str = "none",
+    sequences: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Arguments:
+    """Arguments of one call, by keyword, for a public operator and for its token loop alike.
+
+    Args:
+        family: One of `FAMILIES`; `keys`, `gate`, `beta` and `values` replace its parts.
+        rule: One of `RULES`. Decides which arguments there are, and the shape of g.
+        shape: Sizes.
+        keys: One of `KEYS`.
+        gate: One of `GATES`, or "model" or, for KDA, "model bounded", which bring A_log, dt_bias and their flags along.
+        beta: One of `BETAS`. "logits" brings its flag along.
+        values: One of `VALUES`.
+        eta: One of `ETAS`, for TTT-Linear.
+        state: One of `STATES`, the size of the initial state. TTT-Linear gets its bias state too.
+        sequences: N, rows of the initial state; B unless given.
+        dtype: Of q, k, v, beta, eta, w, b. Gates, their parameters and states are float32, or float64 with the rest.
+        seed: Same seed, same numbers.
+
+    Returns:
+        Keyword arguments. Tensors are contiguous, on the CPU, and ask for no gradient.
+
+    Raises:
+        KeyError: a name that no table has.
+    """
+    named = FAMILIES[family]
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.promote_types(dtype, torch.float32)
+    B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
+
+    k = KEYS[keys or named.keys]((B, T, H, K), generator)
+    q = _unit(_normal((B, T, H, K), generator))
+    v = VALUES[values or named.values](k.repeat_interleave(HV // H, dim=2), V, generator)
+    arguments: Arguments = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+
+    if rule == "ttt_linear":
+        arguments["w"] = (1 + 0.1 * _normal((HV, V), generator)).to(dtype)
+        arguments["b"] = (0.1 * _normal((HV, V), generator)).to(dtype)
+        arguments["eta"] = ETAS[eta]((B, T, HV, 1), generator).to(dtype)
+    else:
+        write = beta or named.beta
+        arguments["beta"] = BETAS[write]((B, T, HV), generator).to(dtype)
+        if write == "logits":
+            arguments["use_beta_sigmoid_in_kernel"] = True
+    if rule in ("gated_delta_rule", "kda"):
+        channels = (HV,) if rule == "gated_delta_rule" else (HV, K)
+        arguments |= _gate(gate or named.gate, (B, T), channels, generator, wide)
+
+    size = STATES[state]
+    if size is not None:
+        N = B if sequences is None else sequences
+        arguments["initial_state"] = (size * _normal((N, HV, K, V), generator)).to(wide)
+        if rule == "ttt_linear":
+            arguments["initial_state_bias"] = (size * _normal((N, HV, 1, V), generator)).to(wide)
+    return arguments
+
+
+def incoming(result: Tensor, seed: int = 0, size: float = 1.0) -> Tensor:
+    """A gradient to feed back into `result`: normal, of its shape, dtype and device, times `size`."""
+    generator = torch.Generator().manual_seed(seed)
+    return (size * _normal(tuple(result.shape), generator)).to(result)
+
+
+def _gate(name: str, lead: tuple[int, int], channels: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> Arguments:
+    """g, and for a model's gate what turns it into a decay."""
+    if name not in MODEL_GATES:
+        return {"g": GATES[name]((*lead, *channels), draw).to(dtype)}
+    # Mamba2's initialisation: rates uniform in [1, 16], steps log-uniform in [1e-3, 1e-1] through an inverse softplus.
+    step = torch.exp(math.log(1e-3) + math.log(1e2) * _uniform(channels, draw))
+    gate: Arguments = {
+        "g": _normal((*lead, *channels), draw).to(dtype),
+        "A_log": torch.log(1 + 15 * _uniform(channels[:1], draw)).to(dtype),
+        "dt_bias": (step + torch.log(-torch.expm1(-step))).to(dtype),
+        "use_gate_in_kernel": True,
+    }
+    if name == "model bounded":
+        gate["lower_bound"] = -5.0
+    return gate

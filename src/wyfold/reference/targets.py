@@ -1,0 +1,49 @@
+"""Absolute targets: the relative RMS error each tensor may have, by dtype and family of inputs.
+
+Rule 4 of `error.py`. The 16-bit figures are 1.2 to 1.4 times what emulated or measured arithmetic loses;
+docs/numerics.md says which are which. They bind at K = V = 128 and below, and at T = 2,048 forward, 1,024 backward.
+"""
+
+import torch
+
+STATES = ("state", "state_bias")
+OUTPUTS = ("o", *STATES)
+GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "dw", "db", "dc0")
+
+# Float64 and float32 results are held to one figure whatever the family.
+WIDE = {
+    torch.float64: dict.fromkeys(OUTPUTS, 1e-12) | dict.fromkeys(GRADIENTS, 1e-10),
+    torch.float32: dict.fromkeys(OUTPUTS, 1e-5) | dict.fromkeys(GRADIENTS, 1e-4),
+}
+
+# Family (or the gate that decides instead of it) to tensor to bound.
+SIXTEEN_BIT = {
+    "random": {"o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3.5e-3},
+    "uniform+": {"o": 5e-3, "state": 4.5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 5e-3, "dg": 6e-3},
+    "identical": {"o": 5e-3, "state": 3e-3, "dq": 3.5e-2, "dk": 5e-3, "dv": 8e-3, "dbeta": 8e-3, "dg": 0.25},
+    "beta 2": {"o": 1.7e-2, "state": 2e-2, "dq": 1.5e-2, "dk": 1.5e-2, "dv": 1.5e-2, "dbeta": 1.5e-2, "dg": 2e-2},
+    "converged": {"o": 2.5e-3, "state": 2.2e-3, "dq": 3e-3, "dk": 5e-3, "dv": 4e-3, "dbeta": 4e-3, "dg": 8e-3},
+    "gate -20": {"o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3e-3},
+    "ttt": {"o": 2.5e-3, "state": 3e-3, "state_bias": 1e-3},
+}
+
+
+def target(name: str, dtype: torch.dtype, family: str = "random") -> float | None:
+    """Absolute bound on the relative RMS error of one tensor.
+
+    Args:
+        name: One of `OUTPUTS` or `GRADIENTS`.
+        dtype: Of the operator's inputs.
+        family: One of `inputs.FAMILIES`, or "gate -20", or "ttt".
+
+    Returns:
+        The bound; None where none has been set for 16-bit inputs, and the yardstick alone decides.
+
+    Raises:
+        KeyError: there is no tensor of that name, or no such dtype.
+    """
+    if name not in OUTPUTS and name not in GRADIENTS:
+        raise KeyError(f"target: name must be one of {OUTPUTS + GRADIENTS}, got {name!r}")
+    if dtype in (torch.float16, torch.bfloat16):
+        return SIXTEEN_BIT.get(family, {}).get(name)
+    return WIDE[dtype][name]
