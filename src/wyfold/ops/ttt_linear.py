@@ -1,0 +1,354 @@
+"""TTT-Linear: the state is a linear model that learns, by gradient descent, from the keys and values it reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, packed_boundaries
+from wyfold.parallel import split
+from wyfold.pipelines.ttt import TTTOptions, TTTResult, TTTTensors, chunks_per_part, ttt
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
+
+WIDEST = 128
+
+
+class TTTState(NamedTuple):
+    """Where every sequence stands, inside a mini-batch or at its start.
+
+    Attributes:
+        state: [N, HV, K, V] matrix the open mini-batch was entered with.
+        bias: [N, HV, 1, V] its bias.
+        grad: [N, HV, K, V] sum of k n^T over the open mini-batch's tokens; zero where `position` is.
+        bias_grad: [N, HV, 1, V] sum of n.
+        position: [N] int32 or int64. Tokens of the open mini-batch, from 0 to chunk_size - 1.
+    """
+
+    state: Tensor
+    bias: Tensor
+    grad: Tensor
+    bias_grad: Tensor
+    position: Tensor
+
+
+def chunk_ttt_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = 16,
+    initial_state: Tensor | None = None,
+    initial_state_bias: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    disable_recompute: bool = False,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """TTT-Linear over whole sequences, mini-batch by mini-batch.
+
+    Per value head, (S0, c0) being the state that a mini-batch of `chunk_size` tokens was entered with and LN the norm of a
+    row to mean 0 and variance 1:
+
+        n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0
+        S_t = S0 - eta_t sum_{s<=t} k_s n_s^T        c_t = c0 - eta_t sum_{s<=t} n_s
+        h_t = scale S_t^T q_t + c_t                  o_t = h_t + w LN(h_t) + b
+
+    The last token's (S_t, c_t) enters the next mini-batch. The last mini-batch of a sequence may be short: the states that
+    are returned are those of its last token, so going on from them starts a new mini-batch; `fused_recurrent_ttt_linear`
+    goes on inside one.
+
+    Args:
+        q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager. Any strides. Never written.
+        k: [B, T, H, K], dtype of q.
+        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H: value head j reads query and
+            key head `j // (HV // H)`. The inner model learns v - k from k.
+        w: [HV, V] any float. Weight of both norms.
+        b: [HV, V] any float. Bias of both norms.
+        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size of a token; it rescales the whole sum of its
+            mini-batch, it does not weigh the token.
+        scale: Multiplies q only. None: K ** -0.5.
+        eps: > 0, added to the variances.
+        chunk_size: 16, 32 or 64. Tokens of a mini-batch: part of the model, not a tile. Counted from each sequence's first.
+        initial_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]) float32, float16, bfloat16. None: zeros.
+        initial_state_bias: [N, HV, 1, V], as initial_state. None: zeros. Each may be given without the other.
+        output_final_state: Return the states after every sequence's last token.
+        state_v_first: Matrix states are V-first, in and out.
+        state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
+        cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty sequence
+            returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
+        disable_recompute: Keep the state of every mini-batch for the backward: memory for time, same bits.
+        batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
+        backend: None: the table's choice. "eager", "triton", "gluon": a demand.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]), or None unless asked for.
+        final_state_bias: [N, HV, 1, V], or None unless asked for.
+
+    Differentiable in every tensor, once; gradients have their argument's dtype and are rounded once.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: shape, dtype, device or range; `cu_seqlens` with B > 1; a second-order gradient (RuntimeError of torch).
+        UnsupportedError: the demanded backend cannot.
+
+    Source:
+        Learning to (learn at test time), arXiv:2407.04620: TTT-Linear, inner mini-batches and their dual form.
+
+    Example:
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.randn(1, 100, 2, 16) for _ in range(3))
+        >>> w, b = torch.ones(2, 16), torch.zeros(2, 16)
+        >>> o, S, c = wyfold.chunk_ttt_linear(q, k, v, w, b, 0.1, output_final_state=True)
+        >>> o.shape, S.shape, c.shape
+        (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 1, 16]))
+    """
+    op = "chunk_ttt_linear"
+    check.flag(
+        op,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        disable_recompute=disable_recompute,
+        batch_invariant=batch_invariant,
+    )
+    cu, N = _check_tokens(op, q, k, v, w, b, eta, cu_seqlens)
+    dtypes = _state_dtypes(q)
+    check.dtype_option(op, "state_dtype", state_dtype, dtypes)
+    order = "N HV V K" if state_v_first else "N HV K V"
+    _check_states(op, v, N, initial_state=(initial_state, order), initial_state_bias=(initial_state_bias, "N HV 1 V"))
+    tensors = TTTTensors(q, k, v, w, b, _column(v, eta), initial_state, initial_state_bias, None, None, None, cu)
+    result = _run(
+        op,
+        tensors,
+        N,
+        recurrent=False,
+        scale=scale,
+        eps=eps,
+        chunk_size=chunk_size,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype or dtypes[0],
+        final_state=output_final_state,
+        keep_states=disable_recompute,
+        backend=backend,
+    )
+    return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
+
+
+fused_chunk_ttt_linear = chunk_ttt_linear
+
+
+def fused_recurrent_ttt_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = 16,
+    state: TTTState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, TTTState | None]:
+    """TTT-Linear from any token to any other: the form for decoding.
+
+    The recurrence of `chunk_ttt_linear`, with the mini-batch that the last token falls into left open: calls that hand the
+    `TTTState` on give the outputs of one call, wherever they are cut. Sequences may stand at different positions.
+
+    Args:
+        q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager.
+        k: [B, T, H, K], dtype of q.
+        v: [B, T, HV, V], dtype of q; V = K.
+        w: [HV, V] any float.
+        b: [HV, V] any float.
+        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number.
+        scale, eps, chunk_size, cu_seqlens, backend: As in `chunk_ttt_linear`.
+        state: Where the sequences stand; None: at their start, with zero states. A constant to the backward: no gradient
+            reaches it.
+        output_final_state: Return where the sequences stand afterwards, differentiable in this call's arguments.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: `TTTState` with float32 states (float64 inputs: float64), or None unless asked for. An empty sequence's
+            are the given ones bit for bit.
+
+    Raises:
+        TypeError: an argument of the wrong Python type; state is no TTTState.
+        ValueError: shape, dtype, device or range; a position outside its mini-batch.
+        UnsupportedError: the demanded backend cannot.
+
+    Source:
+        Learning to (learn at test time), arXiv:2407.04620.
+
+    Example:
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+        >>> w, b, state = torch.ones(2, 16), torch.zeros(2, 16), None
+        >>> for t in range(20):
+        ...     token = (x[:, t : t + 1] for x in (q, k, v))
+        ...     o, state = wyfold.fused_recurrent_ttt_linear(*token, w, b, 0.1, state=state, output_final_state=True)
+        >>> state.position.tolist()
+        [4]
+    """
+    op = "fused_recurrent_ttt_linear"
+    check.flag(op, output_final_state=output_final_state)
+    cu, N = _check_tokens(op, q, k, v, w, b, eta, cu_seqlens)
+    given: tuple[Tensor | None, ...] = (None,) * 5
+    if state is not None:
+        _check_state(op, v, N, state)
+        given = tuple(x.detach() for x in state)
+    result = _run(
+        op,
+        TTTTensors(q, k, v, w, b, _column(v, eta), *given, cu),
+        N,
+        recurrent=True,
+        scale=scale,
+        eps=eps,
+        chunk_size=chunk_size,
+        state_v_first=False,
+        state_dtype=_state_dtypes(q)[0],
+        final_state=output_final_state,
+        keep_states=False,
+        backend=backend,
+    )
+    return result.o, TTTState(*result[1:]) if output_final_state else None
+
+
+def _run(
+    op: str,
+    tensors: TTTTensors,
+    N: int,
+    *,
+    recurrent: bool,
+    scale: float | None,
+    eps: float,
+    chunk_size: int,
+    state_v_first: bool,
+    state_dtype: torch.dtype,
+    final_state: bool,
+    keep_states: bool,
+    backend: str | None,
+) -> TTTResult:
+    """Check what both forms share, decide, run."""
+    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+    if check.number(op, "eps", eps) <= 0:
+        raise ValueError(f"{op}: eps must be > 0, got {eps}")
+    B, T, _, D = tensors.v.shape
+    device = tensors.q.device
+    if torch.is_autocast_enabled(device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in tensors[:3])
+        tensors = tensors._replace(q=q, k=k, v=v)
+    packed = None if tensors.cu_seqlens is None and not recurrent else N
+    plan = table.plan(
+        op,
+        device,
+        backend,
+        forward=("ttt",),
+        backward=("ttt",),
+        chunk_size=chunk_size,
+        parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(tensors.v, chunk_size)),
+    )
+    options = TTTOptions(
+        operator=op,
+        recurrent=recurrent,
+        scale=D**-0.5 if scale is None else check.number(op, "scale", scale),
+        eps=float(eps),
+        chunk_size=chunk_size,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        final_state=final_state,
+        save=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+        keep_states=keep_states,
+        backend=plan.backend,
+    )
+    return ttt(tensors, options)
+
+
+def _check_tokens(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    cu_seqlens: Tensor | SequenceLayout | None,
+) -> tuple[Tensor | None, int]:
+    """The boundaries as a tensor, and the number of sequences."""
+    steps = eta if isinstance(eta, Tensor) else None
+    sizes = check.shapes(
+        op,
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T HV V"),
+        w=(w, "HV V"),
+        b=(b, "HV V"),
+        eta=(steps, "B T HV" if steps is not None and steps.ndim == 3 else "B T HV 1"),
+    )
+    if steps is None:
+        check.number(op, "eta", eta)
+    check.head_groups(op, sizes["H"], sizes["HV"])
+    check.width(op, "K", "q and k", sizes["K"], most=WIDEST)
+    if sizes["V"] != sizes["K"]:
+        raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
+    check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=steps)
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=steps)
+    if cu_seqlens is None:
+        return None, sizes["B"]
+    cu = packed_boundaries(op, q, cu_seqlens)
+    return cu, cu.shape[0] - 1
+
+
+def _check_state(op: str, v: Tensor, N: int, state: TTTState) -> None:
+    if not isinstance(state, TTTState):
+        raise TypeError(f"{op}: state must be a TTTState or None, got {type(state).__name__}")
+    tensors, position = state[:4], check.tensor(op, "state.position", state.position)
+    orders = ("N HV K V", "N HV 1 V") * 2
+    named = {f"state.{name}": (check.tensor(op, f"state.{name}", x), order) for name, x, order in zip(TTTState._fields, tensors, orders)}
+    _check_states(op, v, N, **named)
+    if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
+        got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
+    check.alike(op, "device", v=v, **{"state.position": position})
+
+
+def _check_states(op: str, v: Tensor, N: int, **states: tuple[Tensor | None, str]) -> None:
+    """States fit the tokens: their letters' sizes, device and dtype."""
+    sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3], "1": 1}
+    for name, (state, letters) in states.items():
+        if state is None:
+            continue
+        expected = [sizes[letter] for letter in letters.split()]
+        if list(check.tensor(op, name, state).shape) != expected:
+            wanted = f"[{', '.join(letters.split())}] = {expected}"
+            raise ValueError(f"{op}: {name} must be {wanted}, got {list(state.shape)}")
+        check.floating(op, _state_dtypes(v), **{name: state})
+        check.alike(op, "device", v=v, **{name: state})
+
+
+def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes that states may have beside q, the default first."""
+    return (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
+
+
+def _column(v: Tensor, eta: Tensor | float) -> Tensor:
+    """eta as [B, T, HV, 1]."""
+    if isinstance(eta, Tensor):
+        return eta if eta.ndim == 4 else eta.unsqueeze(-1)
+    return torch.full((1, 1, 1, 1), eta, dtype=_state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

@@ -1,0 +1,346 @@
+"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function, each direction a list of launches.
+
+The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the parts
+back from the states that the forward kept, at the parts' borders or at every mini-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.parallel import split
+from wyfold.parallel.handover import Resumption, resume
+from wyfold.parallel.split import Part
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.register import register
+from wyfold.stages import table
+from wyfold.stages.ttt import State
+from wyfold.tile.index.eager import to_chunks, wide
+
+
+@dataclass(frozen=True)
+class TTTOptions:
+    """One call of TTT-Linear. Every field is a scalar of the registered operators' schema, in this order.
+
+    Attributes:
+        operator: Public name, for messages.
+        recurrent: A mini-batch may be entered and left in its middle; the state that enters is a constant.
+        scale: Multiplies q.
+        eps: Of both norms.
+        chunk_size: Tokens of a mini-batch.
+        state_v_first: Matrix states are [V, K] outside.
+        state_dtype: Storage of returned states.
+        final_state: Whether the states after the last token are wanted.
+        save: Whether a backward will follow.
+        keep_states: Whether the state of every mini-batch is kept for it instead of rebuilt.
+        backend: The plan's.
+    """
+
+    operator: str
+    recurrent: bool
+    scale: float
+    eps: float
+    chunk_size: int
+    state_v_first: bool
+    state_dtype: torch.dtype
+    final_state: bool
+    save: bool
+    keep_states: bool
+    backend: str
+
+    SCHEMA = (
+        "str operator, bool recurrent, float scale, float eps, int chunk_size, bool state_v_first, "
+        "ScalarType state_dtype, bool final_state, bool save, bool keep_states, str backend"
+    )
+
+    def scalars(self) -> tuple[object, ...]:
+        """The fields, in the schema's order."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+class TTTTensors(NamedTuple):
+    """Tensors of one call, as the public operators document them; eta is [B, T, HV, 1], sums and position are a TTTState's."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    b: Tensor
+    eta: Tensor
+    state: Tensor | None
+    bias: Tensor | None
+    grad: Tensor | None
+    bias_grad: Tensor | None
+    position: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class TTTResult(NamedTuple):
+    """Results of one call; all but `o` are empty unless asked for, the last three unless the call is recurrent."""
+
+    o: Tensor
+    state: Tensor
+    bias: Tensor
+    grad: Tensor
+    bias_grad: Tensor
+    position: Tensor
+
+
+TENSORS_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? state, Tensor? bias, Tensor? grad, "
+    "Tensor? bias_grad, Tensor? position, Tensor? cu_seqlens"
+)
+TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._fields), 8
+
+
+def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
+    """Output and states of one call."""
+    return TTTResult(*TTT.apply(*tensors, options))
+
+
+class TTT(torch.autograd.Function):
+    """`wyfold::ttt_fwd`, with `wyfold::ttt_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, options = arguments
+        found = _forward_op(*tensors, *options.scalars())
+        result, kept = found[:RESULTS], found[RESULTS:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result[-1])
+        ctx.options = options
+        ctx.save_for_backward(*tensors, *kept)
+        return tuple(result)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        none = (None,) * (TENSORS + 1)
+        if all(d is None for d in gradients):
+            return none
+        found = _backward_op(*ctx.saved_tensors, *gradients[:-1], *ctx.options.scalars())
+        needs = ctx.needs_input_grad[:DIFFERENTIABLE]
+        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none[DIFFERENTIABLE:]
+
+
+def chunks_per_part(v: Tensor, chunk_size: int) -> int:
+    """Most mini-batches of a part, from widths, heads and dtype alone; a tile may be larger than a state."""
+    HV, D = v.shape[2:]
+    return split.chunks_per_part(HV * D * max(D, chunk_size) * wide(v.dtype).itemsize)
+
+
+class _Call:
+    """What both directions derive from a call's tensors and options before the first launch.
+
+    A recurrent call is packed: a dense batch is B sequences of one buffer.
+    """
+
+    def __init__(self, tensors: TTTTensors, options: TTTOptions):
+        self.tensors, self.options = tensors, options
+        B, T, self.HV, self.D = tensors.v.shape
+        self.dtype = wide(tensors.q.dtype)
+        cu = None if tensors.cu_seqlens is None else legal_boundaries(options.operator, tensors.cu_seqlens, T)
+        self.end = T if cu is None else int(cu[-1])
+        self.resumption: Resumption | None = None
+        if options.recurrent:
+            cu = torch.arange(B + 1) * T if cu is None else cu
+            self.resumption = resume(options.operator, cu, tensors.position, options.chunk_size)
+            cu = self.resumption.cu_seqlens
+        self.N = B if cu is None else cu.shape[0] - 1
+        self.q, self.k, self.v, self.eta = (self.rows(x) for x in (tensors.q, tensors.k, tensors.v, tensors.eta))
+        per_part = chunks_per_part(tensors.v, options.chunk_size)
+        self.parts = split.parts(*self.v.shape[:2], cu, options.chunk_size, per_part)
+        self.stage: Any = table.launches("ttt", options.backend)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, T, ...] tokens on the grid of mini-batches."""
+        return x if self.resumption is None else self.resumption.widen(x.reshape(1, -1, *x.shape[2:]))
+
+    def room(self, x: Tensor) -> Tensor:
+        """Where to write rows that become the tokens of a contiguous x [B, T, ...]."""
+        return x if self.resumption is None else self.resumption.room(x.view(1, -1, *x.shape[2:]))
+
+    def settle(self, rows: Tensor, x: Tensor) -> None:
+        """Make the `room` of x its tokens."""
+        if self.resumption is not None:
+            self.resumption.narrow(rows, x.view(1, -1, *x.shape[2:]))
+
+    def load(self, part: Part) -> Any:
+        blocks = (part.block(x) for x in (self.q, self.k, self.v))
+        taken = None if self.resumption is None else self.resumption.taken[part.sequences].clone()
+        if taken is not None:
+            taken[: part.entered] = 0
+        w, b = self.tensors.w, self.tensors.b
+        return self.stage.load(*blocks, w, b, part.block(self.eta), part.table, self.options.scale, taken)
+
+    def turned(self, S: Tensor) -> Tensor:
+        """Matrix states in the caller's layout, and back."""
+        return S.transpose(-1, -2) if self.options.state_v_first else S
+
+    def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
+        """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
+        n = sequences.stop - sequences.start
+        size = {"dtype": self.dtype, "device": self.v.device}
+        zeros = State(torch.zeros(n, self.HV, self.D, self.D, **size), torch.zeros(n, self.HV, 1, self.D, **size))
+        return State(
+            zeros.S if S is None else self.turned(S[sequences]).to(self.dtype, copy=True),
+            zeros.c if c is None else c[sequences].to(self.dtype, copy=True),
+        )
+
+    def sums(self, part: Part) -> State | None:
+        """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
+        if not self.options.recurrent:
+            return None
+        sums = self.states(self.tensors.grad, self.tensors.bias_grad, part.sequences)
+        for s in sums:
+            s[: part.entered] = 0
+        return sums
+
+    def tiles(self, do: Tensor | None, part: Part) -> Tensor:
+        """The output's gradient as tiles."""
+        if do is None:
+            return self.v.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.D, dtype=self.dtype)
+        return to_chunks(part.block(do), part.table, self.HV, self.dtype)
+
+    def room_at(self, kept: State, part: Part) -> State:
+        """[chunks, HV, ..] room for the state of every mini-batch of the part, the kept ones if they are."""
+        chunks = slice(part.first_chunk, part.first_chunk + part.table.chunks)
+        if self.options.save and self.options.keep_states:
+            return State(*(s[chunks] for s in kept))
+        return State(*(s.new_empty(part.table.chunks, *s.shape[1:]) for s in kept))
+
+    def outside(self, states: State) -> State:
+        """States as the caller gets them: layout and storage dtype of the options."""
+        return State(*(s.to(self.options.state_dtype) for s in (self.turned(states.S), states.c)))
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _Call(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:]))
+    t, options = call.tensors, call.options
+    result, kept = _outputs(t, options)
+    o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
+    whole = slice(0, call.N)
+    if options.final_state:
+        _write(leaving, whole, call.outside(call.states(t.state, t.bias, whole)))
+        if call.resumption is not None:
+            _write(sums, whole, call.states(t.grad, t.bias_grad, whole))
+            result.position.copy_(call.resumption.position)
+    rows, carried = call.room(o), State(kept.S[:0], kept.c[:0])
+    for part in call.parts:
+        entering = call.states(t.state, t.bias, part.sequences)
+        _write(entering, slice(0, part.entered), carried)
+        if options.save and not options.keep_states:
+            _write(kept, slice(part.index, part.index + part.entered), carried)
+        x, at = call.load(part), call.room_at(kept, part)
+        left, opened = call.stage.ttt(x, entering, call.sums(part), part.table, options.eps, part.block(rows), at)
+        if options.final_state:
+            _write(leaving, part.sequences, call.outside(left))
+            if opened is not None:
+                _write(sums, part.sequences, opened)
+        carried = State(*(s[s.shape[0] - part.left :] for s in left))
+    call.settle(rows, o)
+    o[:, call.end :] = 0
+    return *result, *kept
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _Call(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 7 :]))
+    kept = State(*arguments[TENSORS : TENSORS + 2])
+    do, dS, dc, dG, da = arguments[TENSORS + 2 : TENSORS + 7]
+    t, options = call.tensors, call.options
+    found = _gradients(t)
+    tokens = (found[0], found[1], found[2], found[5])
+    rooms, do = [call.room(x) for x in tokens], None if do is None else call.rows(do)
+    dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
+    dentering = call.states(dS, dc, slice(0, call.N))
+    carried = State(dentering.S[:0], dentering.c[:0])
+    for part in reversed(call.parts):
+        dleaving, dsums = call.states(dS, dc, part.sequences), None
+        _write(dleaving, slice(part.table.sequences - part.left, part.table.sequences), carried)
+        if dG is not None or da is not None:
+            dsums = call.states(dG, da, part.sequences)
+        entering = None
+        if not options.keep_states:
+            entering = call.states(t.state, t.bias, part.sequences)
+            _write(entering, slice(0, part.entered), State(*(s[part.index : part.index + part.entered] for s in kept)))
+        x, d_out, sums, at = call.load(part), call.tiles(do, part), call.sums(part), call.room_at(kept, part)
+        gradients, left = call.stage.ttt_bwd(x, entering, sums, d_out, dleaving, dsums, part.table, options.eps, at)
+        call.stage.unload(gradients, part.table, options.scale, *(part.block(rows) for rows in rooms), dw, db)
+        begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+        _write(dentering, begun, State(*(s[part.entered :] for s in left)))
+        carried = State(*(s[: part.entered] for s in left))
+    for rows, x in zip(rooms, tokens, strict=True):
+        call.settle(rows, x)
+        x[:, call.end :] = 0
+    for x, wide_x in zip((*found[3:5], *found[6:]), (dw, db, call.turned(dentering.S), dentering.c), strict=True):
+        if x.numel():
+            x.copy_(wide_x)
+    return found
+
+
+def _write(states: State, sequences: slice, source: State) -> None:
+    for s, x in zip(states, source, strict=True):
+        s[sequences] = x
+
+
+def _outputs(t: TTTTensors, options: TTTOptions) -> tuple[TTTResult, State]:
+    """Empty results of the forward and what it keeps. Sizes come from metadata alone, so this is the operator's fake as well."""
+    B, T, HV, D = t.v.shape
+    N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+    states, dtype = B if N is None else N, wide(t.q.dtype)
+    final = states if options.final_state else 0
+    summed = final if options.recurrent else 0
+    result = TTTResult(
+        t.v.new_empty(B, T, HV, D),
+        t.v.new_empty(final, HV, D, D, dtype=options.state_dtype),
+        t.v.new_empty(final, HV, 1, D, dtype=options.state_dtype),
+        t.v.new_empty(summed, HV, D, D, dtype=dtype),
+        t.v.new_empty(summed, HV, 1, D, dtype=dtype),
+        t.v.new_empty(summed, dtype=torch.int32 if t.position is None else t.position.dtype),
+    )
+    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if options.save else 0
+    return result, State(t.v.new_zeros(rows, HV, D, D, dtype=dtype), t.v.new_zeros(rows, HV, 1, D, dtype=dtype))
+
+
+def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int) -> int:
+    C = options.chunk_size
+    if options.recurrent:
+        N = B if N is None else N
+        B, T = 1, B * T + N * (C - 1)  # as many idle rows as the mini-batches can lack
+    return split.chunk_rows(B, T, N, C) if options.keep_states else split.border_rows(B, T, N, C, per_part)
+
+
+def _gradients(t: TTTTensors) -> tuple[Tensor, ...]:
+    """Empty results of the backward, and its fake: each tensor's gradient, no elements for a state that was not given."""
+    return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    result, kept = _outputs(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:]))
+    return *result, *kept
+
+
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return _gradients(TTTTensors(*arguments[:TENSORS]))
+
+
+KEPT_SCHEMA = "Tensor kept_state, Tensor kept_bias"
+
+_forward_op = register(
+    f"ttt_fwd({TENSORS_SCHEMA}, {TTTOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, Tensor final_grad, "
+    f"Tensor final_bias_grad, Tensor final_position, {KEPT_SCHEMA})",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    f"ttt_bwd({TENSORS_SCHEMA}, {KEPT_SCHEMA}, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, Tensor? dbias_grad, "
+    f"{TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, Tensor dinitial_state, "
+    "Tensor dinitial_bias)",
+    _backward,
+    _backward_fake,
+)

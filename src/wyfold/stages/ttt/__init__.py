@@ -1,0 +1,69 @@
+"""TTT-Linear, mini-batch by mini-batch (docs/algorithm.md, section 8), and its adjoint.
+
+A mini-batch of n rows takes all its inner gradients N at the state (S, c) it entered with:
+
+    O = q S + c - e (Bm N)         out = O + w LN(O) + u
+    S <- S - e_n k^T N             c <- c - e_n sum(N)            e_n: step size of the last row that holds a token
+
+An open mini-batch is one that a caller may go on with. Its state stays (S, c); G = k^T N and a = sum(N) of the rows so far
+are handed out as `Sums` instead. Going on, its first rows are idle, G and a of an earlier call join those of its own rows.
+
+Source: Learning to (learn at test time), arXiv:2407.04620; dual form of the mini-batch, section 2.5 there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class MiniBatches(NamedTuple):
+    """A part's tokens as the inner model sees them, n mini-batches of C rows.
+
+    Attributes:
+        q, k: [n, C, D]. q times scale.
+        t: [n, C, D]. u - v + k.
+        e: [n, C, 1] step sizes.
+        e_last: [n, 1, 1] the step that closes the mini-batch, zero where it stays open.
+        w, u: [n, 1, D] weight and bias of both norms.
+        idle: [n, C, 1] bool, True in rows without a token; None: there are none.
+    """
+
+    q: Tensor
+    k: Tensor
+    t: Tensor
+    e: Tensor
+    e_last: Tensor
+    w: Tensor
+    u: Tensor
+    idle: Tensor | None
+
+
+class State(NamedTuple):
+    """The inner model, or sums of its gradients, or a gradient of either.
+
+    Attributes:
+        S: [.., D, D] matrix.
+        c: [.., 1, D] bias.
+    """
+
+    S: Tensor
+    c: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of a part's `MiniBatches`.
+
+    Attributes:
+        q, k, v: [n, C, D]. q's without the factor scale.
+        e: [n, C, 1], that of `e_last` included.
+        w, u: [n, D], a share of every mini-batch.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    e: Tensor
+    w: Tensor
+    u: Tensor
