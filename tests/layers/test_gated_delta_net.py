@@ -6,6 +6,7 @@ from torch.nn.functional import silu, softplus
 
 from wyfold import SequenceLayout, reference
 from wyfold.layers import DecayParameters, GatedDeltaNet
+from wyfold.reference import error
 
 
 @pytest.fixture
@@ -74,8 +75,6 @@ def test_decay_parameters_are_reached_by_a_forward(build):
 
 
 def test_decay_parameters_may_stay_float32_in_a_16_bit_layer(build, formula):
-    from wyfold.reference import error
-
     layer = build("gated_delta_net", torch.float32).bfloat16()
     layer.decay_parameters.float()
     x = torch.randn(1, 20, 24, dtype=torch.bfloat16, requires_grad=True)
@@ -84,3 +83,32 @@ def test_decay_parameters_may_stay_float32_in_a_16_bit_layer(build, formula):
     assert y.dtype == torch.bfloat16 and layer.decay_parameters.A_log.grad.dtype == torch.float32
     truth = formula(layer.double(), x.double())
     assert error.rms(y, truth) < 2**-8 * 4  # a few roundings of bfloat16 on the way through the layer
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_from_hf_is_the_same_layer(family, float64_bounds):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = heads | {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "hidden_size": 24, "num_hidden_layers": 1}
+    if family == "qwen3_next":
+        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet as Theirs
+
+        config = transformers.Qwen3NextConfig(**sizes, rms_norm_eps=1e-5)
+    else:
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet as Theirs
+
+        config = transformers.Qwen3_5TextConfig(**sizes, rms_norm_eps=1e-5)
+    theirs = Theirs(config, 0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    ours = GatedDeltaNet.from_hf(theirs)
+    assert ours.norm.eps == 1e-5 and ours.norm.round_before_weight
+    x = torch.randn(2, 21, 24)
+    # Theirs computes in float32 whatever it is given: 21 tokens of rounding.
+    float64_bounds.within("y", ours(x).double(), theirs(x).double(), 2e-6)
+
+
+def test_from_hf_takes_no_other_layer():
+    with pytest.raises(ValueError, match=r"^GatedDeltaNet.from_hf: layer must have Qwen's projections, got Linear$"):
+        GatedDeltaNet.from_hf(torch.nn.Linear(3, 3))

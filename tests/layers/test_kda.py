@@ -57,3 +57,30 @@ def test_state_dict_names_are_stable():
 def test_a_bound_must_be_below_zero(lower_bound):
     with pytest.raises(ValueError, match=r"^KimiDeltaAttention: lower_bound must be"):
         KimiDeltaAttention(16, 1, head_dim=16, lower_bound=lower_bound)
+
+
+@pytest.mark.parametrize(("family", "bound"), [("kimi_linear", None), ("glm5_next", -5.0)])
+def test_from_hf_is_the_same_layer(family, bound, float64_bounds):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if family == "kimi_linear":
+        from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig as Config
+        from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention as Theirs
+    else:
+        from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig as Config
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention as Theirs
+
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "linear_num_heads": 2, "linear_head_dim": 16}
+    theirs = Theirs(Config(**sizes, rms_norm_eps=1e-5), 0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+    ours = KimiDeltaAttention.from_hf(theirs)
+    assert ours.norm.eps == 1e-5 and ours.lower_bound == bound
+    x = torch.randn(2, 21, 24)
+    # Theirs computes in float32 whatever it is given: 21 tokens of rounding.
+    float64_bounds.within("y", ours(x).double(), theirs(x).double(), 2e-6)
+
+
+def test_from_hf_takes_no_other_layer():
+    with pytest.raises(ValueError, match=r"^KimiDeltaAttention.from_hf: layer must have Kimi's gates, got Linear$"):
+        KimiDeltaAttention.from_hf(torch.nn.Linear(3, 3))

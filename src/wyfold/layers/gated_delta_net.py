@@ -82,9 +82,53 @@ class GatedDeltaNet(DeltaMixer):
         self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
         self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps)
 
+    @classmethod
+    def from_hf(cls, layer: nn.Module) -> GatedDeltaNet:
+        """A copy of a transformers layer of the Qwen family, its projections fused (Qwen3-Next) or split (Qwen3.5).
+
+        Args:
+            layer: A Qwen3NextGatedDeltaNet, or a layer with the parameters of Qwen3_5GatedDeltaNet.
+
+        Raises:
+            ValueError: a layer of another kind.
+        """
+        source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
+        if not ({"in_proj_qkvz.weight", "in_proj_ba.weight"} <= source.keys() or "in_proj_qkv.weight" in source):
+            raise ValueError(f"GatedDeltaNet.from_hf: layer must have Qwen's projections, got {type(layer).__name__}")
+        H, HV, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        if "in_proj_qkvz.weight" in source:
+            # Rows of one key head and its group of value heads stand together: q, k, v..., z... and b..., a...
+            q, k, v, z = _grouped_rows(source.pop("in_proj_qkvz.weight"), H, [K, K, HV // H * V, HV // H * V])
+            b, a = _grouped_rows(source.pop("in_proj_ba.weight"), H, [HV // H, HV // H])
+            qkv = torch.cat([q, k, v])
+        else:
+            qkv, z, b, a = (source.pop(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a"))
+        with torch.device("meta"):
+            eps = layer.layer_norm_epsilon
+            ours = cls(layer.hidden_size, H, HV, K, V, layer.conv_kernel_size, norm_eps=eps)
+        ours.norm.round_before_weight = True
+        weights = {
+            "qkv.weight": qkv,
+            "conv.weight": source["conv1d.weight"].squeeze(1),
+            "beta.weight": b,
+            "decay.weight": a,
+            "decay_parameters.A_log": source["A_log"],
+            "decay_parameters.dt_bias": source["dt_bias"],
+            "gate.weight": z,
+            "norm.weight": source["norm.weight"],
+            "out.weight": source["out_proj.weight"],
+        }
+        ours.load_state_dict(weights, assign=True)
+        return ours
+
     def gate_arguments(self, x: Tensor) -> dict[str, Any]:
         A_log, dt_bias = self.decay_parameters()
         return {"g": self.decay(x), "use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate(x).view_as(o))
+
+
+def _grouped_rows(weight: Tensor, groups: int, sizes: list[int]) -> list[Tensor]:
+    """Parts of a matrix whose rows repeat, group after group, in pieces of the given sizes."""
+    return [part.flatten(0, 1) for part in weight.unflatten(0, (groups, -1)).split(sizes, dim=1)]

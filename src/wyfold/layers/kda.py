@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wyfold.layers.delta_net import DeltaMixer
@@ -55,6 +56,38 @@ class KimiDeltaAttention(DeltaMixer):
         self.gate_down = nn.Linear(hidden_size, self.head_v_dim, bias=False)
         self.gate_up = nn.Linear(self.head_v_dim, self.value_size)
         self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid")
+
+    @classmethod
+    def from_hf(cls, layer: nn.Module) -> KimiDeltaAttention:
+        """A copy of a transformers layer that names its parameters as KimiLinearDeltaAttention does; GLM-5 Next's too.
+
+        Raises:
+            ValueError: a layer of another kind.
+        """
+        source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
+        if "forget_gate.A_log" not in source:
+            raise ValueError(f"KimiDeltaAttention.from_hf: layer must have Kimi's gates, got {type(layer).__name__}")
+        H, K = layer.num_heads, layer.head_dim
+        bound = getattr(layer.forget_gate, "safe_gate_lower_bound", None)
+        with torch.device("meta"):
+            sizes = (layer.hidden_size, H, H, K, K, layer.conv_kernel_size)
+            ours = cls(*sizes, lower_bound=bound, norm_eps=layer.layer_norm_epsilon)
+        weights = {
+            "qkv.weight": torch.cat([source[f"{part}_proj.weight"] for part in "qkv"]),
+            "conv.weight": source["conv1d.weight"].squeeze(1),
+            "beta.weight": source["b_proj.weight"],
+            "decay_down.weight": source["forget_gate.f_a_proj.weight"],
+            "decay_up.weight": source["forget_gate.f_b_proj.weight"],
+            "decay_parameters.A_log": source["forget_gate.A_log"].reshape(H),  # stored as [1, 1, H, 1]
+            "decay_parameters.dt_bias": source["forget_gate.dt_bias"].reshape(H, K),
+            "gate_down.weight": source["g_a_proj.weight"],
+            "gate_up.weight": source["g_b_proj.weight"],
+            "gate_up.bias": source.get("g_b_proj.bias", torch.zeros_like(source["g_b_proj.weight"][:, 0])),
+            "norm.weight": source["o_norm.weight"],
+            "out.weight": source["o_proj.weight"],
+        }
+        ours.load_state_dict(weights, assign=True)
+        return ours
 
     def gate_arguments(self, x: Tensor) -> dict[str, Any]:
         A_log, dt_bias = self.decay_parameters()

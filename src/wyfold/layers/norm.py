@@ -18,14 +18,18 @@ class GatedRMSNorm(nn.Module):
         width: Size of the last dimension, D.
         eps: Added to the mean square.
         activation: "swish" (Gated DeltaNet), "silu" (the same) or "sigmoid" (Kimi Delta Attention).
+        round_before_weight: Whether x is rounded to its dtype before the weight, as Qwen's checkpoints were trained.
     """
 
-    def __init__(self, width: int, *, eps: float = 1e-6, activation: str = "swish"):
+    def __init__(
+        self, width: int, *, eps: float = 1e-6, activation: str = "swish", round_before_weight: bool = False
+    ):
         super().__init__()
         check.integer("GatedRMSNorm", "width", width, least=1)
         check.choice("GatedRMSNorm", "activation", activation, ("swish", "silu", "sigmoid"))
         self.eps = check.number("GatedRMSNorm", "eps", eps)
-        self.activation = activation
+        check.flag("GatedRMSNorm", round_before_weight=round_before_weight)
+        self.activation, self.round_before_weight = activation, round_before_weight
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
@@ -38,7 +42,14 @@ class GatedRMSNorm(nn.Module):
         Returns:
             y: [..., D], dtype of x.
         """
-        return rms_norm_gated(x, g, self.weight, activation=self.activation, eps=self.eps)
+        return rms_norm_gated(
+            x,
+            g,
+            self.weight,
+            activation=self.activation,
+            eps=self.eps,
+            round_before_weight=self.round_before_weight,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"

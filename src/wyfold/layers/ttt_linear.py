@@ -111,15 +111,15 @@ class TTTLinear(nn.Module):
         )
         if cache is None:
             start, start_bias = (s.expand(N, *s.shape) for s in (self.start, self.start_bias))
-            o, _, _ = self._whole(rows, start, start_bias, layout)
+            o, _, _ = self._in_batches(rows, start, start_bias, layout, leaving=False)
         else:
             o = self._resume(rows, N, layout, cache)
         return self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
 
-    def _whole(
-        self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows in mini-batches, of which the last may be short: what was read, the state and bias that leave."""
+    def _in_batches(
+        self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None, *, leaving: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """All rows in mini-batches, of which the last may be short: what was read; at will, state and bias that leave."""
         return chunk_ttt_linear(
             rows.q,
             rows.k,
@@ -131,7 +131,7 @@ class TTTLinear(nn.Module):
             chunk_size=self.mini_batch,
             initial_state=state,
             initial_state_bias=bias,
-            output_final_state=True,
+            output_final_state=leaving,
             cu_seqlens=layout,
         )
 
@@ -162,8 +162,9 @@ class TTTLinear(nn.Module):
             o, state = self._by_token(rows.between(0, lead), state, layout)
             outputs.append(o)
         if whole > 0:
-            o, *leaving = self._whole(rows.between(lead, lead + whole), state.state, state.bias, None)
-            state = self._opened(N, *leaving)
+            middle = rows.between(lead, lead + whole)
+            o, *entered = self._in_batches(middle, state.state, state.bias, None, leaving=True)
+            state = self._opened(N, *entered)
             outputs.append(o)
         if lead + whole < T or not outputs:
             o, state = self._by_token(rows.between(lead + whole, T), state, layout)
