@@ -72,6 +72,9 @@ format: $(VENV)/.wyfold
 
 # --- the environment -------------------------------------------------------------------------------------------------
 
+# Where the interpreter no longer starts (an upgraded system, a moved folder), the stamps are worth nothing.
+$(shell test ! -d $(VENV) || $(BIN)/python -c pass 2>/dev/null || rm -f $(VENV)/.made)
+
 # An environment whose pip answers is kept; anything less is made anew.
 $(VENV)/.made:
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && $(PIP) --version >/dev/null 2>&1; \
