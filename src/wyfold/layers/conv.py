@@ -60,7 +60,7 @@ class ShortConvolution(nn.Module):
             activation=self.activation,
             cu_seqlens=layout,
         )
-        if cache is not None:
+        if cache is not None and latest is not None:
             cache["conv"] = latest
         return y
 

@@ -83,7 +83,7 @@ class GatedDeltaNet(DeltaMixer):
         self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps)
 
     @classmethod
-    def from_hf(cls, layer: nn.Module) -> GatedDeltaNet:
+    def from_hf(cls, layer: Any) -> GatedDeltaNet:
         """A copy of a transformers layer of the Qwen family, its projections fused (Qwen3-Next) or split (Qwen3.5).
 
         Args:

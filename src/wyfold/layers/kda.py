@@ -58,7 +58,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid")
 
     @classmethod
-    def from_hf(cls, layer: nn.Module) -> KimiDeltaAttention:
+    def from_hf(cls, layer: Any) -> KimiDeltaAttention:
         """A copy of a transformers layer that names its parameters as KimiLinearDeltaAttention does; GLM-5 Next's too.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class TTTLinear(nn.Module):
     def _in_batches(
         self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None, *, leaving: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """All rows in mini-batches, of which the last may be short: what was read; at will, state and bias that leave."""
+        """All rows in mini-batches, the last of them maybe short: what was read, and on request the state."""
         return chunk_ttt_linear(
             rows.q,
             rows.k,
@@ -137,7 +137,7 @@ class TTTLinear(nn.Module):
 
     def _by_token(self, rows: _Rows, state: TTTState, layout: SequenceLayout | None) -> tuple[Tensor, TTTState]:
         """All rows one after another, the mini-batch they end in left open."""
-        return fused_recurrent_ttt_linear(
+        result = fused_recurrent_ttt_linear(
             rows.q,
             rows.k,
             rows.v,
@@ -150,6 +150,7 @@ class TTTLinear(nn.Module):
             output_final_state=True,
             cu_seqlens=layout,
         )
+        return cast(tuple[Tensor, TTTState], result)
 
     def _resume(self, rows: _Rows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
         """What was read from the cache on: to the end of the open mini-batch, whole ones, the next open one."""
