@@ -41,7 +41,7 @@ def gradients(inputs: Inputs, factors: Factors, borders: Borders, do: Tensor) ->
     dk_write = to_end(torch.bmm(N, dS.transpose(1, 2)), G)
     dg = None
     if G is not None and pairs is not None:
-        carried = (across(G) * (S * dS)).sum(-1)
+        carried = (S * dS).sum(-1) * across(G)[..., 0]
         dg = gate_gradient(q * dq_read + k * dk_read, k * dk_write, carried, G, pairs)
     return Gradients(dq.add_(dq_read), dk.add_(dk_read).add_(dk_write), dR, dbeta, dg)
 
