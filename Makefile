@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Plain `=`: a caller's environment cannot leave tests out, only the command line can.
 ARGS =
-OP = all
+OP =
 
 .PHONY: help demo test check lint types imports architecture repeats budgets bench format lock
 
@@ -41,9 +41,15 @@ test: $(VENV)/.wyfold
 
 check: lint types imports architecture repeats budgets
 
+# The tests of what is timed come first: no number on red.
+TESTS_delta_rule := tests/ops/test_delta_rule.py
+TESTS_gdn := tests/ops/test_gated_delta_rule.py
+TESTS_kda := tests/ops/test_kda.py
+TESTS_ttt := tests/ops/test_ttt_linear.py
+
 bench: $(VENV)/.bench
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/ops $(if $(filter all,$(OP)),,-k $(OP))
-	$(BIN)/wyfold bench $(if $(filter all,$(OP)),,--op $(OP)) --out docs/results
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(or $(TESTS_$(OP:recurrent_%=%)),tests/ops)
+	$(BIN)/wyfold bench $(OP) --out docs/results
 
 # --- what `make check` is made of ------------------------------------------------------------------------------------
 
