@@ -81,7 +81,9 @@ def call_delta(
     cu, N = _check_boundaries(op, q, cu_seqlens, cu_seqlens_cpu, sizes["B"], sizes["T"])
     _check_state(op, q, initial_state, state_dtype, state_v_first, {**sizes, "N": N})
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True; else scale beta yourself")
+        raise ValueError(
+            f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True; else scale beta yourself"
+        )
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = _check_gate(op, g, gate, sizes)
@@ -91,7 +93,9 @@ def call_delta(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     recurrent = chunk is None
-    stages = (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
+    stages = (
+        (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
+    )
     per_part = chunks_per_part(q, v, recurrent)
     plan = table.plan(
         op,
@@ -233,7 +237,9 @@ def _check_parameters(op: str, gate: GateFlags, sizes: dict[str, int]) -> None:
         legal = ([HV, K], [HV * K]) if gate.channel else ([HV],)
         if list(check.tensor(op, "dt_bias", gate.dt_bias).shape) not in legal:
             wanted = "[HV, K] or [HV * K]" if gate.channel else "[HV]"
-            raise ValueError(f"{op}: dt_bias must be {wanted} = {' or '.join(map(str, legal))}, got {list(gate.dt_bias.shape)}")
+            raise ValueError(
+                f"{op}: dt_bias must be {wanted} = {' or '.join(map(str, legal))}, got {list(gate.dt_bias.shape)}"
+            )
 
 
 def _check_gate_contents(op: str, g: Tensor, clamp: float) -> None:

@@ -102,8 +102,8 @@ def fused_recurrent_delta_rule(
         o_t = scale S^T q_t
 
 
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its backward keeps a
-    state every 64 tokens and rebuilds the others.
+    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
+    backward keeps a state every 64 tokens and rebuilds the others.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.

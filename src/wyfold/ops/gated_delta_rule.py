@@ -46,26 +46,30 @@ def chunk_gated_delta_rule(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    The past never depends on the future, a packed batch gives the bits of its sequences run alone, and a call split at a
-    multiple of `chunk_size` tokens, the state handed on, gives the bits of one call.
+    The past never depends on the future, a packed batch gives the bits of its sequences run alone, and a call split
+    at a multiple of `chunk_size` tokens, the state handed on, gives the bits of one call.
 
     Args:
-        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides. Never written.
-        k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the state bounded.
+        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides. Never
+            written.
+        k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
+            state bounded.
         v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).
         g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf forgets all before. None: no decay.
         beta: [B, T, HV] any float. Write strength in [0, 1], or [0, 2] with negative eigenvalues. None: 1.
         scale: Multiplies q, not the state. Default K ** -0.5.
-        initial_state: [N, HV, K, V] float32, bfloat16 or float16; N = B, or the number of packed sequences. None: zeros.
+        initial_state: [N, HV, K, V] float32, bfloat16 or float16; N = B, or the number of packed sequences. None:
+            zeros.
         output_final_state: Whether to return the states after the last tokens.
         use_qk_l2norm_in_kernel: Rows of q and k become x (sum x^2 + 1e-6)^(-1/2).
         use_beta_sigmoid_in_kernel: beta arrives as a logit; its sigmoid is used.
         allow_neg_eigval: With the sigmoid: twice it, in [0, 2].
         state_v_first: States are [N, HV, V, K], in and out.
         state_dtype: Storage of returned states: float32 (default), bfloat16 or float16.
-        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`. Empty sequences are
-            legal; rows past the last boundary are never read and their outputs and gradients are zero.
-        return_intermediate_states: Return, third, states after every `checkpoint_every` tokens of each sequence. No gradient.
+        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`. Empty
+            sequences are legal; rows past the last boundary are never read and their outputs and gradients are zero.
+        return_intermediate_states: Return, third, states after every `checkpoint_every` tokens of each sequence. No
+            gradient.
         checkpoint_every: Tokens between them, default 64; a multiple of `chunk_size`.
         batch_invariant: Forbid plans that depend on more than a sequence itself. Eager has none: same bits either way.
         use_gate_in_kernel: g arrives before its activation, g = -exp(A_log) softplus(g + dt_bias).
@@ -79,8 +83,8 @@ def chunk_gated_delta_rule(
     Returns:
         o: [B, T, HV, V], dtype of v.
         final_state: [N, HV, K, V] in `state_dtype`, or None. An empty sequence returns its initial state bit for bit.
-        states: Only with `return_intermediate_states`: [B, T // n, HV, K, V] after n, 2n, ... tokens; packed [T // n, HV, K, V],
-            sequence i's first row at `SequenceLayout.checkpoint_offsets(n)[i]`, unused rows 0.
+        states: Only with `return_intermediate_states`: [B, T // n, HV, K, V] after n, 2n, ... tokens; packed [T // n,
+            HV, K, V], sequence i's first row at `SequenceLayout.checkpoint_offsets(n)[i]`, unused rows 0.
 
     Differentiable, once, in every tensor above, the final state included. A gradient has its argument's dtype.
 
@@ -158,8 +162,8 @@ def fused_recurrent_gated_delta_rule(
         o_t = scale S^T q_t
 
 
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its backward keeps a
-    state every 64 tokens and rebuilds the others.
+    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
+    backward keeps a state every 64 tokens and rebuilds the others.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.

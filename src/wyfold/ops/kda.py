@@ -50,7 +50,8 @@ def chunk_kda(
     With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
     g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)); dt_bias is [HV, K] or [HV * K].
 
-    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in every backend.
+    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
+    every backend.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
@@ -122,13 +123,14 @@ def fused_recurrent_kda(
         o_t = scale S^T q_t
 
 
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its backward keeps a
-    state every 64 tokens and rebuilds the others.
+    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
+    backward keeps a state every 64 tokens and rebuilds the others.
 
     With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
     g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)); dt_bias is [HV, K] or [HV * K].
 
-    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in every backend.
+    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
+    every backend.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.

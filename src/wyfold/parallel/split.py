@@ -6,7 +6,6 @@ no bit: a part border is the same thing as a user's own split of a call at a chu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,7 +67,7 @@ def border_rows(B: int, T: int, N: int | None, chunk_size: int, per_part: int) -
     """Rows that hold the entering state of every part, from sizes alone: N is None for a dense batch."""
     if N is not None:
         return _ceil_div(chunk_rows(B, T, N, chunk_size), per_part)
-    rows, columns = _dense_block(B, per_part)
+    _, columns = _dense_block(B, per_part)
     return B * _ceil_div(_ceil_div(T, chunk_size), columns)
 
 

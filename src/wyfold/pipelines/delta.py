@@ -1,7 +1,7 @@
 """DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function, each direction a list of launches.
 
-The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the parts
-back from the states that the forward kept at their borders, and rebuilds what lies between.
+The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the
+parts back from the states that the forward kept at their borders, and rebuilds what lies between.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class _Call:
     def scaled(self, do: Tensor | None, part: Part) -> Tensor:
         """Tiles of scale * do."""
         if do is None:
-            return self.tensors.q.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.V, dtype=self.dtype)
+            return self.tensors.q.new_zeros(
+                part.table.chunks * self.HV, self.options.chunk_size, self.V, dtype=self.dtype
+            )
         return to_chunks(part.block(do), part.table, self.HV, self.dtype).mul_(self.options.scale)
 
     def outside(self, states: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class _Call:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = _Call(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[10:]))
-    v, options = call.tensors.v, call.options
+    options = call.options
     o, final_state, states, *saved = _outputs(call.tensors, options)
     borders, kept, carried = saved[0], Factors(None, *saved[1:]), saved[0][:0]
     if call.cu is not None:
@@ -140,7 +142,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
             S[: part.entered] = carried
             if options.save:
                 borders[part.index : part.index + part.entered] = carried
-        inputs, block, leaving = call.load(part), part.block(o), None if checkpoints is None else checkpoints.leaving(part)
+        inputs, block, leaving = (
+            call.load(part),
+            part.block(o),
+            None if checkpoints is None else checkpoints.leaving(part),
+        )
         if options.recurrent:
             S = call.stage("recurrent").recurrent(inputs, S, part.table, options.scale, block, leaving)
         else:
@@ -177,7 +183,9 @@ def _backward(*arguments: Any) -> list[Tensor]:
         if options.recurrent:
             tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
         else:
-            part_kept = Factors(None, *(_of_part(whole, part, call) for whole in kept[1:])) if options.keep_factors else None
+            part_kept = (
+                Factors(None, *(_of_part(whole, part, call) for whole in kept[1:])) if options.keep_factors else None
+            )
             factors = call.stage("prepare").fold(inputs, part_kept)
             at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
             tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
@@ -206,7 +214,9 @@ def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...]:
         return t.v.new_empty(size, dtype=dtype)
 
     n = options.checkpoint_every
-    final_state = empty(*((B if N is None else N, HV, *state) if options.final_state else (0,)), dtype=options.state_dtype)
+    final_state = empty(
+        *((B if N is None else N, HV, *state) if options.final_state else (0,)), dtype=options.state_dtype
+    )
     rows = ((B, T // n) if N is None else (T // n,)) if n else (0,)
     states = t.v.new_zeros(*rows, *((HV, *state) if n else ()), dtype=options.state_dtype)
     per_part = chunks_per_part(t.q, t.v, options.recurrent)
@@ -265,13 +275,16 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 SAVED_SCHEMA = "Tensor borders, Tensor E, Tensor F, Tensor A, Tensor J, Tensor P"
 
+_RESULTS_SCHEMA = f"(Tensor o, Tensor final_state, Tensor states, {SAVED_SCHEMA})"
+
 _forward_op = register(
-    f"delta_fwd({TENSORS_SCHEMA}, {DeltaOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor states, {SAVED_SCHEMA})",
+    f"delta_fwd({TENSORS_SCHEMA}, {DeltaOptions.SCHEMA}) -> {_RESULTS_SCHEMA}",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
-    f"delta_bwd({TENSORS_SCHEMA}, {SAVED_SCHEMA}, Tensor? do, Tensor? dST, bool[] needs, {DeltaOptions.SCHEMA}) -> Tensor[]",
+    f"delta_bwd({TENSORS_SCHEMA}, {SAVED_SCHEMA}, Tensor? do, Tensor? dST, bool[] needs, {DeltaOptions.SCHEMA})"
+    " -> Tensor[]",
     _backward,
     _backward_fake,
 )

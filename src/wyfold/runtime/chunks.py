@@ -1,8 +1,8 @@
 """Which tokens each chunk of a part holds, decided on the host.
 
-A part is a run of whole chunks that one pass of the launches handles (`parallel/split.py` cuts them). Inside a part chunks
-are numbered column by column: column j holds the j-th chunk of every sequence that has one, longest sequences first, so
-that a scan steps through columns and the sequences still running are always a prefix of the states.
+A part is a run of whole chunks that one pass of the launches handles (`parallel/split.py` cuts them). Inside a part
+chunks are numbered column by column: column j holds the j-th chunk of every sequence that has one, longest sequences
+first, so that a scan steps through columns and the sequences still running are always a prefix of the states.
 """
 
 from __future__ import annotations

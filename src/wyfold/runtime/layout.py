@@ -21,10 +21,12 @@ class SequenceLayout:
     """Boundaries of the documents that share one buffer of tokens.
 
     Sequence n holds tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1; tokens from cu_seqlens[N] on belong to none, are
-    never read, and their outputs are zero. A layout is a pytree and equal layouts give equal bits, however they were made.
+    never read, and their outputs are zero. A layout is a pytree and equal layouts give equal bits, however they were
+    made.
 
     Args:
-        cu_seqlens: [N+1] int32 or int64. Non-decreasing, from 0 to at most `tokens`; equal neighbours are an empty sequence.
+        cu_seqlens: [N+1] int32 or int64. Non-decreasing, from 0 to at most `tokens`; equal neighbours are an empty
+            sequence.
         tokens: Length of the buffer, T of every tensor the layout goes with.
         max_seqs: Capacity: N is raised to it by empty sequences at the end, so that `update_` can bring more of them.
 
@@ -57,7 +59,9 @@ class SequenceLayout:
         self.cu_seqlens = cu_seqlens
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], *, tokens: int | None = None, device: torch.device | str | None = None) -> SequenceLayout:
+    def from_lengths(
+        cls, lengths: list[int], *, tokens: int | None = None, device: torch.device | str | None = None
+    ) -> SequenceLayout:
         """Layout of sequences of the given lengths, one after another; `tokens` defaults to their sum."""
         if any(check.integer(_NAME, "lengths", length, least=0) < 0 for length in lengths):
             raise ValueError(f"{_NAME}: lengths must not be negative, got {lengths}")
@@ -92,7 +96,7 @@ class SequenceLayout:
     def _from_starts(cls, starts: Tensor, max_seqs: int | None, end: Tensor | None = None) -> SequenceLayout:
         T = starts.shape[0]
         N = int(starts.sum()) if max_seqs is None else max_seqs
-        # Tokens sorted starts first, each group in its order: the first N are the starts, the others are clamped to the end.
+        # Tokens sorted starts first, each group in its order: the first N are the starts, the rest take the end.
         first = torch.argsort(~starts, stable=True)[:N]
         found = torch.arange(first.shape[0], device=starts.device) < starts.sum()
         end = torch.tensor(T, device=starts.device) if end is None else end
@@ -143,7 +147,7 @@ class SequenceLayout:
         return torch.cat([rows.new_zeros(1), rows])
 
     def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
-        """Refill the boundaries in place, for CUDA graph replay and reused buffers; fewer sequences leave empty ones."""
+        """Refill the boundaries in place, for graph replay and reused buffers; fewer sequences leave empty ones."""
         boundaries(_NAME, cu_seqlens)
         if check.readable(cu_seqlens):
             legal_boundaries(_NAME, cu_seqlens, self.tokens)
@@ -212,7 +216,9 @@ def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     if first != 0:
         raise ValueError(f"{op}: cu_seqlens must begin with 0, got {first}")
     if bool((cu.diff() < 0).any()):
-        raise ValueError(f"{op}: cu_seqlens must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}")
+        raise ValueError(
+            f"{op}: cu_seqlens must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}"
+        )
     if last > tokens:
         raise ValueError(f"{op}: cu_seqlens must end at most at T = {tokens}, got {last}")
     return cu

@@ -55,8 +55,8 @@ class DeltaOptions:
 
     SCHEMA = (
         "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
-        "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, int chunk_size, "
-        "int checkpoint_every, bool save, bool keep_factors, str backend"
+        "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
+        "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend"
     )
 
     def scalars(self) -> tuple[object, ...]:

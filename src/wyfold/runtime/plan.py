@@ -37,7 +37,10 @@ class Plan:
     def __str__(self) -> str:
         rows = [("operator", self.operator), ("backend", self.backend)]
         rows += [("forward", ", ".join(self.forward)), ("backward", ", ".join(self.backward) or "none")]
-        rows += [("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)), ("parts", str(self.parts))]
+        rows += [
+            ("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)),
+            ("parts", str(self.parts)),
+        ]
         rows += [(name, ", ".join(getattr(self, name)) or "none") for name in ("copies", "collectives", "compiles")]
         rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
         return "\n".join(f"{name:12} {value}" for name, value in rows)

@@ -1,7 +1,7 @@
 """Registration of operators with torch: one scheme, define + impl + fake, for every forward and every backward.
 
-The gradient belongs to the `torch.autograd.Function` that calls the pair; a registered operator itself has none. That is a
-third of the host time of `register_autograd`, and a compiler sees one opaque node with known shapes.
+The gradient belongs to the `torch.autograd.Function` that calls the pair; a registered operator itself has none. That
+is a third of the host time of `register_autograd`, and a compiler sees one opaque node with known shapes.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Gradients(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Where a part's gradients go: views of the tokens' gradients, and the parameters' sums; None where none is wanted."""
+    """Where a part's gradients go: views of the tokens' gradients, and the parameters' sums; None where none is
+    wanted."""
 
     q: Tensor | None
     k: Tensor | None

@@ -1,7 +1,8 @@
 """Which backend serves which launch: the whole of dispatch.
 
-A row names a module by its path, imported at first use, so that no backend's dependencies are needed by another. Without a
-demand, tensors on CUDA never land on eager, and tensors elsewhere always do; a demanded backend serves or refuses.
+A row names a module by its path, imported at first use, so that no backend's dependencies are needed by another.
+Without a demand, tensors on CUDA never land on eager, and tensors elsewhere always do; a demanded backend serves or
+refuses.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ def plan(
         raise UnsupportedError(message, {backend: reasons[backend]})
     chosen = backend or [name for name in BACKENDS if name not in reasons][-1]
     return settle(
-        Plan(
-            operator, chosen, _named(forward, chosen), _named(backward, chosen), reasons, chunk_size, parts, copies
-        )
+        Plan(operator, chosen, _named(forward, chosen), _named(backward, chosen), reasons, chunk_size, parts, copies)
     )
 
 

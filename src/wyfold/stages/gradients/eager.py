@@ -39,9 +39,9 @@ def gradients(inputs: Inputs, factors: Factors, borders: Borders, do: Tensor) ->
     dq_read = from_start(torch.bmm(do, S_T), G)
     dk_read = from_start(torch.bmm(dR, S_T), G).neg_()
     dk_write = to_end(torch.bmm(N, dS.transpose(1, 2)), G)
-    dg = None
-    if G is not None and pairs is not None:
-        carried = (S * dS).sum(-1) * across(G)[..., 0]
+    dg, decay = None, across(G)
+    if G is not None and decay is not None and pairs is not None:
+        carried = (S * dS).sum(-1) * decay[..., 0]
         dg = gate_gradient(q * dq_read + k * dk_read, k * dk_write, carried, G, pairs)
     return Gradients(dq.add_(dq_read), dk.add_(dk_read).add_(dk_write), dR, dbeta, dg)
 
@@ -80,7 +80,11 @@ def unload(
         if options.beta_logit:
             dbeta = dbeta * inputs.beta * (1 - inputs.beta / options.beta_most)
         from_chunks(dbeta, table, out.beta[..., None])
-    if g is not None and found.g is not None and (out.g is not None or out.A_log is not None or out.dt_bias is not None):
+    if (
+        g is not None
+        and found.g is not None
+        and (out.g is not None or out.A_log is not None or out.dt_bias is not None)
+    ):
         _unload_gate(found.g, g, A_log, dt_bias, table, options, out)
 
 

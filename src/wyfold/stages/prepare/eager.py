@@ -42,7 +42,9 @@ def load(
     rq = rk = None
     if options.qk_l2norm:
         (q, rq), (k, rk) = l2norm(q), l2norm(k)
-    return Inputs(q, k, v, _strength(beta, v, table, options), _gate(g, A_log, dt_bias, HV, table, options, dtype), rq, rk)
+    return Inputs(
+        q, k, v, _strength(beta, v, table, options), _gate(g, A_log, dt_bias, HV, table, options, dtype), rq, rk
+    )
 
 
 def fold(inputs: Inputs, kept: Factors | None = None) -> Factors:

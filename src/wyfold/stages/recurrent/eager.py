@@ -15,7 +15,9 @@ from wyfold.tile.index.eager import from_chunks, ranked, unranked
 Tiles = TypeVar("Tiles", Inputs, Gradients)
 
 
-def recurrent(inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None) -> Tensor:
+def recurrent(
+    inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None
+) -> Tensor:
     """Run a part's tokens from the entering states. Arguments and result as `scan`."""
     HV = S0.shape[1]
     out = torch.empty_like(inputs.v)
@@ -30,9 +32,7 @@ def recurrent(inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Te
     return unranked(S, table)
 
 
-def recurrent_bwd(
-    inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable
-) -> tuple[Gradients, Tensor]:
+def recurrent_bwd(inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable) -> tuple[Gradients, Tensor]:
     """Gradients of a part's inputs and entering states; states are replayed from the entering ones.
 
     Args:
@@ -75,7 +75,7 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
     # Two rows, not one: a product with a single row takes another road in batches of one (docs/facts.md).
-    kq = torch.stack([k, q], 2)
+    kq, k_pair, y_pair = torch.stack([k, q], 2), _paired(k), _paired(v[:, 0])
     qk = (q * k).sum(-1, keepdim=True)
     for t in range(rows):
         if decay is not None:
@@ -86,7 +86,8 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
         y = (v[:, t] - seen[:, 0]).mul_(beta[:, t])
         if out is not None:
             out[:, t] = seen[:, 1] + qk[:, t] * y
-        S.baddbmm_(k[:, t, :, None], y[:, None])
+        y_pair[:, 0] = y
+        S.baddbmm_(k_pair[:, t].transpose(1, 2), y_pair)
 
 
 def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found: Gradients) -> None:
@@ -95,21 +96,28 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
     decay = token_decay(inputs.g)
     decayed: list[Tensor] = []
     _run(S, inputs, rows, None, decayed)
+    q_pair, k_pair, do_pair, de_pair = _paired(q), _paired(k), _paired(do), _paired(v[:, 0])
     for t in reversed(range(rows)):
         Sd = decayed.pop()
         e = v[:, t] - _columns_dot(Sd, k[:, t])
         y = e * beta[:, t]
-        dS.baddbmm_(q[:, t, :, None], do[:, t, None])
+        dS.baddbmm_(q_pair[:, t].transpose(1, 2), do_pair[:, t])
         found.q[:, t] = _rows_dot(Sd, do[:, t]) + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)
         dn = _columns_dot(dS, k[:, t])
         de = beta[:, t] * dn
         found.v[:, t] = de
         found.beta[:, t] = (dn * e).sum(-1, keepdim=True)
         found.k[:, t] = _rows_dot(dS, y) - _rows_dot(Sd, de)
-        dS.baddbmm_(k[:, t, :, None], de[:, None], alpha=-1)
+        de_pair[:, 0] = de
+        dS.baddbmm_(k_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
         if decay is not None and found.g is not None:
             found.g[:, t] = to_gate_shape(_rows_sum(Sd * dS), found.g)
             dS.mul_(decay[:, t])
+
+
+def _paired(x: Tensor) -> Tensor:
+    """A row of zeros beside each row, so that an outer product is one of two rows (see `_run`).   [..., W] -> [..., 2, W]"""
+    return torch.stack([x, torch.zeros_like(x)], -2)
 
 
 def _columns_dot(S: Tensor, k: Tensor) -> Tensor:

@@ -13,7 +13,13 @@ from wyfold.tile.state.eager import advance_, read, residual
 
 
 def scan(
-    inputs: Inputs, factors: Factors, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None
+    inputs: Inputs,
+    factors: Factors,
+    S0: Tensor,
+    table: ChunkTable,
+    scale: float,
+    o: Tensor,
+    leaving: Tensor | None = None,
 ) -> Tensor:
     """Run a part's chunks from the entering states.
 

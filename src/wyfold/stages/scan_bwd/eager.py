@@ -31,7 +31,9 @@ def scan_bwd(
     q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.k, factors.G), across(factors.G)
     states, gradients = inputs.v.new_empty(2, n, K, V)
     R, X = torch.empty_like(inputs.v), torch.bmm(factors.F.transpose(1, 2), do)
-    columns = [slice(first * HV, (first + count) * HV) for first, count in zip(table.starts, table.columns, strict=True)]
+    columns = [
+        slice(first * HV, (first + count) * HV) for first, count in zip(table.starts, table.columns, strict=True)
+    ]
 
     S = ranked(S0, table)
     for c in columns:

@@ -1,7 +1,8 @@
 """Sigmoid and softplus whose bits do not depend on where a number lies in its tensor.
 
-`torch.sigmoid`, `silu` and `softplus` run other code on the last few elements of a block than on the others, which would make
-packed and separate differ in the last bit on the CPU; `torch.exp` and `torch.log1p` do not (docs/facts.md).
+`torch.sigmoid`, `silu` and `softplus` run other code on the last few elements of a block than on the others, which
+would make packed and separate differ in the last bit on the CPU; `torch.exp` and `torch.log1p` do not
+(docs/facts.md).
 """
 
 from __future__ import annotations

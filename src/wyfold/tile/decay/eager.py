@@ -44,7 +44,13 @@ def log_gate(
 
 
 def log_gate_bwd(
-    x: Tensor, dg: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float, clamp: float
+    x: Tensor,
+    dg: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    activation: str,
+    lower_bound: float,
+    clamp: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Adjoint of `log_gate`: dx like x, dA_log [HV], ddt_bias [HV, 1 or K]; None for a parameter that was not given."""
     g = log_gate(x, A_log, dt_bias, activation, lower_bound, 0.0)
@@ -121,7 +127,8 @@ def decayed_grams_bwd(
 
     Returns:
         dq, dk: [n, C, K].
-        dg: Gradient of the per-token gate through the grams, shape of G: the sum over pairs r > s whose interval holds the token.
+        dg: Gradient of the per-token gate through the grams, shape of G: the sum over pairs r > s whose interval
+            holds the token.
     """
     if G is not None and _per_channel(G):
         return _channel_grams_bwd(q, k, G, dJ, dP)
@@ -138,7 +145,8 @@ def decayed_grams_bwd(
 
 
 def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
-    """Gradient of the per-token log gate, interval form: each term is added to the tokens whose decay it passed through.
+    """Gradient of the per-token log gate, interval form: each term is added to the tokens whose decay it passed
+    through.
 
         dg[i] = sum_{r >= i} from_start[r] + sum_{s < i} to_end[s] + across + pairs[i]
 
@@ -196,9 +204,10 @@ def _interval_sum(pairs: Tensor) -> Tensor:
     return _suffix_sum(pairs).tril_(-1).sum(-1)
 
 
-# A channel gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their lower half
-# with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair r > s meets
-# at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal needs no gate.
+# A channel gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their
+# lower half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair
+# r > s meets at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal needs no
+# gate.
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,9 @@ def _diagonal_blocks(X: Tensor, blocks: int) -> Tensor:
     """[n, blocks, 16, 16] view of the diagonal blocks of [n, C, C]."""
     n, rows = X.shape[0], SUBSTITUTION_ROWS
     step = X.stride(1) + X.stride(2)
-    return X.as_strided((n, blocks, rows, rows), (X.stride(0), rows * step, X.stride(1), X.stride(2)), X.storage_offset())
+    return X.as_strided(
+        (n, blocks, rows, rows), (X.stride(0), rows * step, X.stride(1), X.stride(2)), X.storage_offset()
+    )
 
 
 def _substitute(L: Tensor, A: Tensor) -> None:
