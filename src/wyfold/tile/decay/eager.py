@@ -205,9 +205,9 @@ def _interval_sum(pairs: Tensor) -> Tensor:
 
 
 # A channel gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their
-# lower half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair
-# r > s meets at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal needs no
-# gate.
+# lower half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each
+# pair r > s meets at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal
+# needs no gate.
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
