@@ -277,7 +277,8 @@ def test_every_rule_has_its_planted_file():
 
 
 def broken(rule: Callable[[File], Iterator[ast.AST]], folder: Path) -> list[str]:
-    return [f"{file.path}:{getattr(node, 'lineno', 1)}" for file in files(folder) for node in rule(file)]
+    places = (f"{file.path}:{getattr(node, 'lineno', 1)}" for file in files(folder) for node in rule(file))
+    return list(dict.fromkeys(places))
 
 
 @pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)

@@ -95,7 +95,8 @@ def arguments(name: str, change: tuple[str, int] | None = None) -> dict[str, obj
                 dims.append(size(name, letter, another=change == (argument, position)))
         call[argument] = torch.empty(dims, device="meta")
         call |= COMPANIONS.get(argument, {})
-    return call
+    parameters = inspect.signature(getattr(wyfold, name)).parameters
+    return {argument: value for argument, value in call.items() if argument in parameters}
 
 
 def bound_twice(name: str) -> list[tuple[str, int]]:
