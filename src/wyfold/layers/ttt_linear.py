@@ -154,9 +154,13 @@ class TTTLinear(nn.Module):
 
     def _resume(self, rows: _Rows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
         """What was read from the cache on: to the end of the open mini-batch, whole ones, the next open one."""
-        state = self._opened(N) if "state" not in cache else TTTState(*(cache[name] for name in TTTState._fields))
         T = rows.q.shape[1]
-        lead = self._until_closed(state, T) if layout is None else T
+        begun = "state" in cache
+        state = TTTState(*(cache[name] for name in TTTState._fields)) if begun else self._opened(N)
+        if layout is not None:
+            lead = T  # the chunk form would close what each packed sequence leaves open
+        else:
+            lead = self._until_closed(state, T) if begun else 0
         whole = (T - lead) // self.mini_batch * self.mini_batch
         outputs = []
         if lead > 0:
