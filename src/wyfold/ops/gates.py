@@ -1,0 +1,294 @@
+"""From what a layer projects to what the recurrence takes: log decays and write strengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.runtime import check
+from wyfold.runtime.register import register
+from wyfold.stages import table
+from wyfold.stages.gate import GateGradients
+from wyfold.tile.rows.eager import widest
+
+
+def fused_gdn_gate(
+    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Log decay per value head from its pre-activation, as `chunk_gated_delta_rule` makes it with `use_gate_in_kernel`.
+
+        g' = -exp(A_log) softplus(g + dt_bias)
+
+    Differentiable in every tensor. Not floored: an infinite g gives -inf, which the delta operators take as a full
+    reset.
+
+    Args:
+        g: [..., HV] float32, float16, bfloat16 or float64. Pre-activation, any sign.
+        A_log: HV elements in any shape, any float. Natural log of the rate. None: rate 1.
+        dt_bias: [HV] any float. None: 0.
+        output_dtype: Any float. None: float32, float64 if an input is float64.
+
+    Returns:
+        g': [..., HV] natural-log decay per token, <= 0.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device.
+        UnsupportedError: no backend serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> g = wyfold.fused_gdn_gate(torch.zeros(1, 10, 4), A_log=torch.zeros(4))
+        >>> round(g[0, 0, 0].item(), 4)
+        -0.6931
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464.
+    """
+    op = "fused_gdn_gate"
+    check.floating(op, g=check.tensor(op, "g", g))
+    if g.ndim < 1:
+        raise ValueError(f"{op}: g must be [..., HV], got {list(g.shape)}")
+    _check_parameters(op, g, A_log, dt_bias, g.shape[-1:])
+    return _gate(op, g.unsqueeze(-1), A_log, dt_bias, None, output_dtype).squeeze(-1)
+
+
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Log decay per key channel from its pre-activation, as `chunk_kda` makes it with `use_gate_in_kernel`.
+
+        g' = -exp(A_log) softplus(g + dt_bias)                      without a bound
+        g' = lower_bound sigmoid(exp(A_log) (g + dt_bias))          with one
+
+    Differentiable in every tensor. Not floored: without a bound an infinite g gives -inf, which the delta operators
+    take as a full reset.
+
+    Args:
+        g: [..., HV, K] float32, float16, bfloat16 or float64. Pre-activation, any sign.
+        A_log: HV elements in any shape, any float. Natural log of the rate, one for all channels of a head. None:
+            rate 1.
+        dt_bias: [HV, K] or [HV * K] any float. None: 0.
+        lower_bound: < 0. The strongest decay per token, natural log.
+        output_dtype: Any float. None: float32, float64 if an input is float64.
+
+    Returns:
+        g': [..., HV, K] natural-log decay per token, <= 0.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device, or lower_bound >= 0.
+        UnsupportedError: no backend serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> g = wyfold.fused_kda_gate(torch.zeros(1, 10, 4, 32), A_log=torch.zeros(4), lower_bound=-5.0)
+        >>> g[0, 0, 0, 0].item()
+        -2.5
+
+    Source:
+        Kimi Linear, arXiv:2510.26692.
+    """
+    op = "fused_kda_gate"
+    check.floating(op, g=check.tensor(op, "g", g))
+    if g.ndim < 2:
+        raise ValueError(f"{op}: g must be [..., HV, K], got {list(g.shape)}")
+    _check_parameters(op, g, A_log, dt_bias, g.shape[-2:])
+    if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
+        raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
+    return _gate(op, g, A_log, dt_bias, lower_bound, output_dtype)
+
+
+def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Write strength from its logit.
+
+        beta = scale sigmoid(x)
+
+    Differentiable.
+
+    Args:
+        x: [...] float32, float16, bfloat16 or float64; any shape.
+        scale: 1, or 2 where negative eigenvalues are wanted.
+
+    Returns:
+        beta: [...], shape of x, float32; float64 for a float64 x.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong dtype, or a scale that is not finite.
+        UnsupportedError: no backend serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> wyfold.fused_beta_sigmoid(torch.zeros(1, 10, 4), scale=2.0)[0, 0, 0].item()
+        1.0
+    """
+    op = "fused_beta_sigmoid"
+    check.floating(op, x=check.tensor(op, "x", x))
+    plan = table.plan(op, x.device, None, forward=("gate",), backward=("gate",))
+    return _BetaSigmoid.apply(x, check.number(op, "scale", scale), plan.backend)
+
+
+def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, channels: torch.Size) -> None:
+    """channels: [HV] or [HV, K]."""
+    if A_log is not None and check.tensor(op, "A_log", A_log).numel() != channels[0]:
+        raise ValueError(f"{op}: A_log must have HV = {channels[0]} elements, got {list(A_log.shape)}")
+    if dt_bias is not None and check.tensor(op, "dt_bias", dt_bias).shape not in (channels, (channels.numel(),)):
+        wanted = "[HV]" if len(channels) == 1 else f"[HV, K] or [HV * K] = {list(channels)} or"
+        raise ValueError(f"{op}: dt_bias must be {wanted} = [{channels.numel()}], got {list(dt_bias.shape)}")
+    check.floating(op, A_log=A_log, dt_bias=dt_bias)
+    check.alike(op, "device", g=g, A_log=A_log, dt_bias=dt_bias)
+
+
+def _gate(
+    op: str,
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    output_dtype: torch.dtype | None,
+) -> Tensor:
+    """g: [..., HV, 1 or K]."""
+    check.dtype_option(op, "output_dtype", output_dtype)
+    plan = table.plan(op, g.device, None, forward=("gate",), backward=("gate",))
+    activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
+    return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype or widest(g, A_log, dt_bias), plan.backend)
+
+
+class _Gate(torch.autograd.Function):
+    """`wyfold::gate_fwd`, with `wyfold::gate_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        activation: str,
+        lower_bound: float,
+        output_dtype: torch.dtype,
+        backend: str,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.options = (activation, lower_bound, backend)
+        ctx.save_for_backward(g, A_log, dt_bias)
+        return _gate_op(g, A_log, dt_bias, activation, lower_bound, output_dtype, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 7
+        needs = list(ctx.needs_input_grad[:3])
+        found = iter(_gate_bwd_op(*ctx.saved_tensors, dy, needs, *ctx.options))
+        return *(next(found) if need else None for need in needs), None, None, None, None
+
+
+def _gate_run(
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    activation: str,
+    lower_bound: float,
+    output_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    y = g.new_empty(g.shape, dtype=output_dtype)
+    inputs = (_tokens(g), _flat(A_log), _flat(dt_bias))
+    table.launches("gate", backend).gate(*inputs, activation, lower_bound, _tokens(y))
+    return y
+
+
+def _gate_bwd(
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    dy: Tensor,
+    needs: list[bool],
+    activation: str,
+    lower_bound: float,
+    backend: str,
+) -> list[Tensor]:
+    """Gradients of the tensors that need one, in their order."""
+    dtype, (HV, K) = widest(g, A_log, dt_bias), g.shape[-2:]
+    dg = g.new_empty(g.shape) if needs[0] else None
+    dA_log, ddt_bias = (
+        g.new_zeros(size, dtype=dtype) if need else None for size, need in zip(((HV,), (HV, K)), needs[1:])
+    )
+    out = GateGradients(None if dg is None else _tokens(dg), dA_log, ddt_bias)
+    inputs = (_tokens(g), _flat(A_log), _flat(dt_bias))
+    table.launches("gate", backend).gate_bwd(*inputs, activation, lower_bound, _tokens(dy), out)
+    gradients = zip((dg, dA_log, ddt_bias), (g, A_log, dt_bias))
+    return [d.view(x.shape).to(x.dtype) for d, x in gradients if d is not None and x is not None]
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[..., HV, W] as [n, HV, W]."""
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.reshape(-1)
+
+
+_GATE_TENSORS = "Tensor g, Tensor? A_log, Tensor? dt_bias"
+_gate_op = register(
+    f"gate_fwd({_GATE_TENSORS}, str activation, float lower_bound, ScalarType output_dtype, str backend) -> Tensor",
+    _gate_run,
+    lambda g, A_log, dt_bias, activation, lower_bound, output_dtype, backend: g.new_empty(g.shape, dtype=output_dtype),
+)
+_gate_bwd_op = register(
+    f"gate_bwd({_GATE_TENSORS}, Tensor dy, bool[] needs, str activation, float lower_bound, str backend) -> Tensor[]",
+    _gate_bwd,
+    lambda g, A_log, dt_bias, dy, needs, *_: [
+        x.new_empty(x.shape) for x, need in zip((g, A_log, dt_bias), needs) if need
+    ],
+)
+
+
+class _BetaSigmoid(torch.autograd.Function):
+    """`wyfold::beta_sigmoid_fwd`, with `wyfold::beta_sigmoid_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, backend: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.backend = scale, backend
+        ctx.save_for_backward(x)
+        return _beta_op(x, scale, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None
+        return _beta_bwd_op(*ctx.saved_tensors, dy, ctx.scale, ctx.backend), None, None
+
+
+def _beta(x: Tensor, scale: float, backend: str) -> Tensor:
+    y = x.new_empty(x.shape, dtype=widest(x))
+    table.launches("gate", backend).beta_sigmoid(x.reshape(-1, 1), scale, y.view(-1, 1))
+    return y
+
+
+def _beta_bwd(x: Tensor, dy: Tensor, scale: float, backend: str) -> Tensor:
+    dx = x.new_empty(x.shape)
+    table.launches("gate", backend).beta_sigmoid_bwd(x.reshape(-1, 1), scale, dy.reshape(-1, 1), dx.view(-1, 1))
+    return dx
+
+
+_beta_op = register(
+    "beta_sigmoid_fwd(Tensor x, float scale, str backend) -> Tensor",
+    _beta,
+    lambda x, scale, backend: x.new_empty(x.shape, dtype=widest(x)),
+)
+_beta_bwd_op = register(
+    "beta_sigmoid_bwd(Tensor x, Tensor dy, float scale, str backend) -> Tensor",
+    _beta_bwd,
+    lambda x, dy, scale, backend: x.new_empty(x.shape),
+)

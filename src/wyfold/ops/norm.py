@@ -1,0 +1,238 @@
+"""Norms over the last axis: of queries and keys to unit length, of outputs under their gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.runtime import check
+from wyfold.runtime.register import register
+from wyfold.stages import table
+from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
+from wyfold.tile.rows.eager import widest
+
+
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """Rows at unit length, as the delta operators make them with `use_qk_l2norm_in_kernel`.
+
+        y = x / sqrt(sum x^2 + eps)
+
+    Differentiable, eps included. A row's bits do not depend on the rows around it.
+
+    Args:
+        x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero.
+        eps: Added to the squared length; > 0.
+        output_dtype: Any float. None: x's.
+
+    Returns:
+        y: [..., K], computed in float32 or wider and rounded once.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong dtype, an x without an axis, or eps <= 0.
+        UnsupportedError: no backend serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> wyfold.l2norm(torch.tensor([3.0, 4.0])).norm().round().item()
+        1.0
+    """
+    op = "l2norm"
+    _rows(op, x)
+    check.dtype_option(op, "output_dtype", output_dtype)
+    plan = table.plan(op, x.device, None, forward=("norm",), backward=("norm",))
+    return _L2Norm.apply(x, _positive(op, eps), output_dtype or x.dtype, plan.backend)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "swish",
+    eps: float = 1e-6,
+    norm_before_gate: bool = True,
+    round_before_weight: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Root-mean-square norm of rows and output gate.
+
+        rms(z) = z / sqrt(mean z^2 + eps)
+        y = (rms(x) weight + bias) act(g)           norm_before_gate
+        y = rms(x act(g)) weight + bias             otherwise
+
+    Differentiable in every tensor. A row's bits do not depend on the rows around it.
+
+    Args:
+        x: [..., V] float32, float16, bfloat16 or float64.
+        g: [..., V], shape of x, any float. The output gate before its activation; no decay.
+        weight: [V] any float.
+        bias: [V] any float. None: 0.
+        activation: "swish" and "silu" are one, g sigmoid(g); "sigmoid".
+        eps: Added to the mean square; > 0.
+        norm_before_gate: Which of the two comes first.
+        round_before_weight: Round the normed row to x's dtype before the weight multiplies it, as models do that were
+            trained so. The gradient passes through unchanged.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+
+    Returns:
+        y: [..., V], dtype of x, computed in float32 or wider.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device, an unknown activation, or eps <= 0.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> x, g = torch.randn(2, 10, 4, 32), torch.randn(2, 10, 4, 32)
+        >>> wyfold.rms_norm_gated(x, g, torch.ones(32), activation="sigmoid").shape
+        torch.Size([2, 10, 4, 32])
+    """
+    op = "rms_norm_gated"
+    check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
+    check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
+    V = _rows(op, x)
+    if check.tensor(op, "g", g).shape != x.shape:
+        raise ValueError(f"{op}: g must be [..., V] = {list(x.shape)}, the shape of x, got {list(g.shape)}")
+    check.tensor(op, "weight", weight)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
+            raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
+    check.floating(op, g=g, weight=weight, bias=bias)
+    check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
+    options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
+    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",))
+    return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
+
+
+def _rows(op: str, x: Tensor) -> int:
+    """Width of x's rows."""
+    check.tensor(op, "x", x)
+    check.floating(op, x=x)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x must be [..., V] with at least one column, got {list(x.shape)}")
+    return x.shape[-1]
+
+
+def _positive(op: str, eps: object) -> float:
+    if check.number(op, "eps", eps) <= 0:
+        raise ValueError(f"{op}: eps must be above 0, got {eps}")
+    return float(eps)  # type: ignore[arg-type]  # a number, as just checked
+
+
+def _flat(x: Tensor | None) -> Any:
+    """[..., W] as [n, W], a view of what is contiguous."""
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+class _L2Norm(torch.autograd.Function):
+    """`wyfold::l2norm_fwd`, with `wyfold::l2norm_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, output_dtype: torch.dtype, backend: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.backend = eps, backend
+        ctx.save_for_backward(x)
+        return _l2norm_op(x, eps, output_dtype, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None
+        return _l2norm_bwd_op(*ctx.saved_tensors, dy, ctx.eps, ctx.backend), None, None, None
+
+
+def _l2norm(x: Tensor, eps: float, output_dtype: torch.dtype, backend: str) -> Tensor:
+    y = x.new_empty(x.shape, dtype=output_dtype)
+    table.launches("norm", backend).l2norm(_flat(x), eps, _flat(y))
+    return y
+
+
+def _l2norm_bwd(x: Tensor, dy: Tensor, eps: float, backend: str) -> Tensor:
+    dx = x.new_empty(x.shape)
+    table.launches("norm", backend).l2norm_bwd(_flat(x), eps, _flat(dy), _flat(dx))
+    return dx
+
+
+_l2norm_op = register(
+    "l2norm_fwd(Tensor x, float eps, ScalarType output_dtype, str backend) -> Tensor",
+    _l2norm,
+    lambda x, eps, output_dtype, backend: x.new_empty(x.shape, dtype=output_dtype),
+)
+_l2norm_bwd_op = register(
+    "l2norm_bwd(Tensor x, Tensor dy, float eps, str backend) -> Tensor",
+    _l2norm_bwd,
+    lambda x, dy, eps, backend: x.new_empty(x.shape),
+)
+
+
+class _RmsNormGated(torch.autograd.Function):
+    """`wyfold::rms_norm_gated_fwd`, with `wyfold::rms_norm_gated_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, backend: str
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.backend = options, backend
+        ctx.save_for_backward(x, g, weight, bias)
+        return _rms_norm_gated_op(x, g, weight, bias, *options.scalars(), backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 6
+        needs = list(ctx.needs_input_grad[:4])
+        found = iter(_rms_norm_gated_bwd_op(*ctx.saved_tensors, dy, needs, *ctx.options.scalars(), ctx.backend))
+        return *(next(found) if need else None for need in needs), None, None
+
+
+def _rms_norm_gated(x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *scalars: Any) -> Tensor:
+    *options, backend = scalars
+    y = x.new_empty(x.shape)
+    stage = table.launches("norm", backend)
+    stage.rms_norm_gated(_flat(x), _flat(g), weight, bias, RmsNormOptions(*options), _flat(y))
+    return y
+
+
+def _rms_norm_gated_bwd(
+    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, needs: list[bool], *scalars: Any
+) -> list[Tensor]:
+    """Gradients of the tensors that need one, in their order."""
+    *options, backend = scalars
+    dtype = widest(x, g, weight, bias)
+    dx, dg = (t.new_empty(t.shape) if need else None for t, need in zip((x, g), needs))
+    dweight, dbias = (x.new_zeros(weight.shape, dtype=dtype) if need else None for need in needs[2:])
+    table.launches("norm", backend).rms_norm_gated_bwd(
+        _flat(x),
+        _flat(g),
+        weight,
+        bias,
+        _flat(dy),
+        RmsNormOptions(*options),
+        RmsNormGradients(_flat(dx), _flat(dg), dweight, dbias),
+    )
+    gradients = zip((dx, dg, dweight, dbias), (x, g, weight, bias))
+    return [d.to(t.dtype) for d, t in gradients if d is not None and t is not None]
+
+
+_RMS_NORM_TENSORS = "Tensor x, Tensor g, Tensor weight, Tensor? bias"
+_rms_norm_gated_op = register(
+    f"rms_norm_gated_fwd({_RMS_NORM_TENSORS}, {RmsNormOptions.SCHEMA}, str backend) -> Tensor",
+    _rms_norm_gated,
+    lambda x, *_: x.new_empty(x.shape),
+)
+_rms_norm_gated_bwd_op = register(
+    f"rms_norm_gated_bwd({_RMS_NORM_TENSORS}, Tensor dy, bool[] needs, {RmsNormOptions.SCHEMA}, str backend)"
+    " -> Tensor[]",
+    _rms_norm_gated_bwd,
+    lambda x, g, weight, bias, dy, needs, *_: [
+        t.new_empty(t.shape) for t, need in zip((x, g, weight, bias), needs) if need
+    ],
+)

@@ -1,0 +1,216 @@
+"""The two triangular steps of a chunk as operators: the key gram, and the inverse of I plus it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.delta_call import CHUNK_SIZES, packed_boundaries
+from wyfold.parallel import split
+from wyfold.parallel.split import Part
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout, legal_boundaries
+from wyfold.runtime.plan import Plan
+from wyfold.runtime.register import register
+from wyfold.stages import table
+from wyfold.tile.rows.eager import widest
+
+
+def solve_tril(
+    A: Tensor,
+    *,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    output_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Inverse of I plus a strictly lower triangular matrix, for every chunk of every sequence.
+
+        X[r, :] = I[r, :] - sum_{s<r} A[r, s] X[s, :]
+
+    Only entries strictly below the diagonal of a chunk's real rows are read: whatever stands elsewhere, NaN included,
+    changes no bit; inside `checked` it must be zero. Row r depends on rows up to r of its chunk alone; an entry read that
+    is not finite stays in its chunk. No gradient.
+
+    Args:
+        A: [B, T, H, C] float32, float16, bfloat16 or float64; C = 16, 32 or 64. Row r of a chunk at its token; the
+            chunk grid starts at each sequence's first token, the last chunk may be short.
+        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
+        output_dtype: Any float. None: float32, float64 for a float64 A. Arithmetic is that wide in any case.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+
+    Returns:
+        X: [B, T, H, C] unit lower triangular; exact zeros past a short chunk's last column and past the last boundary.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device, an A that requires a gradient, or (`checked`) is not strictly lower.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
+
+    Example:
+        DeltaNet from its parts, one chunk of one head:
+
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 16, 1, 8), dim=-1) for _ in range(3))
+        >>> beta = torch.rand(1, 16, 1)
+        >>> A = wyfold.solve_tril(wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16))[0, :, 0]
+        >>> u = A @ (beta[0] * v[0, :, 0])  # written values, had the state been empty
+        >>> w = A @ (beta[0] * k[0, :, 0])  # what they lose per entry of the state that was not
+        >>> o = (q[0, :, 0] @ k[0, :, 0].T).tril() @ u
+        >>> truth, _ = wyfold.chunk_delta_rule(q, k, v, beta, scale=1.0)
+        >>> bool((o - truth[0, :, 0]).abs().max() < 1e-5)
+        True
+    """
+    op = "solve_tril"
+    check.shapes(op, A=(A, "B T H C"))
+    _no_gradient(op, A=A)
+    check.floating(op, A=A)
+    if A.shape[-1] not in CHUNK_SIZES:
+        raise ValueError(f"{op}: A must be [B, T, H, C] with C = 16, 32 or 64, got {list(A.shape)}")
+    check.dtype_option(op, "output_dtype", output_dtype)
+    cu = None if cu_seqlens is None else packed_boundaries(op, A, cu_seqlens)
+    if check.checking_contents() and check.readable(A):
+        _check_triangle(op, A, cu)
+    H, C = A.shape[2:]
+    plan = _plan(op, A, cu, C, _chunks_per_part(C, H, C, widest(A)), backend)
+    return _solve_tril_op(A, cu, output_dtype or widest(A), plan.backend)
+
+
+def chunk_scaled_dot_kkt(
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    output_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Decayed gram of the keys of every chunk, times the write strength: what `solve_tril` is given.
+
+        L[r, s] = beta_r sum_d k[r, d] k[s, d] exp(g[s+1, d] + ... + g[r, d])     s < r, else 0
+
+    No gradient.
+
+    Args:
+        k: [B, T, H, K] float32, float16, bfloat16 or float64; K a multiple of 8 from 8 to 256.
+        beta: [B, T, HV] any float. Write strength, no logit. HV is a multiple of H; value head j reads key head
+            j // (HV // H).
+        g: [B, T, HV] or [B, T, HV, K] any float. Natural-log decay per token, not yet summed, <= 0; -inf forgets all
+            before. None: no decay.
+        chunk_size: C, 16, 32 or 64. The grid starts at each sequence's first token.
+        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
+        output_dtype: Any float. None: float32, float64 if an input is float64.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+
+    Returns:
+        L: [B, T, HV, chunk_size]; row r of a chunk at its token, exact zeros from column r on and past the last
+            boundary.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device, an input that requires a gradient, or (`checked`) a positive g.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
+
+    Example:
+        >>> import torch, wyfold
+        >>> k, beta = torch.randn(1, 100, 2, 32), torch.rand(1, 100, 4)
+        >>> wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16).shape
+        torch.Size([1, 100, 4, 16])
+    """
+    op = "chunk_scaled_dot_kkt"
+    channel = isinstance(g, Tensor) and g.ndim == 4
+    sizes = check.shapes(op, k=(k, "B T H K"), beta=(beta, "B T HV"), g=(g, "B T HV K" if channel else "B T HV"))
+    _no_gradient(op, k=k, beta=beta, g=g)
+    H, HV = sizes["H"], sizes["HV"]
+    if H < 1 or HV < H or HV % H:
+        raise ValueError(f"{op}: beta must have a multiple of the {H} heads of k, got {HV} value heads")
+    check.width(op, "K", "k", sizes["K"])
+    check.floating(op, k=k, beta=beta, g=g)
+    check.alike(op, "device", k=k, beta=beta, g=g)
+    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+    check.dtype_option(op, "output_dtype", output_dtype)
+    cu = None if cu_seqlens is None else packed_boundaries(op, k, cu_seqlens)
+    if g is not None and check.checking_contents() and check.readable(g) and bool((g > 0).any()):
+        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
+    per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
+    plan = _plan(op, k, cu, chunk_size, per_part, backend)
+    return _kkt_op(k, beta, g, cu, chunk_size, output_dtype or widest(k, beta, g), plan.backend)
+
+
+def _no_gradient(op: str, **arguments: Tensor | None) -> None:
+    for name, x in arguments.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: {name} must not require a gradient: there is no backward; got one that does")
+
+
+def _check_triangle(op: str, A: Tensor, cu: Tensor | None) -> None:
+    C = A.shape[-1]
+    tokens = torch.arange(A.shape[1], device=A.device)
+    position = tokens if cu is None else SequenceLayout(cu, A.shape[1]).positions
+    above = torch.arange(C, device=A.device) >= (position % C)[:, None]  # [T, C]
+    stray = ((A != 0) & (above & (position >= 0)[:, None])[:, None]).nonzero()
+    if stray.shape[0]:
+        b, t, h, s = stray[0].tolist()
+        where = f"row {int(position[t]) % C}, column {s} of a chunk (token {t}, head {h})"
+        raise ValueError(f"{op}: A must be strictly lower triangular, got {float(A[b, t, h, s])} in {where}")
+
+
+def _plan(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int, backend: str | None) -> Plan:
+    N = None if cu is None else cu.shape[0] - 1
+    parts = split.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
+    stage = "solve_tril" if op == "solve_tril" else "kkt"
+    return table.plan(op, x.device, backend, forward=(stage,), chunk_size=chunk_size, parts=parts)
+
+
+def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:
+    """Most chunks of a part: what a state is elsewhere, [heads, chunk_size, width] tiles are here."""
+    return split.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
+
+
+def _parts(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int) -> list[Part]:
+    B, T = x.shape[:2]
+    return split.parts(B, T, None if cu is None else legal_boundaries(op, cu, T), chunk_size, per_part)
+
+
+def _solve_tril(A: Tensor, cu: Tensor | None, output_dtype: torch.dtype, backend: str) -> Tensor:
+    X = A.new_zeros(A.shape, dtype=output_dtype)
+    H, C = A.shape[2:]
+    for part in _parts("solve_tril", A, cu, C, _chunks_per_part(C, H, C, widest(A))):
+        table.launches("solve_tril", backend).solve_tril(part.block(A), part.table, part.block(X))
+    return X
+
+
+_solve_tril_op = register(
+    "solve_tril(Tensor A, Tensor? cu_seqlens, ScalarType output_dtype, str backend) -> Tensor",
+    _solve_tril,
+    lambda A, cu, output_dtype, backend: A.new_zeros(A.shape, dtype=output_dtype),
+)
+
+
+def _kkt(
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    cu: Tensor | None,
+    chunk_size: int,
+    output_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)
+    dtype = widest(k, beta, g)
+    if g is None:
+        g = beta.new_zeros(()).expand(beta.shape)
+    beta, g = beta.unsqueeze(-1), g if g.ndim == 4 else g.unsqueeze(-1)
+    per_part = _chunks_per_part(chunk_size, beta.shape[2], max(k.shape[-1], chunk_size), dtype)
+    for part in _parts("chunk_scaled_dot_kkt", k, cu, chunk_size, per_part):
+        inputs = (part.block(x) for x in (k, beta, g))
+        table.launches("kkt", backend).kkt(*inputs, part.table, dtype, part.block(L))
+    return L
+
+
+_kkt_op = register(
+    "chunk_scaled_dot_kkt(Tensor k, Tensor beta, Tensor? g, Tensor? cu_seqlens, int chunk_size, "
+    "ScalarType output_dtype, str backend) -> Tensor",
+    _kkt,
+    lambda k, beta, g, cu, chunk_size, output_dtype, backend: k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype),
+)

@@ -1,0 +1,161 @@
+"""Which values a filter meets at each token of a packed row.
+
+Tokens are taken a cacheful at a time as if all were one sequence. Where that is wrong, near a sequence's border, the
+tokens are taken again: the edges of many sequences side by side, each beside what really stands there, its state or
+zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.tile.rows.eager import row_blocks
+
+
+class Window(NamedTuple):
+    """n neighbouring tokens, or m edges of n tokens, and the values around them.
+
+    Attributes:
+        values: [n + reach, D], or [m, n + reach, D] for edges.
+        tokens: Slice of the row, or [m * n] indices for edges.
+        foreign: Places among the tokens, flat, that another window owns or that a shorter sequence lacks. A slice may
+            write there: edges come later. None: none.
+        own: The other places.
+        sequences: Of the edges; None for a slice.
+    """
+
+    values: Tensor
+    tokens: slice | Tensor
+    foreign: Tensor | None
+    own: Tensor | None = None
+    sequences: slice | None = None
+
+    def read(self, x: Tensor) -> Tensor:
+        """x [T, D] at the tokens, shaped [..., n, D]; anything at foreign ones."""
+        if isinstance(self.tokens, slice):
+            return x[self.tokens]
+        return x.index_select(0, self.tokens).unflatten(0, (self.values.shape[0], -1))
+
+    def write(self, out: Tensor, results: Tensor) -> None:
+        """out[tokens] = results [..., n, D], rounded to out's dtype, where the window owns them."""
+        results = results.to(out.dtype)
+        if isinstance(self.tokens, slice):
+            out[self.tokens] = results
+        elif self.own is None:
+            out.index_copy_(0, self.tokens, results.flatten(0, 1))
+        else:
+            out.index_copy_(0, self.tokens[self.own], results.flatten(0, 1).index_select(0, self.own))
+
+    def total(self, terms: Tensor) -> Tensor:
+        """Sum over the tokens it owns of terms [..., n, D]; overwrites terms.
+
+        The others are dropped, not multiplied by zero: what they hold may be infinite.
+        """
+        rows = terms.flatten(0, -2)
+        return (rows if self.foreign is None else rows.index_fill_(0, self.foreign, 0)).sum(0)
+
+
+class Edge(NamedTuple):
+    """The first or last n tokens of some sequences.
+
+    Attributes:
+        sequences: m of them.
+        tokens: [m * n] indices.
+        missing: [m * n] mask of those that a shorter sequence lacks; their index is 0.
+    """
+
+    sequences: slice
+    tokens: Tensor
+    missing: Tensor
+
+    def read(self, x: Tensor) -> Tensor:
+        """x [T, D] at the tokens, [m, n, D]."""
+        rows = x.index_select(0, self.tokens.to(x.device))
+        return rows.unflatten(0, (self.sequences.stop - self.sequences.start, -1))
+
+
+class Windows:
+    """Windows over sequences that lie one after another.
+
+    Args:
+        cu_seqlens: [N+1] legal boundaries, int64 on the CPU.
+        reach: Neighbours a token's filter meets besides itself, W - 1.
+        width: D.
+        device: Of the tensors.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, reach: int, width: int, device: torch.device):
+        self.begins, self.ends = cu_seqlens[:-1], cu_seqlens[1:]
+        self.lengths = self.ends - self.begins
+        self.reach, self.width, self.device = reach, width, device
+        self.sequences = self.lengths.shape[0]
+        self.end = int(cu_seqlens[-1])
+        self.longest, self.shortest = (int(self.lengths.max()), int(self.lengths.min())) if self.sequences else (0, 0)
+
+    def before(self, x: Tensor, state: Tensor | None, dtype: torch.dtype) -> Iterator[Window]:
+        """Every token of x [T, D] after its `reach` predecessors, which begin in the state [N, D, S] or in zeros."""
+        if self.longest > self.reach:
+            at_edge = torch.zeros(self.end, dtype=torch.bool)
+            for edge in self.heads():
+                at_edge[edge.tokens[~edge.missing]] = True
+            for block in row_blocks(self.end - self.reach, self.width):
+                tokens = slice(block.start + self.reach, block.stop + self.reach)
+                foreign = at_edge[tokens].nonzero().flatten()
+                values = x[block.start : tokens.stop].to(dtype)
+                yield Window(values, tokens, foreign.to(self.device) if foreign.shape[0] else None)
+        for edge in self.heads():
+            inside = edge.read(x).to(dtype)
+            yield self._window(torch.cat([self._entering(state, edge.sequences, inside), inside], dim=1), edge)
+
+    def after(self, dy: Tensor, dtype: torch.dtype, rows: int) -> Iterator[Window]:
+        """Tokens of dy [T, D] before its `reach` successors, which end in zeros; edges of at least `rows` tokens."""
+        if self.longest > self.reach:
+            for block in row_blocks(self.end - self.reach, self.width):
+                yield Window(dy[block.start : block.stop + self.reach].to(dtype), block, None)
+        for edge in self.tails(rows):
+            yield self._window(torch.nn.functional.pad(edge.read(dy).to(dtype), (0, 0, 0, self.reach)), edge)
+
+    def heads(self) -> Iterator[Edge]:
+        """The first `reach` tokens of every sequence."""
+        place = torch.arange(min(self.reach, self.longest))
+        for group in self._groups(place.shape[0]):
+            yield _edge(group, self.begins[group, None] + place, place >= self.lengths[group, None])
+
+    def tails(self, rows: int) -> Iterator[Edge]:
+        """The last `rows` tokens of every sequence, at least `reach`."""
+        place = torch.arange(-min(max(rows, self.reach), self.longest), 0)
+        for group in self._groups(place.shape[0]):
+            yield _edge(group, self.ends[group, None] + place, -place > self.lengths[group, None])
+
+    def latest(self, x: Tensor, state: Tensor | None, out: Tensor) -> None:
+        """Write the latest S inputs of every sequence to out [N, D, S], from the state where a sequence is shorter."""
+        S = out.shape[2]
+        position = self.lengths[:, None] + torch.arange(-S, 0)  # [N, S] of the inputs wanted; negative in the state
+        if self.longest:
+            tokens = (position + self.begins[:, None]).clamp(min=0).flatten().to(self.device)
+            out.copy_(x.index_select(0, tokens).unflatten(0, position.shape).transpose(1, 2))
+        for length in self.lengths.clamp(max=S).unique().tolist():
+            alike = slice(None) if length == self.longest == self.shortest else (self.lengths == length).to(self.device)
+            out[alike, :, : S - length] = 0 if state is None else state[alike, :, length:].to(out.dtype)
+
+    def _groups(self, rows: int) -> Iterator[slice]:
+        yield from row_blocks(self.sequences, (rows + self.reach) * self.width) if rows else ()
+
+    def _entering(self, state: Tensor | None, sequences: slice, like: Tensor) -> Tensor:
+        if state is None:
+            return like.new_zeros(like.shape[0], self.reach, self.width)
+        return state[sequences, :, state.shape[2] - self.reach :].transpose(1, 2).to(like.dtype)
+
+    def _window(self, values: Tensor, edge: Edge) -> Window:
+        foreign = own = None
+        if bool(edge.missing.any()):
+            foreign, own = (where.nonzero().flatten().to(self.device) for where in (edge.missing, ~edge.missing))
+        return Window(values, edge.tokens.to(self.device), foreign, own, edge.sequences)
+
+
+def _edge(sequences: slice, tokens: Tensor, missing: Tensor) -> Edge:
+    return Edge(sequences, tokens.masked_fill(missing, 0).flatten(), missing.flatten())

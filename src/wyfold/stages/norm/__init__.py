@@ -1,0 +1,49 @@
+"""Norms of rows, each in one launch, forward and backward; the last axis is a row.
+
+    l2norm           y = x (sum x^2 + eps)^(-1/2)
+    rms_norm_gated   y = (rms(x) weight + bias) act(z)        norm_before_gate
+                     y = rms(x act(z)) weight + bias          otherwise,    rms(x) = x (mean x^2 + eps)^(-1/2)
+
+z is the gate before its activation. Sums are float32 or wider and exact about eps; a result is rounded once. A row's
+bits do not depend on the rows around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RmsNormOptions:
+    """One call of `rms_norm_gated`; scalars of the registered operators' schema, in this order.
+
+    Attributes:
+        activation: "swish" and "silu" are one, x sigmoid(x); "sigmoid".
+        eps: Added to the mean square.
+        norm_before_gate: Which of the two comes first.
+        round_before_weight: The normed row is rounded to x's dtype before the weight multiplies it; the gradient passes
+            through the rounding unchanged.
+    """
+
+    activation: str
+    eps: float
+    norm_before_gate: bool
+    round_before_weight: bool
+
+    SCHEMA = "str activation, float eps, bool norm_before_gate, bool round_before_weight"
+
+    def scalars(self) -> tuple[object, ...]:
+        """The fields, in the schema's order."""
+        return self.activation, self.eps, self.norm_before_gate, self.round_before_weight
+
+
+class RmsNormGradients(NamedTuple):
+    """Where `rms_norm_gated_bwd` writes: [n, W] of the inputs' dtypes, and sums [W], added to; None: not wanted."""
+
+    x: Tensor | None
+    z: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None

@@ -1,0 +1,1 @@
+"""A filter slid over tokens, channel by channel."""
