@@ -56,17 +56,22 @@ def brackets(operator: Callable, section: str) -> dict[str, tuple[str, ...]]:
     text = inspect.getdoc(operator)
     found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", text + "\n", re.M)
     shapes = {}
-    for names, letters in re.findall(r"^    (\w[\w, ]*): \[([^\]]*)\]", found.group(1) if found else "", re.M):
-        for name in names.split(", "):
+    lines = re.findall(r"^    (?:(\w[\w', ]*): )?\[([^\]]*)\]", found.group(1) if found else "", re.M)
+    for names, letters in lines:
+        for name in (names or "result").split(", "):
             shapes[name] = tuple(part.strip() for part in letters.split(","))
     return shapes
+
+
+def leaves_the_rest(operator: Callable) -> bool:
+    return f"All other arguments, results and errors: `{SHARED}`" in inspect.getdoc(operator)
 
 
 def shapes_of(name: str) -> dict[str, tuple[str, ...]]:
     """Brackets of an operator's arguments, its own or those it leaves to the shared docstring."""
     operator = getattr(wyfold, name)
     own = brackets(operator, "Args")
-    if SHARED in inspect.getdoc(operator):
+    if leaves_the_rest(operator):
         own = brackets(getattr(wyfold, SHARED), "Args") | own
     parameters = inspect.signature(operator).parameters
     return {argument: shape for argument, shape in own.items() if argument in parameters and sizable(shape)}
@@ -114,7 +119,8 @@ def test_documented_shapes_are_accepted_and_returned(name: str):
     flags = {"output_final_state": True} if "output_final_state" in inspect.signature(operator).parameters else {}
     result = operator(**arguments(name), **flags)
     results = result if isinstance(result, tuple) else (result,)
-    documented = brackets(operator, "Returns") or brackets(getattr(wyfold, SHARED), "Returns")
+    documented = brackets(getattr(wyfold, SHARED) if leaves_the_rest(operator) else operator, "Returns")
+    assert documented, "no word on what it returns"
     for got, (what, shape) in zip(results, documented.items(), strict=False):
         if sizable(shape) and "..." not in shape:
             assert list(got.shape) == [size(name, letter) for letter in shape], what
