@@ -5,10 +5,13 @@ sum in another order for another number of rows, which on the CPU shows in the l
 between runs of equal row counts, and runs of different row counts are held to the float64 bound of the operators.
 """
 
+import copy
+
 import pytest
 import torch
 
 from wyfold import SequenceLayout
+from wyfold.reference import error
 
 LENGTHS = [11, 0, 20, 1]  # packed documents; 7 more rows of the buffer belong to none
 TOKENS = 39
@@ -115,6 +118,17 @@ def test_without_gradients_the_same_bits(mixer32, x, mode):
         without = torch.cat([mixer32(x[:, :33], cache=cache), decode(mixer32, x[:, 33:], cache)], dim=1)
     assert y.requires_grad and not without.requires_grad
     assert torch.equal(y, without)
+
+
+def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
+    """Each layer rounds to 16 bits between its steps, whichever form runs; states stay wide."""
+    layer16, x16 = copy.deepcopy(mixer).bfloat16(), x.bfloat16()
+    truth = layer16.double()(x16.double())
+    layer16.bfloat16()
+    cache = {}
+    decoded = torch.cat([layer16(x16[:, :30], cache=cache), decode(layer16, x16[:, 30:], cache)], dim=1)
+    error.require(error.judge(decoded, truth, layer16(x16), name="y"))
+    assert {cache[name].dtype for name in ("state", "bias", "grad") if name in cache} <= {torch.float32}
 
 
 def test_a_cache_is_replaced_not_written(mixer, x):
