@@ -12,8 +12,8 @@ from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
-# A chunk is padded to its full size, so that up to here going token by token is less work.
-RECURRENT_TOKENS = 2
+# A chunk is padded to its full size, 16 tokens or more, so for this few going one by one is less work.
+RECURRENT_TOKENS = 8
 
 
 class DeltaMixer(nn.Module):
