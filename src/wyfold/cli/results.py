@@ -1,0 +1,96 @@
+"""A result as the command line keeps it: where and when it was measured, as JSON, and as a table on the screen."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wyfold
+from wyfold.ops.doctor import hardware, versions
+
+
+def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
+    """What a number means nothing without: date, command, machine, versions, commit.
+
+    Args:
+        verb: Of the command line.
+        words: Its options, as they were understood.
+    """
+    commit, modified = _commit()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["wyfold", verb, *words]),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit,
+        "modified": modified,
+    }
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the source tree the package runs from, and whether its sources differ from it; None outside of one."""
+    room = Path(wyfold.__file__).parent
+    try:
+        asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        head, status = (
+            subprocess.run(["git", *words], cwd=room, capture_output=True, text=True, check=True).stdout for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return head.strip(), bool(status.strip())
+
+
+def write(folder: Path, name: str, record: Mapping[str, Any]) -> Path:
+    """The file `name` in `folder`, made if missing, with the record as JSON; whole or not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, unfinished = folder / name, folder / f".{name}"
+    unfinished.write_text(json.dumps(_plain(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(file)
+    return file
+
+
+def _plain(value: Any) -> Any:
+    """value as JSON can say it; a number that is not finite becomes its name."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def say(line: str) -> None:
+    """A line about the work in progress, apart from its results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on the screen: drawn by rich where it is installed, in plain text elsewhere."""
+    if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
+        _draw(title, columns, rows)
+        return
+    print(f"\n{title}")
+    widths = [max(map(len, column)) for column in zip(columns, *rows)]
+    for row in (columns, ["-" * width for width in widths], *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", highlight=True)
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

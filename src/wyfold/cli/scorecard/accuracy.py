@@ -1,0 +1,251 @@
+"""Rows 1, 2, 5, 6 and 7: how near the truth the results are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import wyfold
+from wyfold.cli.scorecard import Finding, Row, Scope
+from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
+from wyfold.reference import error, inputs
+from wyfold.reference.shapes import Shape
+
+RULES = {
+    "delta_rule": "chunk_delta_rule",
+    "gated_delta_rule": "chunk_gated_delta_rule",
+    "kda": "chunk_kda",
+    "ttt_linear": "chunk_ttt_linear",
+}
+"""Token loop -> the chunk form; the first three are the delta family."""
+DELTA = tuple(RULES)[:3]
+
+
+# --- row 1 -----------------------------------------------------------------------------------------------------------
+
+AGREE = 1e-10
+
+
+def definitions_agree(scope: Scope) -> Finding:
+    """Row 1: recurrence, chunk form, recurrent form, split-and-compose and finite differences, in float64."""
+    finding = Finding(scope)
+    shape = Shape(2, 70, 2, 4, 16, 24)
+    for subject in SUBJECTS.values():
+        for verdict in judged(subject, shape, torch.float64, scope.seed):
+            finding.error(verdict.measured.rms, AGREE, f"{subject.name}: {verdict.name}")
+    for rule in RULES:
+        _split_and_compose(rule, finding)
+        holds = _finite_differences(rule, scope.seed)
+        finding.case(holds, f"{rule}: the gradients are not the slopes of the outputs")
+    return finding
+
+
+def _split_and_compose(rule: str, finding: Finding) -> None:
+    """Two calls, the state handed on, beside one call of the token loop."""
+    subject = SUBJECTS[RULES[rule]]
+    arguments = subject.arguments(Shape(2, 70, 2, 4, 16, 24), torch.float64, finding.scope.seed)
+    whole = measured(subject.truth, arguments, subject.outputs, seed=finding.scope.seed)
+    halves = measured(lambda a: in_two(subject, a, 32), arguments, subject.outputs, seed=finding.scope.seed)
+    for name in whole:
+        finding.error(error.rms(halves[name], whole[name]), AGREE, f"{rule} in two calls: {name}")
+
+
+def in_two(subject: Subject, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
+    """Outputs of the operator called on the tokens before `cut` and then, from the state they left, on the others."""
+    before, *states = subject.ours(tokens(arguments, slice(0, cut)))
+    handed = dict(zip(("initial_state", "initial_state_bias"), states))
+    after, *states = subject.ours(tokens(arguments, slice(cut, None)) | handed)
+    return torch.cat([before, after], dim=1), *states
+
+
+def tokens(arguments: Arguments, which: slice) -> Arguments:
+    """The arguments with the per-token ones cut along time."""
+    per_token = ("q", "k", "v", "g", "beta", "eta")
+    return {name: value[:, which] if name in per_token else value for name, value in arguments.items()}
+
+
+def _finite_differences(rule: str, seed: int) -> bool:
+    subject = SUBJECTS[RULES[rule]]
+    arguments = subject.arguments(Shape(1, 18, 1, 2, 8, 8), torch.float64, seed)
+    leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+
+    def outputs(*values: Tensor) -> tuple[Tensor, ...]:
+        return subject.ours(arguments | dict(zip(leaves, values)))
+
+    # Fast mode: one random direction through all inputs and outputs instead of every pair of entries.
+    values = [x.clone().requires_grad_() for x in leaves.values()]
+    return torch.autograd.gradcheck(outputs, values, fast_mode=True, raise_exception=False)
+
+
+# --- row 2 -----------------------------------------------------------------------------------------------------------
+
+EXACT_CASES = 200
+
+
+def index_and_mask(scope: Scope) -> Finding:
+    """Row 2: with one-hot keys, beta 0 or 1 and integer values every answer is a whole number, and must be met exactly."""
+    finding = Finding(scope, promised=EXACT_CASES)
+    generator = torch.Generator().manual_seed(scope.seed)
+
+    def pick(*options: int) -> int:
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    for number in range(scope.count(EXACT_CASES)):
+        rule, H = DELTA[number % 3], pick(1, 2, 3)
+        shape = Shape(pick(1, 2, 3), pick(*range(1, 131)), H, H * pick(1, 2, 3), pick(8, 16, 24), pick(8, 16, 40))
+        gate = ("zero", "reset one", "reset last", "reset first")[pick(0, 1, 2, 3)]
+        dtype = (torch.float32, torch.bfloat16, torch.float64)[pick(0, 1, 2)]
+        lengths = None
+        if pick(0, 1):
+            shape = replace(shape, B=1)
+            lengths = _lengths(shape.T, generator)
+        drawn = inputs.draw("one-hot", rule, shape, gate=gate, dtype=dtype, seed=scope.seed + number)
+        if "g" in drawn:  # the weak gate between resets would not be exact
+            drawn["g"] = torch.where(drawn["g"].isinf(), -math.inf, 0.0).to(drawn["g"])
+        drawn["q"] = inputs.KEYS["one-hot"](tuple(drawn["q"].shape), generator).to(dtype)
+        truth = written_last(drawn, lengths)
+        cu = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)])
+        o, _ = getattr(wyfold, RULES[rule])(**drawn, scale=1.0, cu_seqlens=cu)
+        finding.case(torch.equal(o, truth), f"case {number}: {rule} {shape} {gate} {dtype} lengths {lengths}")
+    return finding
+
+
+def _lengths(total: int, generator: torch.Generator) -> list[int]:
+    """Lengths of up to four sequences, empty ones among them, that share `total` tokens."""
+    cuts = torch.randint(0, total + 1, (3,), generator=generator).sort().values.tolist()
+    return [end - start for start, end in itertools.pairwise([0, *cuts, total])]
+
+
+def written_last(arguments: Arguments, lengths: list[int] | None) -> Tensor:
+    """What a dictionary answers: each token's query gets the value last written under its key, zero if there is none.
+
+    Args:
+        arguments: One-hot q and k, beta 0 or 1, g 0 or -inf.
+        lengths: Of the packed sequences; None: the batch's rows are the sequences.
+    """
+    q, k, v = arguments["q"], arguments["k"], arguments["v"]
+    B, T, HV, _ = v.shape
+    group = HV // q.shape[2]
+    asked, key, write = q.argmax(-1), k.argmax(-1), arguments["beta"] == 1
+    g = arguments.get("g")
+    o = torch.zeros_like(v)
+    starts = {0} if lengths is None else set(itertools.accumulate(lengths, initial=0))
+    for b, head in itertools.product(range(B), range(HV)):
+        memory: dict[int, Tensor] = {}
+        for t in range(T):
+            forgets = g is not None and bool(g[b, t, head].flatten()[0].isinf())
+            if t in starts or forgets:
+                memory = {}
+            if write[b, t, head]:
+                memory[int(key[b, t, head // group])] = v[b, t, head]
+            found = memory.get(int(asked[b, t, head // group]))
+            if found is not None:
+                o[b, t, head] = found
+    return o
+
+
+# --- rows 5 and 6 ----------------------------------------------------------------------------------------------------
+
+KEY_KINDS = ("normal", "positive", "identical", "near-identical", "two clusters", "rank 4", "vocabulary")
+STRENGTHS = ("half", ".835", "one", "two")
+
+
+def correlated_keys(scope: Scope) -> Finding:
+    """Row 5: repeated and correlated keys, at every write strength and gate, forward and backward.
+
+    With beta below 2 in float32, against its targets. At beta 2 without decay every token reflects and nothing is damped:
+    rounding adds up along the sequence in any chunk form, so there the inputs are bfloat16 and the question is whether
+    the chunk form adds anything to what their rounding costs.
+    """
+    kinds = list(itertools.product(KEY_KINDS, STRENGTHS, DELTA))
+    finding = Finding(scope, promised=len(kinds))
+    shape = Shape(1, 130, 1, 1, 64, 64)
+    for keys, beta, rule in kinds[:: 10 if scope.quick else 1]:
+        dtype = torch.bfloat16 if beta == "two" else torch.float32
+        drawn = inputs.draw("random", rule, shape, keys=keys, beta=beta, gate="-1e-3", dtype=dtype, seed=scope.seed)
+        _against_loop(finding, SUBJECTS[RULES[rule]], drawn, f"{rule}, {keys} keys, beta {beta}")
+    return finding
+
+
+GATE_KINDS = (*inputs.GATES, *inputs.MODEL_GATES)
+DECAYS = 1e-3
+
+
+def every_gate(scope: Scope) -> Finding:
+    """Row 6: every gate from 0 to -inf is legal, its gradients included, and decays what it says."""
+    finding = Finding(scope, promised=2 * len(GATE_KINDS))
+    shape = Shape(1, 70, 1, 2, 16, 16)
+    for gate, rule in itertools.product(GATE_KINDS[:: 10 if scope.quick else 1], DELTA[1:]):
+        if gate == "model bounded" and rule != "kda":
+            gate = "model"
+        beta = "logits" if gate == "spiky" else "sigmoid"
+        drawn = inputs.draw("random", rule, shape, gate=gate, beta=beta, state="normal", seed=scope.seed)
+        _against_loop(finding, SUBJECTS[RULES[rule]], drawn | {"output_final_state": True}, f"{rule}, gate {gate}")
+        if gate not in inputs.MODEL_GATES:
+            finding.error(_decay(rule, drawn), DECAYS, f"{rule}, gate {gate}: what is left of a state")
+    return finding
+
+
+def _decay(rule: str, drawn: Arguments) -> float:
+    """Relative error of the decay that one token does to a state, nothing written; absolute where it is below 1e-30."""
+    last = tokens(drawn, slice(-1, None))
+    last["beta"] = torch.zeros_like(last["beta"])
+    last.pop("use_beta_sigmoid_in_kernel", None)
+    last["initial_state"] = torch.ones_like(last["initial_state"])
+    _, left = getattr(wyfold, RULES[rule])(**last, output_final_state=True)
+    g = last["g"][:, 0].double()
+    wanted = g.exp().reshape(*g.shape[:2], -1, 1).expand(left.shape)
+    return ((left - wanted).abs() / wanted.clamp(min=1e-30)).max().item()
+
+
+def _against_loop(finding: Finding, subject: Subject, arguments: Arguments, where: str) -> None:
+    """One case: finite where the truth is, and every tensor as near it as the rule of acceptance asks."""
+    names = subject.outputs if arguments.get("output_final_state") else subject.outputs[:1]
+    few = replace(subject, outputs=names)
+    got = measured(few.ours, arguments, names, seed=finding.scope.seed)
+    found = verdicts(few, arguments, got, finding.scope.seed, waive=True)
+    errors = [verdict.measured.rms for verdict in found if verdict.passed and not verdict.waived]
+    finding.worst = max(finding.worst or 0.0, *errors)
+    lines = [str(verdict) for verdict in found if not verdict.passed]
+    finding.case(not lines, f"{where}: {'; '.join(lines)}")
+
+
+# --- row 7 -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reduced_precision_allowed() -> Iterator[None]:
+    """PyTorch's permission to use TF32 in float32 products, given to the whole process for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def float32_means_float32(scope: Scope) -> Finding:
+    """Row 7: where TF32 is allowed globally, float32 results keep float32's accuracy."""
+    finding = Finding(scope)
+    for subject in SUBJECTS.values():
+        arguments = subject.arguments(Shape(1, 130, 1, 2, 64, 64), torch.float32, scope.seed)
+        with reduced_precision_allowed():
+            got = measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=scope.seed)
+        for verdict in verdicts(subject, arguments, got, scope.seed):
+            finding.error(verdict.measured.rms, verdict.limits.rms, f"{subject.name}: {verdict.name}")
+    return finding
+
+
+ROWS = (
+    Row(1, "the definitions agree with each other", "relative error <= 1e-10, float64", definitions_agree),
+    Row(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", index_and_mask),
+    Row(5, "correlated keys", "84 of 84 finite and as near the truth as rule 3 asks", correlated_keys),
+    Row(6, "every gate is legal", "finite; decays within 1e-3; gradients as rule 3 asks", every_gate),
+    Row(7, "fp32 means fp32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),
+)

@@ -1,0 +1,310 @@
+"""Rows 12 to 15 and 29: the same answer, bit for bit, whatever stands beside, before, behind or around a call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wyfold.cli.scorecard import Finding, Row, Scope
+from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two, tokens
+from wyfold.cli.subjects import SUBJECTS, Arguments, Named, Subject, bound, incoming, measured, widened
+from wyfold.reference import error, inputs
+from wyfold.reference.shapes import Shape
+
+PER_SEQUENCE = ("initial_state", "initial_state_bias", "state", "state_bias", "dh0", "dc0")
+PER_TOKEN = ("q", "k", "v", "g", "beta", "eta", "o", "dq", "dk", "dv", "dg", "dbeta", "deta")
+PACKINGS = 200
+CAUSAL_CASES = 200
+
+
+class _Draw:
+    """Seeded choices."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def pick(self, *options: int) -> int:
+        return options[self.below(len(options))]
+
+    def below(self, end: int) -> int:
+        return int(torch.randint(end, (), generator=self.generator))
+
+
+def some_call(rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0) -> tuple[Subject, Arguments]:
+    """A rule's chunk form and arguments for it: small, and with everything the rule has in some of the calls.
+
+    Args:
+        rule: One of `RULES`.
+        number: Of the case; decides widths, head groups, gates, dtype.
+        T: Tokens.
+        sequences: Rows of the initial states; None: B.
+        B: Batch.
+        seed: Of the numbers.
+    """
+    shape = Shape(B, T, (1, 2)[number % 2], (2, 4)[number // 2 % 2], 8, (8, 16)[number // 4 % 2])
+    if rule == "ttt_linear":
+        shape = replace(shape, V=shape.K)
+    options: dict[str, str] = {}
+    if rule in DELTA[1:]:
+        options["gate"] = ("weak", "any", "model", "spiky", "alternating")[number % 5]
+    dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float64)[number % 4]
+    drawn = inputs.draw(
+        "random", rule, shape, state="normal", sequences=sequences, dtype=dtype, seed=seed + number, **options
+    )
+    return SUBJECTS[RULES[rule]], drawn | {"output_final_state": True}
+
+
+def differing(one: Named, other: Named) -> str:
+    """Names of the tensors in which two results differ by a bit; a NaN equals the same NaN."""
+    return ", ".join(name for name in one if not _same_bits(one[name], other[name]))
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.nan_to_num(nan=7.25), y.nan_to_num(nan=7.25))
+
+
+# --- row 12 ----------------------------------------------------------------------------------------------------------
+
+
+def packed_equals_separate(scope: Scope) -> Finding:
+    """Row 12: each sequence of a random packing, run alone, has the bits it had in the packing."""
+    finding = Finding(scope, promised=PACKINGS * len(RULES))
+    for number, rule in itertools.product(range(scope.count(PACKINGS)), RULES):
+        draw = _Draw(scope.seed + number)
+        lengths = [draw.pick(0, 1, 2, 15, 16, 17, 40, draw.below(90)) for _ in range(draw.pick(1, 2, 3, 4))]
+        spare = draw.pick(0, 0, 3)
+        subject, arguments = some_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=(torch.int64, torch.int32)[number % 2])
+        packed, fed = _measured(subject, arguments | {"cu_seqlens": cu}, scope.seed)
+        wrong = []
+        for n, length in enumerate(lengths):
+            rows = slice(int(cu[n]), int(cu[n]) + length)
+            own = _part(arguments, rows, n)
+            alone = measured(subject.ours, own, subject.outputs, fed=_part(fed, rows, n))
+            kept = {name: x for name, x in _part(packed, rows, n).items() if name in (*PER_TOKEN, *PER_SEQUENCE)}
+            wrong += [f"sequence {n}: {names}" for names in [differing(kept, alone)] if names]
+        finding.case(not wrong, f"case {number}: {rule}, lengths {lengths}, {spare} spare: {'; '.join(wrong)}")
+    return finding
+
+
+def _measured(subject: Subject, arguments: Arguments, seed: int) -> tuple[Named, Named]:
+    """What `measured` returns, and the gradients that were fed back."""
+    with torch.no_grad():
+        fed = incoming(dict(zip(subject.outputs, subject.ours(arguments), strict=True)), seed)
+    return measured(subject.ours, arguments, subject.outputs, fed=fed), fed
+
+
+def _part(tensors: Arguments, rows: slice, n: int) -> Arguments:
+    """One sequence of a packed call: its tokens, its states; what is shared by all stays whole."""
+    return {
+        name: x[:, rows] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x for name, x in tensors.items()
+    }
+
+
+# --- row 13 ----------------------------------------------------------------------------------------------------------
+
+
+def past_is_closed(scope: Scope) -> Finding:
+    """Row 13: other inputs from a token on change no bit of the outputs before it, nor of the gradients of a loss on them."""
+    finding = Finding(scope, promised=CAUSAL_CASES)
+    for number in range(scope.count(CAUSAL_CASES)):
+        rule = tuple(RULES)[number % len(RULES)]
+        draw = _Draw(scope.seed + number)
+        T = 2 + draw.below(100)
+        t = 1 + draw.below(T - 1)
+        subject, arguments = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
+        _, others = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed + 10_000)
+        changed = {
+            name: torch.cat([x[:, :t], others[name][:, t:]], dim=1) if name in PER_TOKEN else x for name, x in arguments.items()
+        }
+        before, after = (_prefix(subject, a, t, scope.seed) for a in (arguments, changed))
+        names = differing(before, after)
+        finding.case(not names, f"case {number}: {rule}, T {T}, changed from {t} on: {names}")
+    return finding
+
+
+def _prefix(subject: Subject, arguments: Arguments, t: int, seed: int) -> Named:
+    """Outputs of the first t tokens, and the gradients of a loss on those alone."""
+    first = replace(subject, outputs=subject.outputs[:1])
+    with torch.no_grad():
+        fed = incoming({"o": first.ours(arguments)[0]}, seed)
+    fed["o"][:, t:] = 0
+    found = measured(first.ours, arguments, first.outputs, fed=fed)
+    return {name: x[:, :t] if name in PER_TOKEN else x for name, x in found.items()}
+
+
+# --- row 14 ----------------------------------------------------------------------------------------------------------
+
+
+def split_equals_whole(scope: Scope) -> Finding:
+    """Row 14: two calls with the state handed on, cut at a multiple of 64, give the bits of one; elsewhere nearly so."""
+    finding = Finding(scope)
+    T = 200
+    for rule, number in itertools.product(RULES, range(scope.count(10))):
+        subject, arguments = some_call(rule, 4 * number, T, sequences=None, seed=scope.seed)
+        whole = dict(zip(subject.outputs, subject.ours(arguments)))
+        for cut in (64, 128, 192):
+            halves = dict(zip(subject.outputs, in_two(subject, arguments, cut)))
+            names = differing(whole, halves)
+            finding.case(not names, f"{rule}, case {number}, cut at {cut}: {names}")
+        if rule in DELTA:  # a cut inside a mini-batch of TTT-Linear is another model
+            halves = dict(zip(subject.outputs, in_two(subject, arguments, 1 + 7 * number)))
+            truth = dict(zip(subject.outputs, subject.truth(widened(arguments))))
+            found = [error.judge(x, truth[name], name=name, target=bound(name, x.dtype)) for name, x in halves.items()]
+            lines = [str(verdict) for verdict in found if not verdict.passed]
+            finding.case(not lines, f"{rule}, cut at {1 + 7 * number}: {'; '.join(lines)}")
+    return finding
+
+
+# --- row 15 ----------------------------------------------------------------------------------------------------------
+
+
+def _wider(dim: int, extra: Callable[[int], int], take: Callable[[Tensor, int, int], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A view with x's values into a tensor that is larger along `dim`, NaN elsewhere."""
+
+    def stretched(x: Tensor) -> Tensor:
+        size = list(x.shape)
+        size[dim] = extra(size[dim])
+        view = take(x.new_full(size, torch.nan), dim % x.ndim, x.shape[dim])
+        return view.copy_(x)
+
+    return stretched
+
+
+def _stored(order: Callable[[int], list[int]]) -> Callable[[Tensor], Tensor]:
+    """x with its dimensions stored in another order."""
+
+    def stored(x: Tensor) -> Tensor:
+        dims = order(x.ndim)
+        back = [dims.index(i) for i in range(x.ndim)]
+        return x.permute(dims).contiguous().permute(back)
+
+    return stored
+
+
+def _every_second(x: Tensor, dim: int, size: int) -> Tensor:
+    return x[(slice(None),) * dim + (slice(0, 2 * size, 2),)]
+
+
+def _expanded(dim: int) -> Callable[[Tensor], Tensor]:
+    def expanded(x: Tensor) -> Tensor:
+        return x.narrow(dim, 0, 1).expand(x.shape)
+
+    return expanded
+
+
+def _one_element_in(x: Tensor) -> Tensor:
+    return x.new_full((x.numel() + 1,), torch.nan)[1:].view(x.shape).copy_(x)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "last two dimensions swapped": _stored(lambda n: [*range(n - 2), n - 1, n - 2] if n > 1 else [0]),
+    "heads before tokens": _stored(lambda n: [0, 2, 1, *range(3, n)] if n > 2 else list(range(n))),
+    "tokens innermost": _stored(lambda n: [0, *range(2, n), 1] if n > 1 else [0]),
+    "batch innermost": _stored(lambda n: [*range(1, n), 0]),
+    "dimensions reversed": _stored(lambda n: list(reversed(range(n)))),
+    "first columns of a wider tensor": _wider(-1, lambda n: n + 3, lambda x, dim, n: x.narrow(dim, 0, n)),
+    "last columns of a wider tensor": _wider(-1, lambda n: 3 * n, lambda x, dim, n: x.narrow(dim, 2 * n, n)),
+    "every second column": _wider(-1, lambda n: 2 * n, _every_second),
+    "every second token": _wider(1, lambda n: 2 * n, _every_second),
+    "every second row of the batch": _wider(0, lambda n: 2 * n, _every_second),
+    "one element into its memory": _one_element_in,
+    "expanded over the batch": _expanded(0),
+    "expanded over tokens": _expanded(1),
+    "expanded over the last dimension": _expanded(-1),
+}
+"""Ways to lie in memory; an expanded one has the values of its first slice throughout."""
+
+
+def memory_layout(scope: Scope) -> Finding:
+    """Row 15: every argument and incoming gradient at every stride; what is compared has the same values, contiguous."""
+    finding = Finding(scope, promised=12 * len(RULES))
+    kinds = dict(itertools.islice(STRIDES.items(), 0, None, 7 if scope.quick else 1))
+    for rule in RULES:
+        number = 2 if rule in DELTA[1:] else 0  # with a model's gate, so that its parameters are there
+        subject, arguments = some_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
+        with torch.no_grad():
+            fed = incoming(dict(zip(subject.outputs, subject.ours(arguments))), scope.seed)
+        usual = measured(subject.ours, arguments, subject.outputs, fed=fed)
+        places = [(arguments, name) for name, x in arguments.items() if isinstance(x, Tensor)] + [(fed, name) for name in fed]
+        for kind, (tensors, name) in itertools.product(kinds, places):
+            x = tensors[name]
+            if x.ndim < 2 and "second token" in kind or (x.ndim < 2 and "expanded over tokens" in kind):
+                continue  # a vector has no such dimension
+            strange = kinds[kind](x)
+            expected = usual if "expanded" not in kind else _with(subject, arguments, fed, tensors, name, strange.contiguous())
+            names = differing(expected, _with(subject, arguments, fed, tensors, name, strange))
+            finding.case(not names, f"{rule}, {'incoming ' if tensors is fed else ''}{name} {kind}: {names}")
+    return finding
+
+
+def _with(subject: Subject, arguments: Arguments, fed: Named, tensors: Arguments, name: str, x: Tensor) -> Named:
+    """Results with one tensor, an argument or an incoming gradient, replaced; strides reach the operator untouched."""
+    replaced = tensors | {name: x}
+    arguments, fed = (arguments, replaced) if tensors is fed else (replaced, fed)
+    return measured(subject.ours, arguments, subject.outputs, fed=fed, copy=False)
+
+
+# --- row 29 ----------------------------------------------------------------------------------------------------------
+
+THREADS = 8
+
+
+def nothing_is_stale(scope: Scope) -> Finding:
+    """Row 29: boundaries edited in place, shapes in turns and threads at once leave no trace in each other's bits."""
+    finding = Finding(scope)
+    for rule in RULES:
+        subject, arguments = some_call(rule, 0, 70, sequences=2, seed=scope.seed)
+        cu = torch.tensor([0, 30, 70])
+        arguments["cu_seqlens"] = cu
+        measured(subject.ours, arguments, subject.outputs)
+        cu[1] = 17
+        edited = measured(subject.ours, arguments, subject.outputs)
+        fresh = measured(subject.ours, arguments | {"cu_seqlens": torch.tensor([0, 17, 70])}, subject.outputs)
+        names = differing(fresh, edited)
+        finding.case(not names, f"{rule}, boundaries edited in place: {names}")
+    calls = [some_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))]
+    alone = [_run(call) for call in calls]
+    for number, call in [*enumerate(calls), *reversed(list(enumerate(calls)))]:
+        names = differing(alone[number], _run(call))
+        finding.case(not names, f"call {number} among other shapes: {names}")
+    for number, names in enumerate(_at_once(calls, alone)):
+        finding.case(not names, f"thread {number} of {THREADS}: {names}")
+    return finding
+
+
+def _run(call: tuple[Subject, Arguments]) -> Named:
+    subject, arguments = call
+    return measured(subject.ours, arguments, subject.outputs)
+
+
+def _at_once(calls: list[tuple[Subject, Arguments]], alone: list[Named]) -> list[str]:
+    """What differed in each of the threads that ran all calls, each from another one on."""
+    found = ["did not finish"] * THREADS
+    gate = threading.Barrier(THREADS)
+
+    def work(number: int) -> None:
+        gate.wait()
+        order = [(number + i) % len(calls) for i in range(len(calls))]
+        found[number] = "; ".join(f"call {i}: {names}" for i in order if (names := differing(alone[i], _run(calls[i]))))
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return found
+
+
+ROWS = (
+    Row(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
+    Row(13, "the past never depends on the future", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
+    Row(14, "split equals unsplit", "0 bits at multiples of 64; elsewhere within the float32 targets", split_equals_whole),
+    Row(15, "layout of memory is irrelevant", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout),
+    Row(29, "no stale state", "0 bits", nothing_is_stale),
+)

@@ -1,0 +1,303 @@
+"""Every public operator beside its token loop: how to draw its arguments, call both, and judge what comes back.
+
+The one list that `verify`, `bench` and the scorecard share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wyfold
+from wyfold import reference
+from wyfold.reference import error, inputs, targets
+from wyfold.reference.shapes import Shape
+
+Arguments = dict[str, Any]
+Named = dict[str, Tensor]
+
+GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
+"""Names of gradients that are not "d" and the argument's name."""
+
+PER_TOKEN = {"dbeta": 3, "dg": 3}
+"""Tensors whose rows are 64 tokens of one head, if they have this many dimensions."""
+
+NARROW = (torch.bfloat16, torch.float16)
+FED = 1 << 20
+"""Added to the seed of the arguments for the seed of what is fed back: equal draws would be parallel, a gradient of 0."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One operator, one way to use it.
+
+    Attributes:
+        name: What a table calls it: the operator, and the way where there are several.
+        operator: Public name.
+        loop: Name of the token loop that defines it.
+        arguments: (shape, dtype, seed) -> keyword arguments for both.
+        outputs: Names of the tensors it returns, in order.
+        backward: Whether it has one.
+        family: Of the inputs, which sets the absolute targets.
+        fixed: Keywords for the operator alone.
+    """
+
+    name: str
+    operator: str
+    loop: str
+    arguments: Callable[[Shape, torch.dtype, int], Arguments]
+    outputs: tuple[str, ...] = ("y",)
+    backward: bool = True
+    family: str = "random"
+    fixed: Mapping[str, Any] | None = None
+
+    def ours(self, arguments: Arguments) -> tuple[Tensor, ...]:
+        """Tensors that the operator returns, named by `outputs`."""
+        return self._results(getattr(wyfold, self.operator)(**arguments, **(self.fixed or {})))
+
+    def truth(self, arguments: Arguments) -> tuple[Tensor, ...]:
+        """The same from the token loop, in the dtype of the arguments."""
+        return self._results(getattr(reference, self.loop)(**arguments))
+
+    def _results(self, returned: Any) -> tuple[Tensor, ...]:
+        results = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(results[: len(self.outputs)])
+
+
+def _delta(rule: str, **named: str) -> Callable[[Shape, torch.dtype, int], Arguments]:
+    def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+        drawn = inputs.draw("random", rule, shape, state="normal", dtype=dtype, seed=seed, **named)
+        return {**drawn, "output_final_state": True}
+
+    return arguments
+
+
+def _ttt(shape: Shape, dtype: torch.dtype, seed: int, *, states: bool) -> Arguments:
+    square = replace(shape, V=shape.K)
+    drawn = inputs.draw("random", "ttt_linear", square, state="normal" if states else "none", dtype=dtype, seed=seed)
+    return {**drawn, "output_final_state": True} if states else drawn
+
+
+def _conv(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    D, W = shape.H * shape.K, 4
+    x, weight, bias, residual, state = _normal(seed, dtype, _tokens(shape, D), (D, W), (D,), _tokens(shape, D), (shape.B, D, W - 1))
+    return {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "initial_state": state,
+        "activation": "silu",
+        "output_final_state": True,
+    }
+
+
+def _gated_norm(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    rows = _tokens(shape, shape.HV, shape.V)
+    return dict(zip(("x", "g", "weight", "bias"), _normal(seed, dtype, rows, rows, (shape.V,), (shape.V,))))
+
+
+def _rows(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    return {"x": _normal(seed, dtype, _tokens(shape, shape.H, shape.K))[0]}
+
+
+def _gate(rule: str, gate: str) -> Callable[[Shape, torch.dtype, int], Arguments]:
+    def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+        drawn = inputs.draw("random", rule, shape, gate=gate, dtype=dtype, seed=seed)
+        return {name: drawn[name] for name in ("g", "A_log", "dt_bias", "lower_bound") if name in drawn}
+
+    return arguments
+
+
+def _keys(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    drawn = inputs.draw("random", "kda", shape, gate="weak", dtype=dtype, seed=seed)
+    return {name: drawn[name] for name in ("k", "beta", "g")} | {"chunk_size": 64}
+
+
+def _triangle(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    """L of correlated keys, whose powers explode though its inverse is small."""
+    drawn = inputs.draw("near-identical", "kda", shape, seed=seed, dtype=torch.float64)
+    return {"A": reference.chunk_scaled_dot_kkt(drawn["k"], drawn["beta"], drawn["g"], chunk_size=64).to(dtype)}
+
+
+def _tokens(shape: Shape, *rest: int) -> tuple[int, ...]:
+    return (shape.B, shape.T, *rest)
+
+
+def _normal(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+_BOTH = ("o", "state")
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        Subject("chunk_delta_rule", "chunk_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH),
+        Subject(
+            "chunk_gated_delta_rule", "chunk_gated_delta_rule", "gated_delta_rule", _delta("gated_delta_rule"), _BOTH
+        ),
+        Subject(
+            "chunk_gated_delta_rule, gate inside",
+            "chunk_gated_delta_rule",
+            "gated_delta_rule",
+            _delta("gated_delta_rule", gate="model", beta="logits"),
+            _BOTH,
+        ),
+        Subject("chunk_kda", "chunk_kda", "kda", _delta("kda"), _BOTH),
+        Subject("chunk_kda, gate inside", "chunk_kda", "kda", _delta("kda", gate="model", beta="logits"), _BOTH),
+        Subject("chunk_kda, bounded gate", "chunk_kda", "kda", _delta("kda", gate="model bounded"), _BOTH),
+        Subject(
+            "chunk_ttt_linear",
+            "chunk_ttt_linear",
+            "ttt_linear",
+            partial(_ttt, states=True),
+            ("o", "state", "state_bias"),
+            family="ttt",
+        ),
+        Subject("fused_recurrent_delta_rule", "fused_recurrent_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH),
+        Subject(
+            "fused_recurrent_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+            "gated_delta_rule",
+            _delta("gated_delta_rule", gate="model"),
+            _BOTH,
+        ),
+        Subject("fused_recurrent_kda", "fused_recurrent_kda", "kda", _delta("kda", gate="model"), _BOTH),
+        Subject(
+            "fused_recurrent_ttt_linear",
+            "fused_recurrent_ttt_linear",
+            "ttt_linear",
+            partial(_ttt, states=False),
+            ("o",),
+            family="ttt",
+        ),
+        Subject("solve_tril", "solve_tril", "solve_tril", _triangle, backward=False),
+        Subject("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),
+        Subject("causal_conv1d", "causal_conv1d", "causal_conv1d", _conv, ("y", "state")),
+        Subject("rms_norm_gated", "rms_norm_gated", "rms_norm_gated", _gated_norm),
+        Subject("l2norm", "l2norm", "l2norm", _rows),
+        Subject("fused_gdn_gate", "fused_gdn_gate", "gdn_gate", _gate("gated_delta_rule", "model")),
+        Subject("fused_kda_gate", "fused_kda_gate", "kda_gate", _gate("kda", "model bounded")),
+        Subject("fused_beta_sigmoid", "fused_beta_sigmoid", "beta_sigmoid", _rows),
+    )
+}
+
+
+def measured(
+    call: Callable[[Arguments], tuple[Tensor, ...]],
+    arguments: Arguments,
+    names: tuple[str, ...],
+    *,
+    backward: bool = True,
+    seed: int = 0,
+    fed: Named | None = None,
+    copy: bool = True,
+) -> Named:
+    """Outputs of a call, and the gradients of all its floating arguments, by name.
+
+    Args:
+        call: Takes the arguments, returns tensors.
+        arguments: Not written to.
+        names: Of the outputs.
+        backward: Whether to ask for gradients.
+        seed: Of the gradients fed back into the outputs; the same for every dtype up to rounding.
+        fed: Those gradients, by the outputs' names; drawn unless given.
+        copy: Whether the call gets copies, or the very tensors as they lie in memory.
+    """
+    leaves = {
+        name: (value.detach().clone() if copy else value.detach()).requires_grad_(backward)
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    outputs = dict(zip(names, call({**arguments, **leaves}), strict=True))
+    found = {name: output.detach() for name, output in outputs.items()}
+    if backward:
+        if fed is None:
+            fed = incoming(found, seed)
+        gradients = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), [fed[name] for name in names], materialize_grads=True
+        )
+        found |= {GRADIENT_OF.get(name, f"d{name}"): gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return found
+
+
+def incoming(outputs: Named, seed: int) -> Named:
+    """A gradient to feed back into each output, never parallel to anything that `seed` draws elsewhere."""
+    return {name: inputs.incoming(output, FED + seed + i) for i, (name, output) in enumerate(outputs.items())}
+
+
+def widened(arguments: Arguments) -> Arguments:
+    """The arguments with every floating tensor in float64."""
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def verdicts(
+    subject: Subject, arguments: Arguments, got: Named, seed: int = 0, *, waive: bool = False
+) -> list[error.Verdict]:
+    """One verdict per output and gradient in `got`.
+
+    Eager computes 16-bit inputs in float32 and rounds once, so a tensor is held to the standard of its own dtype. In
+    float64 and float32 that is its absolute target. In 16 bits the token loop in that dtype, which rounds where any form
+    must, is the yardstick, with the target beside it where there is one.
+
+    Args:
+        subject: What was called.
+        arguments: With these.
+        got: What `measured` returned for them.
+        seed: Given to `measured`.
+        waive: Try rule 6 of `reference.error`, at the price of another run of the loop: where half an ulp on the inputs
+            moves the truth by more than 5 %, only finiteness is asked.
+    """
+    fed = incoming({name: got[name] for name in subject.outputs}, seed)
+    exact = {name: x.double() for name, x in fed.items()}
+
+    def loop(drawn: Arguments, fed: Named) -> Named:
+        return measured(subject.truth, drawn, subject.outputs, backward=subject.backward, fed=fed)
+
+    truth = loop(widened(arguments), exact)
+    moved = loop(_half_an_ulp_away(arguments), exact) if waive else {}
+    yardstick = loop(arguments, fed) if any(x.dtype in NARROW for x in got.values()) else {}
+    return [
+        error.judge(
+            x,
+            truth[name],
+            yardstick[name] if x.dtype in NARROW else None,
+            name=name,
+            target=bound(name, x.dtype, subject.family),
+            per_token=PER_TOKEN.get(name) == x.ndim,
+            moved=moved.get(name),
+        )
+        for name, x in got.items()
+    ]
+
+
+def _half_an_ulp_away(arguments: Arguments) -> Arguments:
+    """The arguments in float64, every element of every floating tensor half a step of its own dtype off."""
+    return {
+        name: error.half_ulp_away(value, seed) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for seed, (name, value) in enumerate(arguments.items())
+    }
+
+
+def bound(name: str, dtype: torch.dtype, family: str = "random") -> float | None:
+    """Absolute target of a tensor by its name; those outside the family of the rules are held to o's, and to dq's."""
+    if name in targets.OUTPUTS or name in targets.GRADIENTS:
+        return targets.target(name, dtype, family)
+    return None if dtype in NARROW else targets.target("dq" if name.startswith("d") else "o", dtype, family)
+
+
+def judged(subject: Subject, shape: Shape, dtype: torch.dtype, seed: int = 0) -> list[error.Verdict]:
+    """Verdicts on one call of the operator as this machine runs it."""
+    arguments = subject.arguments(shape, dtype, seed)
+    got = measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=seed)
+    return verdicts(subject, arguments, got, seed)

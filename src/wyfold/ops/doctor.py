@@ -1,0 +1,247 @@
+"""What this process would run on, and what it would run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wyfold.ops.conv import causal_conv1d
+from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.ops.explain import explain
+from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
+from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
+from wyfold.ops.norm import l2norm, rms_norm_gated
+from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
+from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
+from wyfold.runtime.check import UnsupportedError, checking_contents
+from wyfold.stages import table
+
+OLDEST_TORCH = (2, 11)
+
+EXTRAS = {"matplotlib": "cli", "numpy": "cli", "rich": "cli", "safetensors": "cli", "transformers": "bench"}
+"""Optional package -> the extra of wyfold that brings it."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Who serves one operator's calls on one device.
+
+    Attributes:
+        operator: Public name.
+        device: Type of device.
+        backend: The one a call without `backend=` gets; None: such a call is refused.
+        forward, backward: Its launches, as "stage (module)".
+        refused: Every other backend -> why not it.
+    """
+
+    operator: str
+    device: str
+    backend: str | None
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor` found.
+
+    Attributes:
+        hardware: Processor, cores, memory; each GPU by name and architecture.
+        versions: Package -> version, of what is installed.
+        known_bad: Sentences about versions here that are known not to work.
+        services: Who serves each operator on each device of this machine.
+        cells: Stage -> backends that have it, each with what its results rest on.
+        extras: Optional package -> its version, or the line that installs it.
+        settings: Everything outside a call's arguments that its work depends on.
+    """
+
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    known_bad: tuple[str, ...]
+    services: tuple[Service, ...]
+    cells: Mapping[str, Mapping[str, str]]
+    extras: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested dictionaries, lists and plain values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [*_listed("hardware", self.hardware), *_listed("versions", self.versions)]
+        lines += ["known bad versions", *(f"  {text}" for text in self.known_bad or ("none",))]
+        lines += [*_listed("extras", self.extras), *_listed("settings", self.settings), "operators"]
+        for service in self.services:
+            lines.append(f"  {service.operator:<32} {service.device:<5} {service.backend or 'refused'}")
+        for backend, operators in self.reasons().items():
+            lines += [f"not {backend}", *(f"  {reason}: {', '.join(names)}" for reason, names in operators.items())]
+        return "\n".join(lines)
+
+    def reasons(self) -> dict[str, dict[str, list[str]]]:
+        """Backend -> reason -> operators it was not chosen for, with the device where there are several."""
+        several = len({service.device for service in self.services}) > 1
+        found: dict[str, dict[str, list[str]]] = {}
+        for service in self.services:
+            for backend, reason in service.refused.items():
+                name = f"{service.operator} on {service.device}" if several else service.operator
+                found.setdefault(backend, {}).setdefault(reason, []).append(name)
+        return found
+
+
+def doctor() -> Report:
+    """Device, versions, and which backend serves each operator here and why the others do not.
+
+    Nothing is run, changed or downloaded, and no environment variable is read.
+
+    Returns:
+        Report; print it, or take its fields.
+
+    Example:
+        >>> import wyfold
+        >>> report = wyfold.doctor()
+        >>> {service.backend for service in report.services if service.device == "cpu"}
+        {'eager'}
+    """
+    found = versions()
+    return Report(hardware(), found, _known_bad(), _services(), _cells(), _extras(found), _settings())
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and memory of this machine, and its GPUs."""
+    return {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, torch, wyfold, and what else of their company is installed."""
+    found = {"python": platform.python_version(), "wyfold": _own_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in ("triton", *EXTRAS):
+        if importlib.util.find_spec(package) is not None:
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _own_version() -> str:
+    """The one version string; read from the loaded package, which may run from a source tree that is not installed."""
+    return str(sys.modules["wyfold"].__version__)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    architecture = f"sm_{properties.major}{properties.minor}"
+    return {"name": properties.name, "architecture": architecture, "memory_gib": round(properties.total_memory / 2**30, 1)}
+
+
+def _known_bad() -> tuple[str, ...]:
+    found = []
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        found.append(f"torch {torch.__version__} is older than {oldest}, the oldest that wyfold is made for")
+    return tuple(found)
+
+
+def _cells() -> dict[str, dict[str, str]]:
+    """Stage -> backend -> what its results rest on. A kernel's row will say on which card it was proved."""
+    proof = {"eager": "PyTorch on any device; `wyfold verify` measures it on this one"}
+    found: dict[str, dict[str, str]] = {}
+    for row in table.ROWS:
+        found.setdefault(row.stage, {})[row.backend] = proof[row.backend]
+    return found
+
+
+def _extras(found: Mapping[str, str]) -> dict[str, str]:
+    return {
+        package: found.get(package, f'not installed; pip install "wyfold[{extra}]"') for package, extra in EXTRAS.items()
+    }
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "autocast_cpu": torch.is_autocast_enabled("cpu"),
+        "checked": checking_contents(),
+        "environment_variables": "none is read",
+    }
+
+
+def _services() -> tuple[Service, ...]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return tuple(_service(op, arguments, device) for device in devices for op, arguments in _calls(device).items())
+
+
+def _service(op: Callable[..., Any], arguments: tuple[Any, ...], device: str) -> Service:
+    try:
+        plan = explain(op, *arguments)
+    except UnsupportedError as refusal:
+        return Service(op.__name__, device, None, (), (), refusal.reasons)
+    return Service(op.__name__, device, plan.backend, plan.forward, plan.backward, plan.refused)
+
+
+def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
+    """Every public operator with the smallest arguments it accepts."""
+    q = torch.empty(1, 16, 1, 16, device=device)  # also k, v, a channel gate and an A
+    g = torch.empty(1, 16, 1, device=device)  # also beta and eta
+    rows = torch.empty(1, 16, device=device)
+    return {
+        chunk_delta_rule: (q, q, q, g),
+        chunk_gated_delta_rule: (q, q, q, g, g),
+        chunk_kda: (q, q, q, q, g),
+        chunk_ttt_linear: (q, q, q, rows, rows, g),
+        fused_recurrent_delta_rule: (q, q, q, g),
+        fused_recurrent_gated_delta_rule: (q, q, q, g, g),
+        fused_recurrent_kda: (q, q, q, q, g),
+        fused_recurrent_ttt_linear: (q, q, q, rows, rows, g),
+        solve_tril: (q,),
+        chunk_scaled_dot_kkt: (q, g),
+        causal_conv1d: (g, rows[:, :4]),
+        rms_norm_gated: (q, q, rows[0]),
+        l2norm: (q,),
+        fused_gdn_gate: (g,),
+        fused_kda_gate: (q,),
+        fused_beta_sigmoid: (g,),
+    }
+
+
+def _listed(title: str, values: Mapping[str, Any]) -> list[str]:
+    width = max(map(len, values), default=0)
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items())]
