@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
     "batch": 8,
     "length": 256,
     "grad_accum": 1,
-    "steps": 500,
+    "steps": 300,
     "minutes": None,
     "lr": 4e-3,
     "warmup": 30,
@@ -53,7 +53,7 @@ PROMPT = b"The "
 SAMPLE_BYTES = 400
 CHECKED_BYTES = 300
 
-BOUNDS = {"float32": 1e-3, "float64": 1e-9}
+BOUNDS = {"float32": 1e-4, "float64": 1e-12}
 """Largest difference allowed between a logit decoded byte by byte and the same logit of the chunked pass.
 
 Both are the same sums in another order, so what separates them is rounding, carried through every layer: measured near
