@@ -58,36 +58,37 @@ def chunk_ttt_linear(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """TTT-Linear over whole sequences, mini-batch by mini-batch.
 
-    Per value head, (S0, c0) being the state that a mini-batch of `chunk_size` tokens was entered with and LN the norm of a
-    row to mean 0 and variance 1:
+    Per value head, (S0, c0) being the state that a mini-batch of `chunk_size` tokens was entered with and LN the norm
+    of a row to mean 0 and variance 1:
 
         n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0
         S_t = S0 - eta_t sum_{s<=t} k_s n_s^T        c_t = c0 - eta_t sum_{s<=t} n_s
         h_t = scale S_t^T q_t + c_t                  o_t = h_t + w LN(h_t) + b
 
-    The last token's (S_t, c_t) enters the next mini-batch. The last mini-batch of a sequence may be short: the states that
-    are returned are those of its last token, so going on from them starts a new mini-batch; `fused_recurrent_ttt_linear`
-    goes on inside one.
+    The last token's (S_t, c_t) enters the next mini-batch. The last mini-batch of a sequence may be short: the states
+    that are returned are those of its last token, so going on from them starts a new mini-batch;
+    `fused_recurrent_ttt_linear` goes on inside one.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager. Any strides. Never written.
         k: [B, T, H, K], dtype of q.
-        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H: value head j reads query and
-            key head `j // (HV // H)`. The inner model learns v - k from k.
+        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H: value head j reads query
+            and key head `j // (HV // H)`. The inner model learns v - k from k.
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
         eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size of a token; it rescales the whole sum of its
             mini-batch, it does not weigh the token.
         scale: Multiplies q only. None: K ** -0.5.
         eps: > 0, added to the variances.
-        chunk_size: 16, 32 or 64. Tokens of a mini-batch: part of the model, not a tile. Counted from each sequence's first.
+        chunk_size: 16, 32 or 64. Tokens of a mini-batch, counted from each sequence's first: part of the model, not a
+            tile.
         initial_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]) float32, float16, bfloat16. None: zeros.
         initial_state_bias: [N, HV, 1, V], as initial_state. None: zeros. Each may be given without the other.
         output_final_state: Return the states after every sequence's last token.
         state_v_first: Matrix states are V-first, in and out.
         state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
-        cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty sequence
-            returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
+        cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty
+            sequence returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
         disable_recompute: Keep the state of every mini-batch for the backward: memory for time, same bits.
         batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
         backend: None: the table's choice. "eager", "triton", "gluon": a demand.
@@ -101,8 +102,9 @@ def chunk_ttt_linear(
 
     Raises:
         TypeError: an argument of the wrong Python type.
-        ValueError: shape, dtype, device or range; `cu_seqlens` with B > 1; a second-order gradient (RuntimeError of torch).
+        ValueError: shape, dtype, device or range; `cu_seqlens` with B > 1.
         UnsupportedError: the demanded backend cannot.
+        RuntimeError: a gradient of a gradient was asked for.
 
     Source:
         Learning to (learn at test time), arXiv:2407.04620: TTT-Linear, inner mini-batches and their dual form.
@@ -167,8 +169,8 @@ def fused_recurrent_ttt_linear(
 ) -> tuple[Tensor, TTTState | None]:
     """TTT-Linear from any token to any other: the form for decoding.
 
-    The recurrence of `chunk_ttt_linear`, with the mini-batch that the last token falls into left open: calls that hand the
-    `TTTState` on give the outputs of one call, wherever they are cut. Sequences may stand at different positions.
+    The recurrence of `chunk_ttt_linear`, with the mini-batch that the last token falls into left open: calls that hand
+    the `TTTState` on give the outputs of one call, wherever they are cut. Sequences may stand at different positions.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager.
@@ -178,14 +180,14 @@ def fused_recurrent_ttt_linear(
         b: [HV, V] any float.
         eta: [B, T, HV, 1] or [B, T, HV] any float, or a number.
         scale, eps, chunk_size, cu_seqlens, backend: As in `chunk_ttt_linear`.
-        state: Where the sequences stand; None: at their start, with zero states. A constant to the backward: no gradient
-            reaches it.
+        state: Where the sequences stand; None: at their start, with zero states. A constant to the backward: no
+            gradient reaches it.
         output_final_state: Return where the sequences stand afterwards, differentiable in this call's arguments.
 
     Returns:
         o: [B, T, HV, V], dtype of v.
-        final_state: `TTTState` with float32 states (float64 inputs: float64), or None unless asked for. An empty sequence's
-            are the given ones bit for bit.
+        final_state: `TTTState` with float32 states (float64 inputs: float64), or None unless asked for. An empty
+            sequence's are the given ones bit for bit.
 
     Raises:
         TypeError: an argument of the wrong Python type; state is no TTTState.
@@ -208,13 +210,14 @@ def fused_recurrent_ttt_linear(
     op = "fused_recurrent_ttt_linear"
     check.flag(op, output_final_state=output_final_state)
     cu, N = _check_tokens(op, q, k, v, w, b, eta, cu_seqlens)
-    given: tuple[Tensor | None, ...] = (None,) * 5
+    tensors = TTTTensors(q, k, v, w, b, _column(v, eta), None, None, None, None, None, cu)
     if state is not None:
         _check_state(op, v, N, state)
-        given = tuple(x.detach() for x in state)
+        S, c, G, a, position = (x.detach() for x in state)
+        tensors = tensors._replace(state=S, bias=c, grad=G, bias_grad=a, position=position)
     result = _run(
         op,
-        TTTTensors(q, k, v, w, b, _column(v, eta), *given, cu),
+        tensors,
         N,
         recurrent=True,
         scale=scale,
@@ -320,7 +323,10 @@ def _check_state(op: str, v: Tensor, N: int, state: TTTState) -> None:
         raise TypeError(f"{op}: state must be a TTTState or None, got {type(state).__name__}")
     tensors, position = state[:4], check.tensor(op, "state.position", state.position)
     orders = ("N HV K V", "N HV 1 V") * 2
-    named = {f"state.{name}": (check.tensor(op, f"state.{name}", x), order) for name, x, order in zip(TTTState._fields, tensors, orders)}
+    named = {
+        f"state.{name}": (check.tensor(op, f"state.{name}", x), order)
+        for name, x, order in zip(TTTState._fields, tensors, orders)
+    }
     _check_states(op, v, N, **named)
     if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"

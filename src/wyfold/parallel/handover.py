@@ -1,8 +1,8 @@
 """TTT-Linear's hand-over at a border inside a mini-batch.
 
-Gradients of a mini-batch are taken at the state it was entered with, so a call that goes on inside one has to stand on the
-same grid of mini-batches as the call before it. Idle rows in front of each sequence, one for every token that its open
-mini-batch already has, put it there; everything else is the pass that starts at a mini-batch.
+Gradients of a mini-batch are taken at the state it was entered with, so a call that goes on inside one has to stand on
+the same grid of mini-batches as the call before it. Idle rows in front of each sequence, one for every token that its
+open mini-batch already has, put it there; everything else is the pass that starts at a mini-batch.
 """
 
 from __future__ import annotations

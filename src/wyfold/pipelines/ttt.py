@@ -1,7 +1,7 @@
-"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function, each direction a list of launches.
+"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function over lists of launches.
 
-The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the parts
-back from the states that the forward kept, at the parts' borders or at every mini-batch.
+The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the
+parts back from the states that the forward kept, at the parts' borders or at every mini-batch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class TTTOptions:
 
 
 class TTTTensors(NamedTuple):
-    """Tensors of one call, as the public operators document them; eta is [B, T, HV, 1], sums and position are a TTTState's."""
+    """Tensors of one call, as the public operators document them; eta is [B, T, HV, 1].
+
+    `grad`, `bias_grad` and `position` are a TTTState's, of recurrent calls alone.
+    """
 
     q: Tensor
     k: Tensor
@@ -154,7 +157,7 @@ class _Call:
         self.N = B if cu is None else cu.shape[0] - 1
         self.q, self.k, self.v, self.eta = (self.rows(x) for x in (tensors.q, tensors.k, tensors.v, tensors.eta))
         per_part = chunks_per_part(tensors.v, options.chunk_size)
-        self.parts = split.parts(*self.v.shape[:2], cu, options.chunk_size, per_part)
+        self.parts = split.parts(self.v.shape[0], self.v.shape[1], cu, options.chunk_size, per_part)
         self.stage: Any = table.launches("ttt", options.backend)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -185,8 +188,7 @@ class _Call:
     def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
         """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
         n = sequences.stop - sequences.start
-        size = {"dtype": self.dtype, "device": self.v.device}
-        zeros = State(torch.zeros(n, self.HV, self.D, self.D, **size), torch.zeros(n, self.HV, 1, self.D, **size))
+        zeros = State(*(self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) for rows in (self.D, 1)))
         return State(
             zeros.S if S is None else self.turned(S[sequences]).to(self.dtype, copy=True),
             zeros.c if c is None else c[sequences].to(self.dtype, copy=True),
@@ -251,8 +253,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     call = _Call(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 7 :]))
     kept = State(*arguments[TENSORS : TENSORS + 2])
-    do, dS, dc, dG, da = arguments[TENSORS + 2 : TENSORS + 7]
     t, options = call.tensors, call.options
+    # A compiler makes up zeros for results that nobody used, those without elements included.
+    returned = (True, *[options.final_state] * 2, *[options.final_state and options.recurrent] * 2)
+    do, dS, dc, dG, da = (
+        d if asked else None for d, asked in zip(arguments[TENSORS + 2 : TENSORS + 7], returned, strict=True)
+    )
     found = _gradients(t)
     tokens = (found[0], found[1], found[2], found[5])
     rooms, do = [call.room(x) for x in tokens], None if do is None else call.rows(do)
@@ -289,7 +295,10 @@ def _write(states: State, sequences: slice, source: State) -> None:
 
 
 def _outputs(t: TTTTensors, options: TTTOptions) -> tuple[TTTResult, State]:
-    """Empty results of the forward and what it keeps. Sizes come from metadata alone, so this is the operator's fake as well."""
+    """Empty results of the forward, and room for what it keeps.
+
+    Sizes come from metadata alone, so this is the operator's fake as well.
+    """
     B, T, HV, D = t.v.shape
     N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
     states, dtype = B if N is None else N, wide(t.q.dtype)
@@ -316,7 +325,7 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
 
 
 def _gradients(t: TTTTensors) -> tuple[Tensor, ...]:
-    """Empty results of the backward, and its fake: each tensor's gradient, no elements for a state that was not given."""
+    """Empty results of the backward, and its fake: every tensor's gradient, of no elements for a state not given."""
     return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
 
 
@@ -332,15 +341,15 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 KEPT_SCHEMA = "Tensor kept_state, Tensor kept_bias"
 
 _forward_op = register(
-    f"ttt_fwd({TENSORS_SCHEMA}, {TTTOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, Tensor final_grad, "
-    f"Tensor final_bias_grad, Tensor final_position, {KEPT_SCHEMA})",
+    f"ttt_fwd({TENSORS_SCHEMA}, {TTTOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, "
+    f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, {KEPT_SCHEMA})",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
-    f"ttt_bwd({TENSORS_SCHEMA}, {KEPT_SCHEMA}, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, Tensor? dbias_grad, "
-    f"{TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, Tensor dinitial_state, "
-    "Tensor dinitial_bias)",
+    f"ttt_bwd({TENSORS_SCHEMA}, {KEPT_SCHEMA}, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
+    f"Tensor? dbias_grad, {TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
+    "Tensor dinitial_state, Tensor dinitial_bias)",
     _backward,
     _backward_fake,
 )

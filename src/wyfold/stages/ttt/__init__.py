@@ -5,10 +5,10 @@ A mini-batch of n rows takes all its inner gradients N at the state (S, c) it en
     O = q S + c - e (Bm N)         out = O + w LN(O) + u
     S <- S - e_n k^T N             c <- c - e_n sum(N)            e_n: step size of the last row that holds a token
 
-An open mini-batch is one that a caller may go on with. Its state stays (S, c); G = k^T N and a = sum(N) of the rows so far
-are handed out as `Sums` instead. Going on, its first rows are idle, G and a of an earlier call join those of its own rows.
+An open mini-batch is one that a caller may go on with. Its state stays (S, c); the sums k^T N and sum(N) of its rows so
+far are handed out instead. Going on, its first rows are idle, and the sums of earlier calls join those of its own rows.
 
-Source: Learning to (learn at test time), arXiv:2407.04620; dual form of the mini-batch, section 2.5 there.
+Source: Learning to (learn at test time), arXiv:2407.04620, the dual form of a mini-batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ttt` and `ttt_bwd` in PyTorch: a loop over columns, batched over sequences and value heads; the rest batched over a part."""
+"""`ttt` and `ttt_bwd` in PyTorch: a loop over columns for what goes through the state, the rest batched over a part."""
 
 from __future__ import annotations
 
@@ -128,7 +128,15 @@ def ttt_bwd(
 
 
 def unload(
-    found: Gradients, table: ChunkTable, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, deta: Tensor, dw: Tensor, du: Tensor
+    found: Gradients,
+    table: ChunkTable,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    deta: Tensor,
+    dw: Tensor,
+    du: Tensor,
 ) -> None:
     """Write gradients to a part's tokens, heads of a group added in order, and add the parameters' share to dw and du.
 
