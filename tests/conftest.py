@@ -13,6 +13,8 @@ float64, the bound is `float64_bounds`; where bits are promised, the test says `
 """
 
 import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import hypothesis
 import pytest
@@ -115,3 +117,49 @@ class Float64Bounds:
 def float64_bounds() -> Float64Bounds:
     """`.output(name, got, truth)` and `.gradient(name, got, truth)`."""
     return Float64Bounds()
+
+
+def results(
+    op: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    wrt: Iterable[str] | None = None,
+    incoming: Mapping[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Everything one call of a delta rule gives, by name: "o", "state", "states" and, of each x in `wrt`, "dx".
+
+    Args:
+        op: A public operator or its token loop.
+        arguments: Keyword arguments. Tensors are left as they are, and keep their strides.
+        wrt: Arguments to differentiate; None is every floating tensor. What a result does not depend on gets zeros.
+        incoming: Gradients of "o" and "state" to feed back; what is missing takes no part. None draws both.
+        options: More keyword arguments.
+    """
+    from wyfold.reference import inputs
+
+    given = {**arguments, **options}
+    floating = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    wanted = floating if wrt is None else list(wrt)
+    for name in wanted:
+        given[name] = given[name].detach().requires_grad_()
+    returned = dict(zip(("o", "state", "states"), op(**given), strict=False))
+    found = {name: x for name, x in returned.items() if x is not None}
+    if wanted:
+        if incoming is None:
+            incoming = {
+                name: inputs.incoming(found[name], seed) for seed, name in enumerate(("o", "state")) if name in found
+            }
+        arrows = {name: dx for name, dx in incoming.items() if found[name].requires_grad}
+        leaves = [given[name] for name in wanted]
+        gradients = torch.autograd.grad(
+            [found[name] for name in arrows], leaves, list(arrows.values()), allow_unused=True
+        )
+        for name, leaf, dx in zip(wanted, leaves, gradients, strict=True):
+            found[f"d{name}"] = torch.zeros_like(leaf) if dx is None else dx
+    return {name: x.detach() for name, x in found.items()}
+
+
+@pytest.fixture(scope="session", name="results")
+def results_fixture() -> Callable[..., dict[str, torch.Tensor]]:
+    """`results(op, arguments, ...)`."""
+    return results
