@@ -110,6 +110,13 @@ def test_the_text_may_go_to_a_file(model, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_folder_whose_model_is_of_no_known_kind_is_refused(model, tmp_path, capsys):
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("hidden_size", "hidden_sise"))
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
+    assert "hidden_sise" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("content", "message"), [(b"\n\n", "no line to continue"), (None, "cannot be read")])
 def test_a_file_without_prompts_is_refused(model, tmp_path, capsys, content, message):
     if content is not None:

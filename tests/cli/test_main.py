@@ -58,6 +58,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsy
     [
         (cli.UsageError("give it a file"), 2, "wyfold generate: give it a file"),
         (cli.Failure("it did not work"), 1, "wyfold generate: it did not work"),
+        (OSError(28, "No space left on device", "x"), 1, "wyfold generate: [Errno 28] No space left on device: 'x'"),
         (KeyboardInterrupt(), 130, "wyfold generate: interrupted"),
         (
             ModuleNotFoundError("No module named 'rich.console'", name="rich.console"),

@@ -121,6 +121,11 @@ def _run(verb: str, words: list[str]) -> int:
             raise
         _complain(name, f'needs {missing}, which is not installed: pip install "wyfold[cli]"')
         return FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder that may not be written: the machine's matter, told by its name
+        _complain(name, error)
+        return FAILED
     except KeyboardInterrupt:
         _complain(name, "interrupted")
         return INTERRUPTED

@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.cli.checkpoint import find_model
     from wyfold.models import Decoder
 
-    model = Decoder.load(find_model(args.checkpoint), device=args.device)
+    try:
+        model = Decoder.load(find_model(args.checkpoint), device=args.device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
     prompts = _prompts(args)
     with _destination(args.out) as out:
