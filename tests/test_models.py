@@ -229,6 +229,8 @@ def test_mistakes_are_named(model, ids):
         ((ids[0],), r"Decoder: ids must be \[B, T\] = \[B, T\], got \[37\]"),
         ((ids.float(),), "Decoder: ids must be int32 or int64, got float32"),
         ((ids, ids[:, 1:]), r"Decoder: labels must be \[B, T\] = \[2, 37\], got \[2, 36\]"),
+        ((ids, ids.int()), "Decoder: labels must be int64, got int32"),
+        ((ids, ids.tolist()), "Decoder: labels must be a torch.Tensor, got list"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
             model(*arguments)

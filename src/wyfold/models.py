@@ -192,8 +192,10 @@ class Decoder(nn.Module):
             ValueError: arguments that do not fit together.
         """
         self._check(ids, layout, cache)
-        if labels is not None and labels.shape != ids.shape:
-            raise ValueError(f"Decoder: labels must be [B, T] = {list(ids.shape)}, got {list(labels.shape)}")
+        if labels is not None:
+            if check.tensor("Decoder", "labels", labels).shape != ids.shape:
+                raise ValueError(f"Decoder: labels must be [B, T] = {list(ids.shape)}, got {list(labels.shape)}")
+            check.floating("Decoder", (torch.int64,), labels=labels)
         logits = self._logits(self._hidden(ids, layout, cache))
         return logits, None if labels is None else _cross_entropy(logits, labels, layout)
 

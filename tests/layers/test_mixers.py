@@ -120,6 +120,27 @@ def test_without_gradients_the_same_bits(mixer32, x, mode):
     assert torch.equal(y, without)
 
 
+# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["kda", "ttt_linear", "window"])
+def test_one_graph(build, x, name):
+    """Packed prompts and a step of decoding, each compiled whole, without reading a boundary or a position."""
+    layer = build(name, torch.float32)
+    layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        packed, y = (run(x[:1].float(), layout=layout) for run in (compiled, layer))
+        if name == "window":  # one mask in a graph, one sequence after another outside: two orders of summation
+            error.require(error.judge(packed, copy.deepcopy(layer).double()(x[:1], layout=layout), y, name="y"))
+        else:
+            assert torch.equal(packed, y)
+        cache = {}
+        layer(x.float(), cache=cache)
+        step = x[:, :1].float()
+        assert torch.equal(compiled(step, cache=dict(cache)), layer(step, cache=dict(cache)))
+
+
 def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
     """Each layer rounds to 16 bits between its steps, whichever form runs; states stay wide."""
     layer16, x16 = copy.deepcopy(mixer).bfloat16(), x.bfloat16()
