@@ -30,7 +30,7 @@ def test_is_the_inverse(C: int, beta: float, float64_bounds):
 @pytest.mark.parametrize("beta", [0.835, 1.0, 2.0])
 @pytest.mark.parametrize("keys", ["normal", "positive", "identical", "near-identical", "two clusters"])
 def test_correlated_keys_lose_no_more_than_substitution_may(keys: str, beta: float, C: int):
-    """|A - exact| <= C eps |A| |I + L| |A|, elementwise: stable triangular inversion guarantees it, powers of L do not."""
+    """|A - exact| <= C eps |A| |I + L| |A|, elementwise: stable inversion guarantees it, powers of L do not."""
     L = grams(keys, beta, C, torch.float32)
     eye = torch.eye(C, dtype=torch.float64)
     truth = torch.linalg.solve_triangular(eye + L.double(), eye, upper=False, unitriangular=True)

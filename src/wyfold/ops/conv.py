@@ -70,6 +70,7 @@ def causal_conv1d(
     """
     check.flag(_NAME, output_final_state=output_final_state)
     check.choice(_NAME, "activation", activation, (None, "silu", "swish"))
+    x, weight = check.tensor(_NAME, "x", x), check.tensor(_NAME, "weight", weight)
     sizes = check.shapes(_NAME, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"), residual=(residual, "B T D"))
     D, W = sizes["D"], sizes["W"]
     if not 2 <= W <= 8:

@@ -28,8 +28,8 @@ def solve_tril(
         X[r, :] = I[r, :] - sum_{s<r} A[r, s] X[s, :]
 
     Only entries strictly below the diagonal of a chunk's real rows are read: whatever stands elsewhere, NaN included,
-    changes no bit; inside `checked` it must be zero. Row r depends on rows up to r of its chunk alone; an entry read that
-    is not finite stays in its chunk. No gradient.
+    changes no bit; inside `checked` it must be zero. Row r depends on rows up to r of its chunk alone; an entry that is
+    read and not finite stays in its chunk. No gradient.
 
     Args:
         A: [B, T, H, C] float32, float16, bfloat16 or float64; C = 16, 32 or 64. Row r of a chunk at its token; the
@@ -61,7 +61,7 @@ def solve_tril(
         True
     """
     op = "solve_tril"
-    check.shapes(op, A=(A, "B T H C"))
+    check.shapes(op, A=(check.tensor(op, "A", A), "B T H C"))
     _no_gradient(op, A=A)
     check.floating(op, A=A)
     if A.shape[-1] not in CHUNK_SIZES:
@@ -118,6 +118,7 @@ def chunk_scaled_dot_kkt(
         torch.Size([1, 100, 4, 16])
     """
     op = "chunk_scaled_dot_kkt"
+    k, beta = check.tensor(op, "k", k), check.tensor(op, "beta", beta)
     channel = isinstance(g, Tensor) and g.ndim == 4
     sizes = check.shapes(op, k=(k, "B T H K"), beta=(beta, "B T HV"), g=(g, "B T HV K" if channel else "B T HV"))
     _no_gradient(op, k=k, beta=beta, g=g)

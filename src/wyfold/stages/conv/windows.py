@@ -53,9 +53,10 @@ class Window(NamedTuple):
     def total(self, terms: Tensor) -> Tensor:
         """Sum over the tokens it owns of terms [..., n, D]; overwrites terms.
 
-        The others are dropped, not multiplied by zero: what they hold may be infinite.
+        The others are dropped, not multiplied by zero: what they hold may be infinite. In one layout: a sum's order
+        follows it.
         """
-        rows = terms.flatten(0, -2)
+        rows = terms.flatten(0, -2).contiguous()
         return (rows if self.foreign is None else rows.index_fill_(0, self.foreign, 0)).sum(0)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.stages.gate import GateGradients
 from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd
 from wyfold.tile.decay.eager import log_gate, log_gate_bwd
-from wyfold.tile.rows.eager import row_blocks, widest
+from wyfold.tile.rows.eager import contiguous_rows, row_blocks, widest
 
 NO_FLOOR = -math.inf
 
@@ -45,7 +45,8 @@ def gate_bwd(
     """Gradients of `gate`; arguments as there, dg like x."""
     dtype = widest(x, A_log, dt_bias)
     for tokens in row_blocks(x.shape[0], x[:1].numel()):
-        tile, d = (t[tokens].to(dtype).unsqueeze(2) for t in (x, dg))
+        # In one layout: the order of the parameters' sums follows it.
+        tile, d = (contiguous_rows(t[tokens], dtype).unsqueeze(2) for t in (x, dg))
         dx, dA_log, ddt_bias = log_gate_bwd(tile, d, A_log, dt_bias, activation, lower_bound, NO_FLOOR)
         if out.x is not None:
             out.x[tokens] = dx.squeeze(2)

@@ -53,7 +53,7 @@ def log_gate_bwd(
     clamp: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Adjoint of `log_gate`: dx like x, dA_log [HV], ddt_bias [HV, 1 or K]; None for a parameter that was not given."""
-    g = log_gate(x, A_log, dt_bias, activation, lower_bound, 0.0)
+    g = log_gate(x, A_log, dt_bias, activation, lower_bound, -torch.inf)
     if clamp:
         dg = dg.masked_fill(g < clamp, 0)
     if activation == "given":
@@ -61,8 +61,8 @@ def log_gate_bwd(
     u, rate = _biased(x, A_log, dt_bias)
     if activation == "softplus":
         dx = dg * sigmoid(u) * -rate
-        # g is floored here: -inf * 0 would be NaN.
-        dA_log = g * dg
+        # g is not floored: after a reset dg is zero, and -inf * 0 would be NaN.
+        dA_log = torch.where(dg == 0, 0, g * dg)
     else:
         s = sigmoid(u * rate)
         dx = dg * (lower_bound * s * (1 - s)) * rate
