@@ -1,6 +1,7 @@
 """Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear."""
 
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.ops.doctor import doctor
 from wyfold.ops.explain import explain
 from wyfold.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
@@ -22,6 +23,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_kda",
+    "doctor",
     "explain",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",

@@ -234,10 +234,11 @@ def incoming(outputs: Named, seed: int) -> Named:
 
 
 def widened(arguments: Arguments) -> Arguments:
-    """The arguments with every floating tensor in float64."""
+    """The arguments with every floating tensor in float64, and no narrower dtype asked for."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
+        if name != "state_dtype"
     }
 
 
@@ -283,10 +284,12 @@ def verdicts(
 
 def _half_an_ulp_away(arguments: Arguments) -> Arguments:
     """The arguments in float64, every element of every floating tensor half a step of its own dtype off."""
-    return {
-        name: error.half_ulp_away(value, seed) if isinstance(value, Tensor) and value.is_floating_point() else value
+    moved = {
+        name: error.half_ulp_away(value, seed)
         for seed, (name, value) in enumerate(arguments.items())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
     }
+    return widened(arguments | moved)
 
 
 def bound(name: str, dtype: torch.dtype, family: str = "random") -> float | None:

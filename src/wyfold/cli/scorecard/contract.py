@@ -1,0 +1,333 @@
+"""Rows 17, 18, 19 and 26: a call is right or refused, at every length, and a real operator of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wyfold
+from wyfold.cli.scorecard import Finding, Row, Scope
+from wyfold.cli.scorecard.accuracy import DELTA, RULES
+from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
+from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
+from wyfold.reference import inputs
+from wyfold.reference.shapes import PACKINGS, Shape
+from wyfold.stages import table
+
+# --- row 17 ----------------------------------------------------------------------------------------------------------
+
+REFUSED = 60
+
+
+@contextlib.contextmanager
+def launches_counted() -> Iterator[list[str]]:
+    """A list that gets the name of every stage that is launched meanwhile, in this process."""
+    usual, launched = table.launches, []
+
+    def counting(stage: str, backend: str) -> Any:
+        launched.append(stage)
+        return usual(stage, backend)
+
+    table.launches = counting
+    try:
+        yield launched
+    finally:
+        table.launches = usual
+
+
+def bad_input_is_named(scope: Scope) -> Finding:
+    """Row 17: every wrong call is refused by name, with what was expected and what came, before any launch."""
+    finding = Finding(scope, promised=REFUSED)
+    for refusal in REFUSALS[:: 10 if scope.quick else 1]:
+        said = refused(refusal)
+        finding.case(not said, f"{refusal}: {said}")
+    return finding
+
+
+def refused(refusal: Refusal) -> str:
+    """What is wrong with how a wrong call was answered; empty if nothing is."""
+    arguments = refusal.arguments()
+    with launches_counted() as launched:
+        try:
+            getattr(wyfold, refusal.operator)(**arguments)
+        except (TypeError, ValueError) as error:
+            return _complaint(refusal, error, launched)
+    return "was accepted"
+
+
+def _complaint(refusal: Refusal, error: Exception, launched: list[str]) -> str:
+    text = str(error)
+    if not isinstance(error, refusal.error) or (refusal.error is ValueError and isinstance(error, wyfold.UnsupportedError)):
+        return f"raised {type(error).__name__}: {text}"
+    if launched:
+        return f"launched {', '.join(launched)} before it was refused"
+    if not re.search(rf"\b{refusal.argument}\b", text):
+        return f"is not named in {text!r}"
+    # Python's own TypeError for a keyword it does not know, or misses, names the operator in its own way.
+    return "" if text.startswith((f"{refusal.operator}: ", f"{refusal.operator}() ")) else f"came as {text!r}"
+
+
+# --- row 18 ----------------------------------------------------------------------------------------------------------
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "rule": DELTA,
+    "form": ("chunk", "fused_recurrent"),
+    "K": (8, 24, 64),
+    "V": (8, 40),
+    "heads": ((1, 1), (2, 4), (1, 3)),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "gate": ("weak", "spiky", "model", "model bounded", "reset one"),
+    "beta": ("sigmoid", "logits", "logits doubled", "none"),
+    "layout": ("dense", "packed", "spare rows", "transposed"),
+    "norm": (False, True),
+    "v_first": (False, True),
+    "state": ("none", "normal"),
+    "state_dtype": (None, torch.bfloat16, torch.float16),
+    "chunk_size": (None, 16, 32, 64),
+    "recompute": (True, False),
+    "safe": (False, True),
+    "backend": (None, "eager"),
+}
+MISSING = ("triton", "gluon")
+"""Backends that serve nothing in this version: each cell demands them too, and must be refused."""
+
+Cell = dict[str, Any]
+
+
+def pairwise(seed: int) -> list[Cell]:
+    """Cells in which every pair of values of two factors occurs, few of them."""
+    generator = torch.Generator().manual_seed(seed)
+    names = list(FACTORS)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(FACTORS[a]))
+        for j in range(len(FACTORS[b]))
+    }
+    cells: list[Cell] = []
+    while missing:
+        must = dict(min(missing))  # so that every cell covers something
+        tries = [_filled(must, names, generator) for _ in range(30)]
+        best = max(tries, key=lambda picked: len(missing & _pairs(picked, names)))
+        missing -= _pairs(best, names)
+        cells.append({name: FACTORS[name][best[name]] for name in names})
+    return cells
+
+
+def _filled(must: dict[str, int], names: list[str], generator: torch.Generator) -> dict[str, int]:
+    drawn = {name: int(torch.randint(len(FACTORS[name]), (), generator=generator)) for name in names}
+    return drawn | must
+
+
+def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
+    return {((a, picked[a]), (b, picked[b])) for a, b in itertools.combinations(names, 2)}
+
+
+def no_third_outcome(scope: Scope) -> Finding:
+    """Row 18: each cell of options is as near the truth as asked, or refused; the demanded backend is the one that runs."""
+    cells = pairwise(scope.seed)
+    finding = Finding(scope, promised=len(cells))
+    for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
+        said = outcome(cell, scope.seed + number)
+        shown = ", ".join(f"{name} {value}" for name, value in cell.items())
+        finding.case(not said, f"{shown}: {said}")
+    return finding
+
+
+def outcome(cell: Cell, seed: int) -> str:
+    """What is wrong with a cell's outcome; empty if it is right or refused."""
+    arguments, own = cell_arguments(cell, seed)
+    operator = f"{cell['form']}_{cell['rule']}"
+    subject = Subject(operator, operator, cell["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
+    for backend in MISSING:
+        try:
+            replace(subject, fixed=own | {"backend": backend}).ours(arguments)
+        except wyfold.UnsupportedError as refusal:
+            if backend not in refusal.reasons:
+                return f"{backend} was refused without a reason"
+        else:
+            return f"{backend} was demanded, and something else ran"
+    plan = wyfold.explain(getattr(wyfold, operator), **arguments, **own)
+    if plan.backend != (cell["backend"] or "eager"):
+        return f"{plan.backend} would run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = measured(subject.ours, arguments, subject.outputs, seed=seed, copy=False)
+    failed = [str(verdict) for verdict in verdicts(subject, arguments, got, seed, waive=True) if not verdict.passed]
+    return "; ".join(failed)
+
+
+def cell_arguments(cell: Cell, seed: int) -> tuple[Arguments, Arguments]:
+    """Arguments of a cell for operator and loop, and those for the operator alone. What a rule lacks is left out."""
+    (H, HV), packed = cell["heads"], cell["layout"] in ("packed", "spare rows")
+    shape = Shape(1 if packed else 2, 37, H, HV, cell["K"], cell["V"])
+    gate = cell["gate"] if cell["rule"] == "kda" or cell["gate"] != "model bounded" else "model"
+    drawn = inputs.draw(
+        "random",
+        cell["rule"],
+        shape,
+        gate=gate,
+        beta="logits" if cell["beta"].startswith("logits") else "sigmoid",
+        state=cell["state"],
+        sequences=3 if packed else None,
+        dtype=cell["dtype"],
+        seed=seed,
+    )
+    if cell["beta"] == "none":
+        del drawn["beta"]
+    if cell["beta"] == "logits doubled":
+        drawn["allow_neg_eigval"] = True
+    if packed:
+        drawn["cu_seqlens"] = torch.tensor([0, 20, 20, 37 if cell["layout"] == "packed" else 30], dtype=torch.int32)
+    if cell["layout"] == "transposed":
+        drawn |= {name: drawn[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    if cell["v_first"] and "initial_state" in drawn:
+        drawn["initial_state"] = drawn["initial_state"].mT
+    if cell["safe"] and cell["rule"] == "kda" and not gate.startswith("model"):
+        drawn["safe_gate"] = True
+    drawn |= {
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": cell["norm"],
+        "state_v_first": cell["v_first"],
+        "state_dtype": cell["state_dtype"],
+    }
+    own: Arguments = {"backend": cell["backend"]}
+    if cell["form"] == "chunk":
+        own |= {"chunk_size": cell["chunk_size"], "disable_recompute": not cell["recompute"]}
+    return drawn, own
+
+
+# --- row 19 ----------------------------------------------------------------------------------------------------------
+
+LONGEST = 130
+
+
+def every_length(scope: Scope) -> Finding:
+    """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows among them, in float64."""
+    finding = Finding(scope, promised=LONGEST * len(RULES))
+    for T, rule in itertools.product(range(1, LONGEST + 1, 10 if scope.quick else 1), RULES):
+        failed = _at_length(SUBJECTS[RULES[rule]], T, scope.seed)
+        if T % 7 == 0:  # the recurrent form has no grid that a length could miss
+            failed += _at_length(SUBJECTS[RULES[rule].replace("chunk", "fused_recurrent")], T, scope.seed)
+        finding.case(not failed, f"{rule}, T {T}: {'; '.join(failed)}")
+    for (name, packing), rule in itertools.product(PACKINGS.items(), RULES):
+        failed = _packed(SUBJECTS[RULES[rule]], torch.tensor(packing.cu_seqlens), packing.tokens, scope.seed)
+        finding.case(not failed, f"{rule}, {name}: {'; '.join(failed)}")
+    return finding
+
+
+def _at_length(subject: Subject, T: int, seed: int) -> list[str]:
+    found = judged(subject, Shape(1, T, 1, 2, 8, 8), torch.float64, seed)
+    return [str(verdict) for verdict in found if not verdict.passed]
+
+
+def _packed(subject: Subject, cu: Tensor, T: int, seed: int) -> list[str]:
+    """What is wrong with a packed call, in float64: its distance from the truth, its spare rows, its copied states."""
+    N, end = cu.shape[0] - 1, int(cu[-1])
+    drawn = inputs.draw("random", subject.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed)
+    arguments = drawn | {"output_final_state": True, "cu_seqlens": cu}
+    for name in ("q", "k", "v", "g", "beta", "eta"):
+        if name in arguments:
+            arguments[name][:, end:] = torch.nan  # must never be read
+    got = measured(subject.ours, arguments, subject.outputs, seed=seed)
+    failed = [str(verdict) for verdict in verdicts(subject, arguments, got, seed) if not verdict.passed]
+    rows = [name for name, x in got.items() if name in ("o", "dq", "dk", "dv", "dg", "dbeta", "deta") and bool((x[:, end:] != 0).any())]
+    empty = cu.diff() == 0
+    copied = torch.equal(got["state"][empty], arguments["initial_state"][empty])
+    return failed + [f"spare rows of {name} are not zero" for name in rows] + ([] if copied else ["an empty state changed"])
+
+
+# --- row 26 ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (17, 33, 40, 64, 65, 70, 90, 100, 128, 130)
+COMPILES = 2
+
+
+class _Recorder(TorchDispatchMode):
+    """Remembers one call of every operator in our namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "wyfold":
+            copied = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+            self.calls.setdefault(func.name(), (func, copied))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Name of every registered operator -> the operator and the arguments of one call of it."""
+    recorder = _Recorder()
+    with recorder:
+        for subject in SUBJECTS.values():
+            arguments = subject.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
+            measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=seed)
+    return recorder.calls
+
+
+def registered() -> set[str]:
+    """Names of the operators that the package defines."""
+    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("wyfold::")}
+
+
+def real_operators(scope: Scope) -> Finding:
+    """Row 26: opcheck on every registered operator; whole graphs with backward, compiled at most twice for ten lengths."""
+    finding = Finding(scope)
+    calls = recorded_calls(scope.seed)
+    for name in sorted(registered() - {name.partition(".")[0] for name in calls}):
+        finding.case(False, f"{name}: no call of it was seen")
+    for name, (operator, arguments) in sorted(calls.items()):
+        finding.case(*_opcheck(name, operator, arguments))
+    for subject in SUBJECTS.values():
+        compiles = compiled(subject, LENGTHS[:: 5 if scope.quick else 1], scope.seed)
+        finding.case(compiles <= COMPILES, f"{subject.name}: {compiles} compiles for {len(LENGTHS)} lengths")
+    return finding
+
+
+def _opcheck(name: str, operator: Any, arguments: tuple[Any, ...]) -> tuple[bool, str]:
+    try:
+        torch.library.opcheck(operator, arguments)
+    except Exception as error:  # whatever opcheck raises is its verdict
+        return False, f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return True, ""
+
+
+def compiled(subject: Subject, lengths: tuple[int, ...], seed: int = 0) -> int:
+    """Compilations that `fullgraph=True` takes for calls of these lengths, backward included; results must not change.
+
+    Raises:
+        ValueError: a compiled result differs from the plain call by a bit.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    whole: Callable[[Arguments], tuple[Tensor, ...]] = torch.compile(subject.ours, fullgraph=True, backend=counter)
+    for T in lengths:
+        arguments = subject.arguments(Shape(1, T, 1, 2, 8, 8), torch.float32, seed)
+        plain, graph = (
+            measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed) for call in (subject.ours, whole)
+        )
+        for name, x in plain.items():
+            if not torch.equal(x, graph[name]):
+                raise ValueError(f"{subject.name}: compiled at T {T}, {name} has other bits")
+    return counter.frame_count
+
+
+ROWS = (
+    Row(17, "bad input is named before any launch", f">= {REFUSED} kinds; argument, expected, got; 0 launches", bad_input_is_named),
+    Row(18, "no third outcome", "each pairwise cell as rule 3 asks, or refused; 0 silent fallbacks", no_third_outcome),
+    Row(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
+    Row(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
+)

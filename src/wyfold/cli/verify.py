@@ -1,0 +1,194 @@
+"""How far this machine's results are from the float64 recurrence, or from a promise of the scorecard.
+
+Without --row and --tier: the relative error of every output and every gradient of every operator, per dtype, with its
+limit. With them: rows of the reliability scorecard, each a promise and the check that it holds here. A row that did not
+run is "not run", never "pass". Exit code 1 if anything is over its limit or a row fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wyfold.cli import DONE, FAILED, results
+from wyfold.cli.arguments import whole
+from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, Scope, run_row
+from wyfold.cli.subjects import SUBJECTS, Subject, judged
+from wyfold.reference.error import Verdict
+from wyfold.reference.shapes import Shape
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPE, QUICK = Shape(1, 200, 2, 4, 64, 64), Shape(1, 40, 1, 2, 16, 24)
+TIERS = {"cpu": CPU}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Verdicts on one operator in one dtype."""
+
+    subject: Subject
+    dtype: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        tensors = {
+            v.name: {"value": v.measured.rms, "target": v.limits.rms, "pass": v.passed, "reason": v.reason}
+            for v in self.verdicts
+        }
+        return {"operator": self.subject.name, "dtype": self.dtype, "pass": self.passed, "tensors": tensors}
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Rows of the table: one for the outputs, one for the gradients."""
+        rows = []
+        for what in ("outputs", "gradients"):
+            some = [v for v in self.verdicts if (v.name.startswith("d")) == (what == "gradients")]
+            if some:
+                errors = "  ".join(f"{v.name} {v.measured.rms:.1e}" for v in some)
+                worst = max(some, key=lambda v: v.measured.rms / v.limits.rms if v.limits.rms else v.measured.rms)
+                nearest = f"{worst.name} {worst.measured.rms:.1e} of {worst.limits.rms:.1e}"
+                verdict = "pass" if all(v.passed for v in some) else "FAIL"
+                rows.append((self.subject.name, self.dtype, what, errors, nearest, verdict))
+        return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `wyfold verify`."""
+    parser.add_argument("--tier", choices=tuple(TIERS), help="every row of the scorecard due on this tier")
+    parser.add_argument("--row", type=whole(1), action="append", metavar="N", help="this row of the scorecard; repeat for more")
+    parser.add_argument("--quick", action="store_true", help="small shapes, a tenth of the cases: a first look, no proof")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of every draw (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; 0, or 1 if something is over its limit or fails."""
+    words = [word for number in args.row or [] for word in ("--row", str(number))]
+    words += (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
+    numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
+    found: dict[str, Any]
+    if numbers:
+        records = scorecard(numbers, args.seed, args.quick)
+        report_rows(records)
+        found = {"rows": [record.as_dict() for record in records]}
+        name = f"tier-{args.tier}" if args.tier else f"rows-{'-'.join(map(str, numbers))}"
+        failed = any(record.outcome == FAIL for record in records)
+    else:
+        outcomes = accuracy(QUICK if args.quick else SHAPE, args.seed)
+        report_accuracy(outcomes)
+        found, name = {"operators": [outcome.as_dict() for outcome in outcomes]}, "errors"
+        failed = not all(outcome.passed for outcome in outcomes)
+    if args.out:
+        record = {**results.provenance("verify", words), "threads": torch.get_num_threads(), "seed": args.seed, **found}
+        file = results.write(args.out, f"cpu-{record['date'][:10]}-verify-{name}.json", record)
+        results.say(f"wrote {file}")
+    return FAILED if failed else DONE
+
+
+def accuracy(shape: Shape, seed: int) -> list[Outcome]:
+    """Every operator in every dtype, judged at one shape."""
+    outcomes = []
+    with _progress("operators", len(SUBJECTS) * len(DTYPES)) as progress:
+        for name, subject in SUBJECTS.items():
+            for dtype in DTYPES:
+                progress.begin(f"{name}, {dtype}")
+                outcomes.append(Outcome(subject, dtype, tuple(judged(subject, shape, DTYPES[dtype], seed))))
+    return outcomes
+
+
+def scorecard(numbers: list[int], seed: int, quick: bool) -> list[Record]:
+    """Records of the rows, in order."""
+    records = []
+    with _progress("rows", len(numbers)) as progress:
+        for number in numbers:
+            progress.begin(f"row {number}")
+            records.append(run_row(number, Scope(seed, quick, progress.tick)))
+    return records
+
+
+def report_accuracy(outcomes: list[Outcome]) -> None:
+    """The table of errors, and how many are over their limits."""
+    columns = ("operator", "dtype", "what", "relative error of each tensor", "nearest its limit", "")
+    results.show("error against the float64 recurrence", columns, [cells for o in outcomes for cells in o.cells()])
+    failed = [(o, v) for o in outcomes for v in o.verdicts if not v.passed]
+    for outcome, verdict in failed:
+        print(f"FAIL {outcome.subject.name}, {outcome.dtype}: {verdict}")
+    total = sum(len(outcome.verdicts) for outcome in outcomes)
+    print(f"{total - len(failed)} of {total} tensors within their limits")
+
+
+def report_rows(records: list[Record]) -> None:
+    """The scorecard's table, the cases that broke a promise, and why rows were not run."""
+    columns = ("row", "promise", "target", "outcome", "value", "cases", "seconds")
+    cells = [(str(r.row), r.promise, r.target, r.outcome, r.value, str(r.cases), f"{r.seconds:.1f}") for r in records]
+    results.show("scorecard", columns, cells)
+    for record in records:
+        for line in record.broken:
+            print(f"row {record.row} broken: {line}")
+        if record.note:
+            print(f"row {record.row} not run: {record.note}")
+    counts = {outcome: sum(record.outcome == outcome for record in records) for outcome in (PASS, FAIL, NOT_RUN)}
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+
+
+class _Lines:
+    """Progress where there is no terminal to draw on, or no rich to draw with."""
+
+    def __init__(self, total: int):
+        self.total, self.number = total, 0
+
+    def begin(self, title: str) -> None:
+        self.number += 1
+        results.say(f"{self.number}/{self.total} {title}")
+
+    def tick(self) -> None:
+        """A case of the current step; a log needs no line for it."""
+
+
+class _Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, bar: Any, total: int):
+        self.bar, self.task, self.cases, self.begun, self.title = bar, bar.add_task("", total=total), 0, 0, ""
+
+    def begin(self, title: str) -> None:
+        self.bar.update(self.task, completed=self.begun, description=title)
+        self.title, self.begun, self.cases = title, self.begun + 1, 0
+
+    def tick(self) -> None:
+        """A case of the current step."""
+        self.cases += 1
+        self.bar.update(self.task, description=f"{self.title}, {self.cases} cases")
+
+
+class _Drawn(AbstractContextManager[_Bar]):
+    def __init__(self, total: int):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.bar, self.total = Progress(console=Console(stderr=True), transient=True), total
+
+    def __enter__(self) -> _Bar:
+        self.bar.start()
+        return _Bar(self.bar, self.total)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+def _progress(what: str, total: int) -> AbstractContextManager[_Lines | _Bar]:
+    if importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
+        return _Drawn(total)
+    results.say(f"{total} {what}")
+    return nullcontext(_Lines(total))
