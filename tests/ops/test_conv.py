@@ -10,6 +10,7 @@ from torch import Tensor
 
 import wyfold.reference.conv as reference
 from wyfold.ops.conv import causal_conv1d
+from wyfold.ops.explain import explain
 from wyfold.reference import shapes
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.layout import SequenceLayout
@@ -361,6 +362,27 @@ def test_refused_boundaries(kind: str):
 def test_unknown_keywords(keyword: str):
     with pytest.raises(TypeError, match=keyword):
         causal_conv1d(**GOOD, **{keyword: None})
+
+
+# --- what explain says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "copies"),
+    [
+        (torch.empty(2, 9, 4), ()),
+        (torch.empty(2, 9, 12)[..., :4], ()),
+        (torch.empty(1, 4, 9).mT, ()),
+        (torch.empty(2, 4, 9).mT, ("x",)),
+        (torch.empty(1, 9, 4).expand(2, 9, 4), ("x",)),
+    ],
+)
+def test_explain_reports_the_copy_that_flattening_makes(x: Tensor, copies: tuple[str, ...]):
+    plan = explain(causal_conv1d, x, GOOD["weight"])
+    assert plan.copies == copies
+    assert (x.flatten(0, 1).data_ptr() != x.data_ptr()) == bool(copies)
+    assert plan.backend == "eager"
+    assert plan.forward == plan.backward == ("conv (wyfold.stages.conv.eager)",)
 
 
 # --- registration and compilation ------------------------------------------------------------------------------------
