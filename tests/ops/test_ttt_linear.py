@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from wyfold import reference
+from wyfold.ops.explain import explain
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.parallel import split
 from wyfold.pipelines import ttt as pipeline
@@ -215,6 +216,16 @@ def test_narrow_dtypes_lose_what_storing_the_result_costs(
     found = verdicts(arguments, backend, chunk_size=C, cu_seqlens=cu)
     assert {v.name: v.dtype for v in found}["dq"] == dtype and {v.name: v.dtype for v in found}["dh0"] == torch.float32
     error.require(*found)
+
+
+def test_autocast_narrows_q_k_and_v_alone(backend: str):
+    arguments = draw(shape(B=2), dtype=torch.float32)
+    narrow = arguments | {n: arguments[n].bfloat16() for n in ("q", "k", "v")}
+    wanted = everything(narrow, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = everything(arguments, backend=backend)
+    assert got["o"].dtype == torch.bfloat16 and got["dq"].dtype == torch.float32
+    same_bits(got, wanted | {name: wanted[name].float() for name in ("dq", "dk", "dv")})
 
 
 @pytest.mark.parametrize("name", ["w", "b", "eta", "initial_state", "initial_state_bias"])
@@ -449,6 +460,14 @@ def test_nothing_to_do(B: int, T: int, backend: str):
     assert o.shape == found["o"].shape
     if T == 0:
         assert all(map(torch.equal, left, state))
+
+
+@pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
+def test_a_plan_needs_no_numbers(operator: Callable):
+    arguments = {n: x.to("meta") for n, x in draw(shape(B=3, T=5000, D=64), state="none").items()}
+    plan = explain(operator, **arguments)
+    assert plan.backend == "eager" and plan.chunk_size == 16 and plan.parts > 1
+    assert plan.forward == plan.backward == ("ttt (wyfold.stages.ttt.eager)",)
 
 
 def test_fused_is_a_name():

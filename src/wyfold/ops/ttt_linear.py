@@ -253,7 +253,7 @@ def _run(
         raise ValueError(f"{op}: eps must be > 0, got {eps}")
     B, T, _, D = tensors.v.shape
     device = tensors.q.device
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in tensors[:3])
         tensors = tensors._replace(q=q, k=k, v=v)
     packed = None if tensors.cu_seqlens is None and not recurrent else N

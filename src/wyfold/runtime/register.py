@@ -6,10 +6,12 @@ is a third of the host time of `register_autograd`, and a compiler sees one opaq
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _library = torch.library.Library("wyfold", "DEF")
 
@@ -24,6 +26,20 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, _outside_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
     return getattr(torch.ops.wyfold, name).default
+
+
+def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the dtypes it was given: the products inside it would else be cast as a layer's are."""
+
+    @functools.wraps(run)
+    def outside_autocast(*arguments: Any) -> Any:
+        device = next(x.device.type for x in arguments if isinstance(x, Tensor))
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return run(*arguments)
+        with torch.autocast(device, enabled=False):
+            return run(*arguments)
+
+    return outside_autocast
