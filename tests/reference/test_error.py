@@ -183,5 +183,9 @@ def test_targets():
     assert targets.target("dg", torch.float64) == 1e-10 and targets.target("dg", torch.float32) == 1e-4
     assert targets.target("dg", torch.float16, "identical") == targets.target("dg", BF16, "identical") == 0.25
     assert targets.target("o", BF16, "rank 4") is None
+    assert (
+        targets.target("dg", torch.float32, "identical") == 3e-4
+        and targets.target("dg", torch.float64, "identical") == 1e-10
+    )
     with pytest.raises(KeyError, match="dz"):
         targets.target("dz", BF16)

@@ -10,22 +10,48 @@ STATES = ("state", "state_bias")
 OUTPUTS = ("o", *STATES)
 GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "dw", "db", "dc0")
 
-# Float64 and float32 results are held to one figure whatever the family.
+# Float64 and float32 results are held to one figure per tensor...
 WIDE = {
     torch.float64: dict.fromkeys(OUTPUTS, 1e-12) | dict.fromkeys(GRADIENTS, 1e-10),
     torch.float32: dict.fromkeys(OUTPUTS, 1e-5) | dict.fromkeys(GRADIENTS, 1e-4),
 }
+# ...but for two kinds of input on which float32 itself cannot keep it.
+FLOAT32_EXCEPTIONS = {
+    "identical": {"dg": 3e-4},
+    "gate alternating": {"o": 6e-5, "state": 6e-5, "dg": 1.2e-4},
+}
 
 # Family (or the gate that decides instead of it) to tensor to bound.
 SIXTEEN_BIT = {
-    "random": {"o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3.5e-3},
-    "uniform+": {"o": 5e-3, "state": 4.5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 5e-3, "dg": 6e-3},
-    "identical": {"o": 5e-3, "state": 3e-3, "dq": 3.5e-2, "dk": 5e-3, "dv": 8e-3, "dbeta": 8e-3, "dg": 0.25},
-    "beta 2": {"o": 1.7e-2, "state": 2e-2, "dq": 1.5e-2, "dk": 1.5e-2, "dv": 1.5e-2, "dbeta": 1.5e-2, "dg": 2e-2},
-    "converged": {"o": 2.5e-3, "state": 2.2e-3, "dq": 3e-3, "dk": 5e-3, "dv": 4e-3, "dbeta": 4e-3, "dg": 8e-3},
-    "gate -20": {"o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3e-3},
-    "ttt": {"o": 2.5e-3, "state": 3e-3, "state_bias": 1e-3},
-}
+    "random": {
+        "o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3.5e-3,
+        "dh0": 4.5e-3, "dA_log": 1.2e-2, "ddt_bias": 5.5e-3,
+    },
+    "uniform+": {
+        "o": 5e-3, "state": 4.5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 5e-3, "dg": 6e-3,
+        "dh0": 4.5e-3, "dA_log": 1.6e-2, "ddt_bias": 1.6e-2,
+    },
+    "identical": {
+        "o": 5e-3, "state": 3e-3, "dq": 3.5e-2, "dk": 5e-3, "dv": 8e-3, "dbeta": 8e-3, "dg": 0.25,
+        "dh0": 2.5e-3, "dA_log": 1.2e-2, "ddt_bias": 1.4e-2,
+    },
+    "beta 2": {
+        "o": 1.7e-2, "state": 2e-2, "dq": 1.5e-2, "dk": 1.5e-2, "dv": 1.5e-2, "dbeta": 1.5e-2, "dg": 2e-2,
+        "dh0": 2e-2, "dA_log": 3.5e-2, "ddt_bias": 1.5e-2,
+    },
+    "converged": {
+        "o": 2.5e-3, "state": 2.2e-3, "dq": 3e-3, "dk": 5e-3, "dv": 4e-3, "dbeta": 4e-3, "dg": 8e-3,
+        "dh0": 1e-3,
+    },
+    "gate -20": {
+        "o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3e-3,
+        "dh0": 3.5e-3,
+    },
+    "ttt": {
+        "o": 2.5e-3, "state": 3e-3, "state_bias": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 2.5e-3, "deta": 3.5e-3,
+        "dw": 3e-3, "db": 3e-3, "dh0": 2e-3, "dc0": 6e-4,
+    },
+}  # fmt: skip
 
 
 def target(name: str, dtype: torch.dtype, family: str = "random") -> float | None:
@@ -34,7 +60,7 @@ def target(name: str, dtype: torch.dtype, family: str = "random") -> float | Non
     Args:
         name: One of `OUTPUTS` or `GRADIENTS`.
         dtype: Of the operator's inputs.
-        family: One of `inputs.FAMILIES`, or "gate -20", or "ttt".
+        family: One of `inputs.FAMILIES`; or "gate " and one of `inputs.GATES` where the gate decides; or "ttt".
 
     Returns:
         The bound; None where none has been set for 16-bit inputs, and the yardstick alone decides.
@@ -46,4 +72,5 @@ def target(name: str, dtype: torch.dtype, family: str = "random") -> float | Non
         raise KeyError(f"target: name must be one of {OUTPUTS + GRADIENTS}, got {name!r}")
     if dtype in (torch.float16, torch.bfloat16):
         return SIXTEEN_BIT.get(family, {}).get(name)
-    return WIDE[dtype][name]
+    exceptions = FLOAT32_EXCEPTIONS.get(family, {}) if dtype == torch.float32 else {}
+    return exceptions.get(name, WIDE[dtype][name])
