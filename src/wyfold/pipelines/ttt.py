@@ -188,11 +188,13 @@ class _Call:
     def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
         """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
         n = sequences.stop - sequences.start
-        zeros = State(*(self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) for rows in (self.D, 1)))
-        return State(
-            zeros.S if S is None else self.turned(S[sequences]).to(self.dtype, copy=True),
-            zeros.c if c is None else c[sequences].to(self.dtype, copy=True),
+        matrix, bias = (
+            self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) if x is None else x[sequences]
+            for x, rows in ((S, self.D), (c, 1))
         )
+        if S is not None:
+            matrix = self.turned(matrix).to(self.dtype, copy=True)
+        return State(matrix, bias if c is None else bias.to(self.dtype, copy=True))
 
     def sums(self, part: Part) -> State | None:
         """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
