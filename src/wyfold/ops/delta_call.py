@@ -82,11 +82,12 @@ def call_delta(
     _check_state(op, q, initial_state, state_dtype, state_v_first, {**sizes, "N": N})
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
-            f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True; else scale beta yourself"
+            f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, "
+            "got use_beta_sigmoid_in_kernel=False; scale a ready-made beta yourself"
         )
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
-    activation, lower_bound, clamp = _check_gate(op, g, gate, sizes)
+    activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
     every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
     chunk_size = _chunk_size(op, q, chunk, every)
 
@@ -134,6 +135,8 @@ def call_delta(
 def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
 ) -> dict[str, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.tensor(op, name, x)
     sizes = check.shapes(
         op,
         q=(q, "B T H K"),
@@ -145,7 +148,7 @@ def _check_tensors(
     check.head_groups(op, sizes["H"], sizes["HV"])
     check.width(op, "K", "q and k", sizes["K"])
     check.width(op, "V", "v", sizes["V"])
-    check.floating(op, q=q, k=k, v=v, g=g, beta=beta)
+    check.floating(op, q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     check.alike(op, "dtype", q=q, k=k, v=v)
     check.alike(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return sizes
@@ -203,7 +206,9 @@ def _check_state(
     check.alike(op, "device", q=q, initial_state=initial_state)
 
 
-def _check_gate(op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int]) -> tuple[str, float, float]:
+def _check_gate(
+    op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None
+) -> tuple[str, float, float]:
     """Activation, its lower bound, and the clamp; 0 for none."""
     check.flag(op, use_gate_in_kernel=gate.in_kernel, safe_gate=gate.safe)
     bound = None if gate.lower_bound is None else check.number(op, "lower_bound", gate.lower_bound)
@@ -222,7 +227,7 @@ def _check_gate(op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int
     _check_parameters(op, gate, sizes)
     clamp = (bound or STEEPEST_BOUND) if gate.safe else 0.0
     if g is not None and not gate.in_kernel and check.checking_contents() and check.readable(g):
-        _check_gate_contents(op, g, clamp)
+        _check_gate_contents(op, g if cu is None else g[:, : int(cu[-1])], clamp)
     if not gate.in_kernel:
         return "given", 0.0, clamp
     return ("softplus", 0.0, clamp) if bound is None else ("bounded", bound, clamp)
@@ -230,12 +235,11 @@ def _check_gate(op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int
 
 def _check_parameters(op: str, gate: GateFlags, sizes: dict[str, int]) -> None:
     HV, K = sizes["HV"], sizes["K"]
-    check.floating(op, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    if gate.A_log is not None and check.tensor(op, "A_log", gate.A_log).numel() != HV:
+    if gate.A_log is not None and gate.A_log.numel() != HV:
         raise ValueError(f"{op}: A_log must have HV = {HV} elements, got {list(gate.A_log.shape)}")
     if gate.dt_bias is not None:
         legal = ([HV, K], [HV * K]) if gate.channel else ([HV],)
-        if list(check.tensor(op, "dt_bias", gate.dt_bias).shape) not in legal:
+        if list(gate.dt_bias.shape) not in legal:
             wanted = "[HV, K] or [HV * K]" if gate.channel else "[HV]"
             raise ValueError(
                 f"{op}: dt_bias must be {wanted} = {' or '.join(map(str, legal))}, got {list(gate.dt_bias.shape)}"

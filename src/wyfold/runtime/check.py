@@ -63,9 +63,11 @@ def readable(x: Tensor) -> bool:
 
 
 def tensor(op: str, name: str, x: object) -> Tensor:
-    """x, if it is a tensor."""
+    """x, if it is a tensor of rows and columns: no sparse or nested one."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{op}: {name} must be strided, got a tensor of layout {str(x.layout).removeprefix('torch.')}")
     return x
 
 

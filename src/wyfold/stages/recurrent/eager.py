@@ -116,7 +116,7 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
 
 
 def _paired(x: Tensor) -> Tensor:
-    """A row of zeros beside each row, so that an outer product is one of two rows (see `_run`).   [..., W] -> [..., 2, W]"""
+    """[..., W] -> [..., 2, W]: a row of zeros beside each, so that an outer product is one of two rows (see `_run`)."""
     return torch.stack([x, torch.zeros_like(x)], -2)
 
 
