@@ -48,7 +48,7 @@ def chunk_kda(
 
 
     With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
-    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)); dt_bias is [HV, K] or [HV * K].
+    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
 
     `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
     every backend.
@@ -59,6 +59,7 @@ def chunk_kda(
         v: [B, T, HV, V], dtype of q.
         g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay.
         beta: [B, T, HV] any float. Write strength; None: 1.
+        dt_bias: [HV, K] any float, or [HV * K]. Bias of the activation. None: 0.
 
     All other arguments, results and errors: `chunk_gated_delta_rule`.
 
@@ -127,7 +128,7 @@ def fused_recurrent_kda(
     backward keeps a state every 64 tokens and rebuilds the others.
 
     With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
-    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)); dt_bias is [HV, K] or [HV * K].
+    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
 
     `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
     every backend.
@@ -138,6 +139,7 @@ def fused_recurrent_kda(
         v: [B, T, HV, V], dtype of q.
         g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay.
         beta: [B, T, HV] any float. Write strength; None: 1.
+        dt_bias: [HV, K] any float, or [HV * K]. Bias of the activation. None: 0.
 
     All other arguments, results and errors: `chunk_gated_delta_rule`.
 
