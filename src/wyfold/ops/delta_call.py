@@ -91,7 +91,7 @@ def call_delta(
     every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
     chunk_size = _chunk_size(op, q, chunk, every)
 
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     recurrent = chunk is None
     stages = (
