@@ -1,8 +1,8 @@
 """Time and memory of the operators beside the peers that are installed, after their results have been checked.
 
 Every contender runs on the same tensors in one process: ours and the peers', all operators of a shape, take turns round
-by round, and the median of a contender's rounds is its time, with the quartiles beside it. Before that, every output and
-gradient is measured against the float64 recurrence; a contender that is wrong gets no time. Memory is the peak of
+by round, and the median of a contender's rounds is its time, with the quartiles beside it. Before that, every output
+and gradient is measured against the float64 recurrence; a contender that is wrong gets no time. Memory is the peak of
 resident bytes above the inputs, each in a process of its own. Times are of this machine as busy as it was.
 """
 
@@ -14,94 +14,26 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import wyfold
 from wyfold.cli import DONE, FAILED, UsageError, memory, results
 from wyfold.cli.arguments import whole
+from wyfold.cli.contenders import GATES, OPS, OURS, Case, Contender, contenders, errors, prepared
 from wyfold.cli.peers import PEERS, Peer
-from wyfold.cli.subjects import FED, GRADIENT_OF, NARROW, PER_TOKEN, SUBJECTS, Arguments, Named, bound, widened
-from wyfold.reference import error, inputs
+from wyfold.cli.subjects import SUBJECTS, Arguments
+from wyfold.reference import error
 from wyfold.reference.shapes import Shape
-
-OPS = {
-    "delta_rule": "chunk_delta_rule",
-    "gdn": "chunk_gated_delta_rule",
-    "kda": "chunk_kda",
-    "ttt": "chunk_ttt_linear",
-    "recurrent_delta_rule": "fused_recurrent_delta_rule",
-    "recurrent_gdn": "fused_recurrent_gated_delta_rule",
-    "recurrent_kda": "fused_recurrent_kda",
-    "recurrent_ttt": "fused_recurrent_ttt_linear",
-    "solve": "solve_tril",
-    "kkt": "chunk_scaled_dot_kkt",
-    "conv": "causal_conv1d",
-    "norm": "rms_norm_gated",
-}
-"""What the command line calls an operator -> its public name, also the name of its subject."""
 
 CHUNKED = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "fast": lambda x: -5 * torch.special.ndtr(x),  # uniform, mean -2.5 per token
-    "mid": lambda x: F.logsigmoid(x).clamp(min=-5),
-    "slow": lambda x: -2e-3 * torch.special.ndtr(x),  # uniform, mean -0.001
-}
-"""Standard normal numbers -> natural-log decays per token."""
-
 MODES = ("fwd", "fwdbwd")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-OURS = "wyfold"
-TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "residual", "A"})
-CHECKED = 200
-"""Tokens whose gradients are compared: the float64 recurrence keeps a state for each."""
-CHECKED_FORWARD = 4096
-"""Longest sequence whose outputs are compared as a whole."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operator on one set of tensors."""
-
-    op: str
-    shape: Shape
-    gate: str
-    dtype: str
-    mode: str
-    seed: int
-
-    @property
-    def backward(self) -> bool:
-        return self.mode == "fwdbwd"
-
-    def arguments(self) -> Arguments:
-        """Keyword arguments of the operator, the same whenever they are drawn."""
-        subject = SUBJECTS[OPS[self.op]]
-        drawn = subject.arguments(self.shape, getattr(torch, self.dtype), self.seed)
-        for name in ("initial_state", "initial_state_bias", "output_final_state"):
-            drawn.pop(name, None)
-        if "g" in drawn and self.gate != "none":
-            noise = torch.randn(drawn["g"].shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
-            drawn["g"] = GATES[self.gate](noise).to(drawn["g"].dtype)
-        if "beta" in drawn and "q" in drawn:
-            drawn["use_qk_l2norm_in_kernel"] = True
-        return drawn
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Who runs a case: `call` takes its arguments and returns the output; `ran` says which code that is."""
-
-    name: str
-    ran: str
-    call: Callable[[Arguments], Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,106 +113,6 @@ def chosen_peers(words: str) -> list[Peer]:
     return [PEERS[name] for name in names if PEERS[name].installed]
 
 
-def contenders(op: str, peers: Sequence[Peer]) -> list[Contender]:
-    """Ours first, then every peer that has this operator."""
-    subject = SUBJECTS[OPS[op]]
-    found = [Contender(OURS, f"wyfold.{subject.operator}", lambda arguments: subject.ours(arguments)[0])]
-    for peer in peers:
-        if subject.operator in peer.adapters:
-            found.append(_theirs(peer, subject.operator))
-    return found
-
-
-def _theirs(peer: Peer, operator: str) -> Contender:
-    ran, call = peer.adapters[operator]()
-    return Contender(peer.name, ran, lambda arguments: call(*(arguments[name] for name in ("q", "k", "v", "g", "beta"))))
-
-
-def prepared(contender: Contender, case: Case, arguments: Arguments) -> Callable[[], Tensor | tuple[Tensor, ...]]:
-    """One run of a case, ready to be timed: the output, or the gradients of all floating arguments."""
-    if not case.backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return contender.call(arguments)
-
-        return forward
-
-    leaves = _leaves(arguments)
-    ready = {**arguments, **leaves}
-    with torch.no_grad():
-        fed = inputs.incoming(contender.call(arguments), FED)
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(contender.call(ready), list(leaves.values()), fed)
-
-    return both
-
-
-def _leaves(arguments: Arguments) -> Named:
-    return {
-        name: value.detach().requires_grad_()
-        for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-
-
-# --- is it right -----------------------------------------------------------------------------------------------------
-
-
-def errors(contender: Contender, case: Case, arguments: Arguments) -> list[error.Verdict]:
-    """Verdicts on the very call that will be timed, against the float64 recurrence.
-
-    Outputs are compared over the whole sequence up to `CHECKED_FORWARD` tokens. For the gradients the loss reaches the
-    first `CHECKED` tokens only, so that the recurrence need not run further; gradients of later tokens must be zero.
-    """
-    subject, T = SUBJECTS[OPS[case.op]], case.shape.T
-    narrow = getattr(torch, case.dtype) in NARROW
-    tokens = min(T, CHECKED)
-    shown = T if T <= CHECKED_FORWARD and not narrow else tokens
-    with torch.no_grad():
-        o = contender.call(arguments)
-        truth = {"o": subject.truth(widened(_first(arguments, shown)))[0]}
-        got = {"o": o[:, :shown]}
-        loop = {"o": subject.truth(_first(arguments, shown))[0]} if narrow else {}
-    if case.backward:
-        fed = inputs.incoming(o, FED)
-        fed[:, tokens:] = 0
-        got |= _first(_gradients(contender.call, arguments, fed), tokens, exact=True)
-        few, fed = _first(arguments, tokens), fed[:, :tokens]
-        truth |= _gradients(lambda a: subject.truth(a)[0], widened(few), fed.double())
-        if narrow:
-            loop |= _gradients(lambda a: subject.truth(a)[0], few, fed)
-    return [
-        error.judge(
-            x,
-            truth[name],
-            loop[name] if x.dtype in NARROW else None,
-            name=name,
-            target=bound(name, x.dtype, subject.family),
-            per_token=PER_TOKEN.get(name) == x.ndim,
-        )
-        for name, x in got.items()
-    ]
-
-
-def _gradients(call: Callable[[Arguments], Tensor], arguments: Arguments, fed: Tensor) -> Named:
-    leaves = _leaves(arguments)
-    found = torch.autograd.grad(call({**arguments, **leaves}), list(leaves.values()), fed)
-    return {GRADIENT_OF.get(name, f"d{name}"): gradient for name, gradient in zip(leaves, found, strict=True)}
-
-
-def _first(tensors: dict[str, Any], tokens: int, *, exact: bool = False) -> dict[str, Any]:
-    """The first tokens of every per-token tensor. `exact`: the rest of a gradient must be zero, else it counts as NaN."""
-    cut = dict(tensors)
-    for name, x in tensors.items():
-        if name.removeprefix("d") in TOKEN_ARGUMENTS and isinstance(x, Tensor):
-            cut[name] = x[:, :tokens]
-            if exact and bool((x[:, tokens:] != 0).any()):
-                cut[name] = torch.full_like(cut[name], torch.nan)
-    return cut
-
-
 # --- how long, how much ----------------------------------------------------------------------------------------------
 
 
@@ -346,7 +178,12 @@ def _row(case: Case, contender: Contender, arguments: Arguments, found: Sequence
     launches: dict[str, Any] = {}
     if contender.name == OURS:
         plan = wyfold.explain(getattr(wyfold, OPS[case.op]), **arguments)
-        launches = {"backend": plan.backend, "forward": plan.forward, "backward": plan.backward, "chunk": plan.chunk_size}
+        launches = {
+            "backend": plan.backend,
+            "forward": plan.forward,
+            "backward": plan.backward,
+            "chunk": plan.chunk_size,
+        }
     worst = max(found, key=lambda verdict: verdict.measured.rms)
     return {
         **asdict(case),
@@ -395,22 +232,43 @@ def against_peers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 | {
                     "peer": peer["ran"],
                     "times_faster": peer["milliseconds"]["median"] / ours["milliseconds"]["median"],
-                    "memory_share": ours["peak"]["above_inputs_mib"] / peer["peak"]["above_inputs_mib"],
+                    "memory_share": _share(ours["peak"], peer["peak"]),
                 }
             )
     return found
 
 
+def _share(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> float | None:
+    if not ours or not theirs or theirs["above_inputs_mib"] <= 0:
+        return None
+    return ours["above_inputs_mib"] / theirs["above_inputs_mib"]
+
+
 def report(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:
     """The tables on the screen."""
     columns = ("op", "shape B,T,H,HV,K,V", "gates", "mode", "ran", "worst error", "median ms", "quartiles ms")
-    results.show("time and memory", (*columns, "ns/token-head", "peak MiB above inputs", "process MiB"), [_cells(row) for row in rows])
+    results.show(
+        "time and memory",
+        (*columns, "ns/token-head", "peak MiB above inputs", "process MiB"),
+        [_cells(row) for row in rows],
+    )
     if ratios:
-        columns = ("op", "gates", "mode", "peer", "times faster", "share of its memory")
-        cells = [
-            (r["op"], r["gate"], r["mode"], r["peer"], f"{r['times_faster']:.2f}", f"{r['memory_share']:.2f}") for r in ratios
-        ]
-        results.show("ours beside the peers", columns, cells)
+        keys = ("op", "gate", "mode", "peer")
+        results.show(
+            "ours beside the peers",
+            (*keys, "times faster", "share of its memory"),
+            [
+                (r["op"], r["gate"], r["mode"], r["peer"], _two(r["times_faster"]), _two(r["memory_share"]))
+                for r in ratios
+            ],
+        )
+    for row in rows:
+        if row["peak_missing"]:
+            print(f"no memory figure for {row['op']} by {row['ran']}: {row['peak_missing']}")
+
+
+def _two(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -421,7 +279,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         return (*head, "wrong", "", "", "", "")
     ms, peak = row["milliseconds"], row["peak"]
     quartiles = f"{ms['quartile1']:.1f} - {ms['quartile3']:.1f}"
-    sizes = (f"{peak['above_inputs_mib']:.0f}", f"{peak['process_mib']:.0f}")
+    sizes = (f"{peak['above_inputs_mib']:.0f}", f"{peak['process_mib']:.0f}") if peak else ("", "")
     return (*head, f"{ms['median']:.1f}", quartiles, f"{row['ns_per_token_head']:.0f}", *sizes)
 
 
@@ -454,7 +312,7 @@ def chart(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     left.barh(at, medians, xerr=whiskers, color=colours, log=True)
     left.set(xlabel="median ms, whiskers at the quartiles", yticks=list(at), yticklabels=labels)
     left.invert_yaxis()
-    right.barh(at, [row["peak"]["above_inputs_mib"] for row in timed], color=colours, log=True)
+    right.barh(at, [row["peak"]["above_inputs_mib"] if row["peak"] else 0 for row in timed], color=colours, log=True)
     right.set(xlabel="peak MiB above inputs")
     figure.savefig(file, format="png")
 

@@ -20,8 +20,8 @@ from typing import Any
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 METHOD = (
-    "a fresh process each: inputs made, one small call, freed memory returned, peak reset through /proc/self/clear_refs, "
-    "one call; VmHWM after it minus VmRSS before it. process: largest VmHWM, all included"
+    "a fresh process each: inputs made, one small call, freed memory returned, peak reset through "
+    "/proc/self/clear_refs, one call; VmHWM after it minus VmRSS before it. process: largest VmHWM, all included"
 )
 METHOD_WITHOUT_RESET = (
     "a fresh process each: inputs made, one small call, one call; ru_maxrss after it minus ru_maxrss before it, which "
@@ -33,12 +33,13 @@ def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
     """What `wyfold bench --measure` prints in a child of this process.
 
     Raises:
-        RuntimeError: the child failed; the text is the end of what it said.
+        RuntimeError: the child failed; the text is the last line it said.
     """
     command = [sys.executable, "-m", "wyfold", "bench", "--measure", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -41,7 +41,8 @@ def _commit() -> tuple[str | None, bool | None]:
     try:
         asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
         head, status = (
-            subprocess.run(["git", *words], cwd=room, capture_output=True, text=True, check=True).stdout for words in asked
+            subprocess.run(["git", *words], cwd=room, capture_output=True, text=True, check=True).stdout
+            for words in asked
         )
     except (OSError, subprocess.CalledProcessError):
         return None, None

@@ -29,7 +29,7 @@ PER_TOKEN = {"dbeta": 3, "dg": 3}
 
 NARROW = (torch.bfloat16, torch.float16)
 FED = 1 << 20
-"""Added to the seed of the arguments for the seed of what is fed back: equal draws would be parallel, a gradient of 0."""
+"""Added to the arguments' seed for what is fed back: equal draws would be parallel, and their gradient zero."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class Subject:
         return tuple(results[: len(self.outputs)])
 
 
-def _delta(rule: str, **named: str) -> Callable[[Shape, torch.dtype, int], Arguments]:
+def _delta(
+    rule: str, *, gate: str | None = None, beta: str | None = None
+) -> Callable[[Shape, torch.dtype, int], Arguments]:
     def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
-        drawn = inputs.draw("random", rule, shape, state="normal", dtype=dtype, seed=seed, **named)
+        drawn = inputs.draw("random", rule, shape, state="normal", gate=gate, beta=beta, dtype=dtype, seed=seed)
         return {**drawn, "output_final_state": True}
 
     return arguments
@@ -85,7 +87,9 @@ def _ttt(shape: Shape, dtype: torch.dtype, seed: int, *, states: bool) -> Argume
 
 def _conv(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
     D, W = shape.H * shape.K, 4
-    x, weight, bias, residual, state = _normal(seed, dtype, _tokens(shape, D), (D, W), (D,), _tokens(shape, D), (shape.B, D, W - 1))
+    x, weight, bias, residual, state = _normal(
+        seed, dtype, _tokens(shape, D), (D, W), (D,), _tokens(shape, D), (shape.B, D, W - 1)
+    )
     return {
         "x": x,
         "weight": weight,
@@ -248,8 +252,8 @@ def verdicts(
     """One verdict per output and gradient in `got`.
 
     Eager computes 16-bit inputs in float32 and rounds once, so a tensor is held to the standard of its own dtype. In
-    float64 and float32 that is its absolute target. In 16 bits the token loop in that dtype, which rounds where any form
-    must, is the yardstick, with the target beside it where there is one.
+    float64 and float32 that is its absolute target. In 16 bits the token loop in that dtype, which rounds where any
+    form must, is the yardstick, with the target beside it where there is one.
 
     Args:
         subject: What was called.

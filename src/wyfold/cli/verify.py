@@ -19,7 +19,8 @@ import torch
 
 from wyfold.cli import DONE, FAILED, results
 from wyfold.cli.arguments import whole
-from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, Scope, run_row
+from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, run_row
+from wyfold.cli.scorecard.finding import Scope
 from wyfold.cli.subjects import SUBJECTS, Subject, judged
 from wyfold.reference.error import Verdict
 from wyfold.reference.shapes import Shape
@@ -51,7 +52,7 @@ class Outcome:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Rows of the table: one for the outputs, one for the gradients."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for what in ("outputs", "gradients"):
             some = [v for v in self.verdicts if (v.name.startswith("d")) == (what == "gradients")]
             if some:
@@ -66,8 +67,12 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold verify`."""
     parser.add_argument("--tier", choices=tuple(TIERS), help="every row of the scorecard due on this tier")
-    parser.add_argument("--row", type=whole(1), action="append", metavar="N", help="this row of the scorecard; repeat for more")
-    parser.add_argument("--quick", action="store_true", help="small shapes, a tenth of the cases: a first look, no proof")
+    parser.add_argument(
+        "--row", type=whole(1), action="append", metavar="N", help="this row of the scorecard; repeat for more"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes, a tenth of the cases: a first look, no proof"
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="of every draw (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
 
@@ -75,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 0, or 1 if something is over its limit or fails."""
     words = [word for number in args.row or [] for word in ("--row", str(number))]
-    words += (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
+    words += (
+        (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
+    )
     numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
     found: dict[str, Any]
     if numbers:

@@ -165,7 +165,11 @@ def _memory_gib() -> float | None:
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     architecture = f"sm_{properties.major}{properties.minor}"
-    return {"name": properties.name, "architecture": architecture, "memory_gib": round(properties.total_memory / 2**30, 1)}
+    return {
+        "name": properties.name,
+        "architecture": architecture,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
 
 
 def _known_bad() -> tuple[str, ...]:
@@ -187,7 +191,8 @@ def _cells() -> dict[str, dict[str, str]]:
 
 def _extras(found: Mapping[str, str]) -> dict[str, str]:
     return {
-        package: found.get(package, f'not installed; pip install "wyfold[{extra}]"') for package, extra in EXTRAS.items()
+        package: found.get(package, f'not installed; pip install "wyfold[{extra}]"')
+        for package, extra in EXTRAS.items()
     }
 
 
@@ -219,9 +224,9 @@ def _service(op: Callable[..., Any], arguments: tuple[Any, ...], device: str) ->
 
 def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
     """Every public operator with the smallest arguments it accepts."""
-    q = torch.empty(1, 16, 1, 16, device=device)  # also k, v, a channel gate and an A
-    g = torch.empty(1, 16, 1, device=device)  # also beta and eta
-    rows = torch.empty(1, 16, device=device)
+    q = torch.zeros(1, 16, 1, 16, device=device)  # also k, v, a channel gate and an A
+    g = torch.zeros(1, 16, 1, device=device)  # also beta and eta
+    rows = torch.zeros(1, 16, device=device)
     return {
         chunk_delta_rule: (q, q, q, g),
         chunk_gated_delta_rule: (q, q, q, g, g),

@@ -7,73 +7,13 @@ broke; one that tried fewer than its promise names, or could not try, was not ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from wyfold.cli.scorecard import accuracy, bits, contract, house
+from wyfold.cli.scorecard.finding import Finding, Scope
+
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
-
-
-@dataclass(frozen=True)
-class Scope:
-    """How a row is to be run.
-
-    Attributes:
-        seed: Of every draw.
-        quick: A tenth of the cases, for a first look; a row that promises a number of cases cannot pass so.
-        tried: Told of every case, for a progress display.
-    """
-
-    seed: int = 0
-    quick: bool = False
-    tried: Callable[[], None] = lambda: None
-
-    def count(self, promised: int) -> int:
-        """Cases to try of those promised."""
-        return max(1, promised // 10) if self.quick else promised
-
-
-@dataclass
-class Finding:
-    """What a row's function saw.
-
-    Attributes:
-        scope: Told of every case.
-        promised: Least number of cases the row's target names.
-        cases: Tried so far.
-        worst: Largest error seen, where the row measures one.
-        broken: One line for each case that broke the promise.
-        why_not: Why the row could not be tried.
-    """
-
-    scope: Scope
-    promised: int = 1
-    cases: int = 0
-    worst: float | None = None
-    broken: list[str] = field(default_factory=list)
-    why_not: str = ""
-
-    def case(self, holds: bool, otherwise: str) -> None:
-        """One case, and the line that says how it broke if it did."""
-        self.cases += 1
-        if not holds:
-            self.broken.append(otherwise)
-        self.scope.tried()
-
-    def error(self, value: float, most: float, where: str) -> None:
-        """One case with a measured error."""
-        self.worst = max(value, self.worst or 0.0) if value == value else value
-        self.case(value <= most, f"{where}: {value:.2e}, allowed {most:.0e}")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One promise of the scorecard."""
-
-    number: int
-    promise: str
-    target: str
-    check: Callable[[Scope], Finding]
 
 
 @dataclass(frozen=True)
@@ -110,7 +50,7 @@ class Record:
 
 def run_row(number: int, scope: Scope) -> Record:
     """The record of one row; a number whose subject this version does not have was not run."""
-    row = rows().get(number)
+    row = ROWS.get(number)
     if row is None:
         return Record(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
     began = time.perf_counter()
@@ -134,13 +74,8 @@ def _outcome(finding: Finding) -> tuple[str, str]:
     return PASS, ""
 
 
-def rows() -> dict[int, Row]:
-    """Every row this version can try, by number."""
-    from wyfold.cli.scorecard import accuracy, bits, contract, house
-
-    found = (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *house.ROWS)
-    return {row.number: row for row in sorted(found, key=lambda row: row.number)}
-
+ROWS = {row.number: row for row in (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *house.ROWS)}
+"""Every row this version can try, by number."""
 
 CPU = (1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40)
 """Rows whose CPU half is due in this version."""

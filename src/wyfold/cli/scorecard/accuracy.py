@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import wyfold
-from wyfold.cli.scorecard import Finding, Row, Scope
+from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
@@ -89,7 +89,7 @@ EXACT_CASES = 200
 
 
 def index_and_mask(scope: Scope) -> Finding:
-    """Row 2: with one-hot keys, beta 0 or 1 and integer values every answer is a whole number, and must be met exactly."""
+    """Row 2: with one-hot keys, beta 0 or 1 and integer values, answers are whole numbers and must be met exactly."""
     finding = Finding(scope, promised=EXACT_CASES)
     generator = torch.Generator().manual_seed(scope.seed)
 
@@ -159,9 +159,9 @@ STRENGTHS = ("half", ".835", "one", "two")
 def correlated_keys(scope: Scope) -> Finding:
     """Row 5: repeated and correlated keys, at every write strength and gate, forward and backward.
 
-    With beta below 2 in float32, against its targets. At beta 2 without decay every token reflects and nothing is damped:
-    rounding adds up along the sequence in any chunk form, so there the inputs are bfloat16 and the question is whether
-    the chunk form adds anything to what their rounding costs.
+    With beta below 2 in float32, against its targets. At beta 2 without decay every token reflects and nothing is
+    damped: rounding adds up along the sequence in any chunk form, so there the inputs are bfloat16 and the question is
+    whether the chunk form adds anything to what their rounding costs.
     """
     kinds = list(itertools.product(KEY_KINDS, STRENGTHS, DELTA))
     finding = Finding(scope, promised=len(kinds))

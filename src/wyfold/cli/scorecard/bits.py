@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wyfold.cli.scorecard import Finding, Row, Scope
-from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two, tokens
+from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two
+from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.subjects import SUBJECTS, Arguments, Named, Subject, bound, incoming, measured, widened
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
@@ -35,7 +35,9 @@ class _Draw:
         return int(torch.randint(end, (), generator=self.generator))
 
 
-def some_call(rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0) -> tuple[Subject, Arguments]:
+def some_call(
+    rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0
+) -> tuple[Subject, Arguments]:
     """A rule's chunk form and arguments for it: small, and with everything the rule has in some of the calls.
 
     Args:
@@ -102,7 +104,8 @@ def _measured(subject: Subject, arguments: Arguments, seed: int) -> tuple[Named,
 def _part(tensors: Arguments, rows: slice, n: int) -> Arguments:
     """One sequence of a packed call: its tokens, its states; what is shared by all stays whole."""
     return {
-        name: x[:, rows] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x for name, x in tensors.items()
+        name: x[:, rows] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x
+        for name, x in tensors.items()
     }
 
 
@@ -110,7 +113,7 @@ def _part(tensors: Arguments, rows: slice, n: int) -> Arguments:
 
 
 def past_is_closed(scope: Scope) -> Finding:
-    """Row 13: other inputs from a token on change no bit of the outputs before it, nor of the gradients of a loss on them."""
+    """Row 13: other inputs from a token on change no bit of the outputs before it, nor of the gradients of those."""
     finding = Finding(scope, promised=CAUSAL_CASES)
     for number in range(scope.count(CAUSAL_CASES)):
         rule = tuple(RULES)[number % len(RULES)]
@@ -120,7 +123,8 @@ def past_is_closed(scope: Scope) -> Finding:
         subject, arguments = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
         _, others = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed + 10_000)
         changed = {
-            name: torch.cat([x[:, :t], others[name][:, t:]], dim=1) if name in PER_TOKEN else x for name, x in arguments.items()
+            name: torch.cat([x[:, :t], others[name][:, t:]], dim=1) if name in PER_TOKEN else x
+            for name, x in arguments.items()
         }
         before, after = (_prefix(subject, a, t, scope.seed) for a in (arguments, changed))
         names = differing(before, after)
@@ -142,7 +146,7 @@ def _prefix(subject: Subject, arguments: Arguments, t: int, seed: int) -> Named:
 
 
 def split_equals_whole(scope: Scope) -> Finding:
-    """Row 14: two calls with the state handed on, cut at a multiple of 64, give the bits of one; elsewhere nearly so."""
+    """Row 14: two calls, the state handed on, cut at a multiple of 64, give the bits of one; elsewhere nearly so."""
     finding = Finding(scope)
     T = 200
     for rule, number in itertools.product(RULES, range(scope.count(10))):
@@ -164,7 +168,9 @@ def split_equals_whole(scope: Scope) -> Finding:
 # --- row 15 ----------------------------------------------------------------------------------------------------------
 
 
-def _wider(dim: int, extra: Callable[[int], int], take: Callable[[Tensor, int, int], Tensor]) -> Callable[[Tensor], Tensor]:
+def _wider(
+    dim: int, extra: Callable[[int], int], take: Callable[[Tensor, int, int], Tensor]
+) -> Callable[[Tensor], Tensor]:
     """A view with x's values into a tensor that is larger along `dim`, NaN elsewhere."""
 
     def stretched(x: Tensor) -> Tensor:
@@ -222,7 +228,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def memory_layout(scope: Scope) -> Finding:
-    """Row 15: every argument and incoming gradient at every stride; what is compared has the same values, contiguous."""
+    """Row 15: every argument and incoming gradient at every stride, beside the same values stored contiguously."""
     finding = Finding(scope, promised=12 * len(RULES))
     kinds = dict(itertools.islice(STRIDES.items(), 0, None, 7 if scope.quick else 1))
     for rule in RULES:
@@ -231,13 +237,17 @@ def memory_layout(scope: Scope) -> Finding:
         with torch.no_grad():
             fed = incoming(dict(zip(subject.outputs, subject.ours(arguments))), scope.seed)
         usual = measured(subject.ours, arguments, subject.outputs, fed=fed)
-        places = [(arguments, name) for name, x in arguments.items() if isinstance(x, Tensor)] + [(fed, name) for name in fed]
+        places = [(arguments, name) for name, x in arguments.items() if isinstance(x, Tensor)] + [
+            (fed, name) for name in fed
+        ]
         for kind, (tensors, name) in itertools.product(kinds, places):
             x = tensors[name]
-            if x.ndim < 2 and "second token" in kind or (x.ndim < 2 and "expanded over tokens" in kind):
-                continue  # a vector has no such dimension
+            if x.ndim < 2 and "token" in kind:
+                continue  # a vector has no second dimension
             strange = kinds[kind](x)
-            expected = usual if "expanded" not in kind else _with(subject, arguments, fed, tensors, name, strange.contiguous())
+            expected = (
+                usual if "expanded" not in kind else _with(subject, arguments, fed, tensors, name, strange.contiguous())
+            )
             names = differing(expected, _with(subject, arguments, fed, tensors, name, strange))
             finding.case(not names, f"{rule}, {'incoming ' if tensors is fed else ''}{name} {kind}: {names}")
     return finding
@@ -268,7 +278,9 @@ def nothing_is_stale(scope: Scope) -> Finding:
         fresh = measured(subject.ours, arguments | {"cu_seqlens": torch.tensor([0, 17, 70])}, subject.outputs)
         names = differing(fresh, edited)
         finding.case(not names, f"{rule}, boundaries edited in place: {names}")
-    calls = [some_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))]
+    calls = [
+        some_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))
+    ]
     alone = [_run(call) for call in calls]
     for number, call in [*enumerate(calls), *reversed(list(enumerate(calls)))]:
         names = differing(alone[number], _run(call))
@@ -304,7 +316,14 @@ def _at_once(calls: list[tuple[Subject, Arguments]], alone: list[Named]) -> list
 ROWS = (
     Row(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
     Row(13, "the past never depends on the future", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
-    Row(14, "split equals unsplit", "0 bits at multiples of 64; elsewhere within the float32 targets", split_equals_whole),
-    Row(15, "layout of memory is irrelevant", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout),
+    Row(
+        14,
+        "split equals unsplit",
+        "0 bits at multiples of 64; elsewhere within the float32 targets",
+        split_equals_whole,
+    ),
+    Row(
+        15, "layout of memory is irrelevant", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout
+    ),
     Row(29, "no stale state", "0 bits", nothing_is_stale),
 )

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
-from wyfold.cli.scorecard import Finding, Row, Scope
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
+from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
 from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
 from wyfold.reference import inputs
@@ -66,7 +66,9 @@ def refused(refusal: Refusal) -> str:
 
 def _complaint(refusal: Refusal, error: Exception, launched: list[str]) -> str:
     text = str(error)
-    if not isinstance(error, refusal.error) or (refusal.error is ValueError and isinstance(error, wyfold.UnsupportedError)):
+    if not isinstance(error, refusal.error) or (
+        refusal.error is ValueError and isinstance(error, wyfold.UnsupportedError)
+    ):
         return f"raised {type(error).__name__}: {text}"
     if launched:
         return f"launched {', '.join(launched)} before it was refused"
@@ -133,7 +135,7 @@ def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int
 
 
 def no_third_outcome(scope: Scope) -> Finding:
-    """Row 18: each cell of options is as near the truth as asked, or refused; the demanded backend is the one that runs."""
+    """Row 18: each cell of options is as near the truth as asked, or refused; what is demanded is what runs."""
     cells = pairwise(scope.seed)
     finding = Finding(scope, promised=len(cells))
     for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
@@ -212,7 +214,7 @@ LONGEST = 130
 
 
 def every_length(scope: Scope) -> Finding:
-    """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows among them, in float64."""
+    """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows included, in float64."""
     finding = Finding(scope, promised=LONGEST * len(RULES))
     for T, rule in itertools.product(range(1, LONGEST + 1, 10 if scope.quick else 1), RULES):
         failed = _at_length(SUBJECTS[RULES[rule]], T, scope.seed)
@@ -233,17 +235,27 @@ def _at_length(subject: Subject, T: int, seed: int) -> list[str]:
 def _packed(subject: Subject, cu: Tensor, T: int, seed: int) -> list[str]:
     """What is wrong with a packed call, in float64: its distance from the truth, its spare rows, its copied states."""
     N, end = cu.shape[0] - 1, int(cu[-1])
-    drawn = inputs.draw("random", subject.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed)
+    drawn = inputs.draw(
+        "random", subject.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed
+    )
     arguments = drawn | {"output_final_state": True, "cu_seqlens": cu}
     for name in ("q", "k", "v", "g", "beta", "eta"):
         if name in arguments:
             arguments[name][:, end:] = torch.nan  # must never be read
     got = measured(subject.ours, arguments, subject.outputs, seed=seed)
     failed = [str(verdict) for verdict in verdicts(subject, arguments, got, seed) if not verdict.passed]
-    rows = [name for name, x in got.items() if name in ("o", "dq", "dk", "dv", "dg", "dbeta", "deta") and bool((x[:, end:] != 0).any())]
+    rows = [
+        name
+        for name, x in got.items()
+        if name in ("o", "dq", "dk", "dv", "dg", "dbeta", "deta") and bool((x[:, end:] != 0).any())
+    ]
     empty = cu.diff() == 0
     copied = torch.equal(got["state"][empty], arguments["initial_state"][empty])
-    return failed + [f"spare rows of {name} are not zero" for name in rows] + ([] if copied else ["an empty state changed"])
+    return (
+        failed
+        + [f"spare rows of {name} are not zero" for name in rows]
+        + ([] if copied else ["an empty state changed"])
+    )
 
 
 # --- row 26 ----------------------------------------------------------------------------------------------------------
@@ -282,7 +294,7 @@ def registered() -> set[str]:
 
 
 def real_operators(scope: Scope) -> Finding:
-    """Row 26: opcheck on every registered operator; whole graphs with backward, compiled at most twice for ten lengths."""
+    """Row 26: opcheck on every registered operator; whole graphs with backward, two compiles for ten lengths."""
     finding = Finding(scope)
     calls = recorded_calls(scope.seed)
     for name in sorted(registered() - {name.partition(".")[0] for name in calls}):
@@ -317,7 +329,8 @@ def compiled(subject: Subject, lengths: tuple[int, ...], seed: int = 0) -> int:
     for T in lengths:
         arguments = subject.arguments(Shape(1, T, 1, 2, 8, 8), torch.float32, seed)
         plain, graph = (
-            measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed) for call in (subject.ours, whole)
+            measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed)
+            for call in (subject.ours, whole)
         )
         for name, x in plain.items():
             if not torch.equal(x, graph[name]):
@@ -326,7 +339,12 @@ def compiled(subject: Subject, lengths: tuple[int, ...], seed: int = 0) -> int:
 
 
 ROWS = (
-    Row(17, "bad input is named before any launch", f">= {REFUSED} kinds; argument, expected, got; 0 launches", bad_input_is_named),
+    Row(
+        17,
+        "bad input is named before any launch",
+        f">= {REFUSED} kinds; argument, expected, got; 0 launches",
+        bad_input_is_named,
+    ),
     Row(18, "no third outcome", "each pairwise cell as rule 3 asks, or refused; 0 silent fallbacks", no_third_outcome),
     Row(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
     Row(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import wyfold
-from wyfold.cli.scorecard import Finding, Row, Scope
+from wyfold.cli.scorecard.finding import Finding, Row, Scope
 
 PACKAGE = Path(wyfold.__file__).parent
 SOURCES = PACKAGE.parents[1]
@@ -46,7 +46,7 @@ FIRST_USE = """
 
 
 def first_use_is_quick(scope: Scope) -> Finding:
-    """Row 39: seconds of `import wyfold` beyond torch and of a layer's first forward and backward, in fresh processes."""
+    """Row 39: seconds of `import wyfold` beyond torch and of a layer's first use, in fresh processes."""
     finding = Finding(scope)
     imports = [_fresh(IMPORTING) for _ in range(1 if scope.quick else 3)]
     seconds = statistics.median(run["seconds"] for run in imports)
@@ -88,7 +88,7 @@ FROM_WHEEL = """
 
 
 def installs_and_stays_clean(scope: Scope) -> Finding:
-    """Row 40: torch is the only dependency, two builds are one wheel, it runs by itself, and nothing in it is unsafe."""
+    """Row 40: torch is the only dependency, two builds are one wheel that runs by itself, and nothing is unsafe."""
     finding = Finding(scope)
     for file in sorted(PACKAGE.rglob("*.py")):
         found = unsafe(file.read_text(encoding="utf-8"), in_cli="cli" in file.relative_to(PACKAGE).parts)
@@ -121,7 +121,10 @@ def unsafe(text: str, *, in_cli: bool) -> list[str]:
 
 
 def _wheel(finding: Finding, scratch: Path) -> None:
-    first, second = _build(SOURCES, scratch / "first"), _build(_elsewhere(scratch / "another place"), scratch / "second")
+    first, second = (
+        _build(SOURCES, scratch / "first"),
+        _build(_elsewhere(scratch / "another place"), scratch / "second"),
+    )
     finding.case(first.read_bytes() == second.read_bytes(), "two builds of the wheel differ")
     inside = scratch / "installed"
     with zipfile.ZipFile(first) as archive:
@@ -130,8 +133,12 @@ def _wheel(finding: Finding, scratch: Path) -> None:
         archive.extractall(inside)
     needed = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
     finding.case([line[:5] for line in needed] == ["torch"], f"the wheel requires {needed}")
-    optional = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    blocked = sorted({line.partition(">")[0].partition("=")[0].partition("[")[0] for lines in optional.values() for line in lines})
+    optional = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    blocked = sorted(
+        {line.partition(">")[0].partition("=")[0].partition("[")[0] for lines in optional.values() for line in lines}
+    )
     code = FROM_WHEEL.format(wheel=str(inside), blocked=[name for name in blocked if name not in ("numpy", "wyfold")])
     ran = _fresh(code, "-I", cwd=scratch)
     finding.case(ran["finite"] and ran["from"].startswith(str(inside)), f"the wheel by itself: {ran}")
@@ -155,6 +162,16 @@ def _build(source: Path, out: Path) -> Path:
 
 
 ROWS = (
-    Row(39, "first use is quick", "layer forward + backward <= 20 s; import <= 1 s over torch; no CUDA start", first_use_is_quick),
-    Row(40, "it installs and stays clean", "torch only; byte-identical wheel; 0 pickle, eval, shell, network", installs_and_stays_clean),
+    Row(
+        39,
+        "first use is quick",
+        "layer forward + backward <= 20 s; import <= 1 s over torch; no CUDA start",
+        first_use_is_quick,
+    ),
+    Row(
+        40,
+        "it installs and stays clean",
+        "torch only; byte-identical wheel; 0 pickle, eval, shell, network",
+        installs_and_stays_clean,
+    ),
 )

@@ -72,8 +72,8 @@ def _grown(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _packed(right: Arguments, cu: Any, *, B: int = 1) -> Arguments:
     """The call on one row of tokens with boundaries."""
-    tokens = {name: right[name][:B] for name in ("q", "k", "v", "g", "beta", "eta") if name in right}
-    dropped = {name: DROPPED for name in ("initial_state", "initial_state_bias") if name in right}
+    tokens: Arguments = {name: right[name][:B] for name in ("q", "k", "v", "g", "beta", "eta") if name in right}
+    dropped: Arguments = {name: DROPPED for name in ("initial_state", "initial_state_bias") if name in right}
     return {**tokens, **dropped, "cu_seqlens": cu}
 
 
@@ -119,7 +119,9 @@ def _of_tokens() -> list[Refusal]:
         Refusal(GDN, "v", "without heads", lambda r: {"v": r["v"][:, :, 0]}),
         Refusal(GDN, "v", "in another dtype", lambda r: {"v": r["v"].double()}),
         Refusal(GDN, "v", "with 3 heads over 2", lambda r: {"v": _cut(r["v"], 2, 3), "g": DROPPED, "beta": DROPPED}),
-        Refusal(GDN, "v", "with fewer heads than k", lambda r: {"v": _cut(r["v"], 2, 1), "g": DROPPED, "beta": DROPPED}),
+        Refusal(
+            GDN, "v", "with fewer heads than k", lambda r: {"v": _cut(r["v"], 2, 1), "g": DROPPED, "beta": DROPPED}
+        ),
         Refusal(GDN, "v", "head first", lambda r: {"v": r["v"].transpose(1, 2)}),
         Refusal(GDN, "g", "per channel", lambda r: {"g": r["g"][..., None].expand(-1, -1, -1, 16)}),
         Refusal(GDN, "g", "per key head", lambda r: {"g": _cut(r["g"], 2, 2)}),
@@ -147,16 +149,28 @@ def _of_states() -> list[Refusal]:
         Refusal(GDN, "initial_state", "V first unasked", lambda r: {"initial_state": r["initial_state"].mT}),
         Refusal(GDN, "initial_state", "K first with state_v_first", _set(state_v_first=True)),
         Refusal(GDN, "initial_state", "of integers", lambda r: {"initial_state": r["initial_state"].int()}),
-        Refusal(GDN, "initial_state", "float64 with float32 tokens", lambda r: {"initial_state": r["initial_state"].double()}),
+        Refusal(
+            GDN,
+            "initial_state",
+            "float64 with float32 tokens",
+            lambda r: {"initial_state": r["initial_state"].double()},
+        ),
         Refusal(GDN, "initial_state", "a bool", _set(initial_state=True), TypeError),
         Refusal(GDN, "state_dtype", "an integer dtype", _set(state_dtype=torch.int8)),
         Refusal(GDN, "state_dtype", "float64 with float32 tokens", _set(state_dtype=torch.float64)),
         Refusal(GDN, "state_dtype", "a string", _set(state_dtype="bfloat16"), TypeError),
         Refusal(KDA, "output_final_state", "1", _set(output_final_state=1), TypeError),
         Refusal(KDA, "state_v_first", "None", _set(state_v_first=None), TypeError),
-        Refusal(TTT, "initial_state_bias", "without its axis of 1", lambda r: {"initial_state_bias": r["initial_state_bias"][:, :, 0]}),
+        Refusal(
+            TTT,
+            "initial_state_bias",
+            "without its axis of 1",
+            lambda r: {"initial_state_bias": r["initial_state_bias"][:, :, 0]},
+        ),
         Refusal(RECURRENT_TTT, "state", "a tensor", lambda r: {"state": r["v"]}, TypeError),
-        Refusal("causal_conv1d", "initial_state", "too short", lambda r: {"initial_state": _cut(r["initial_state"], 2, 2)}),
+        Refusal(
+            "causal_conv1d", "initial_state", "too short", lambda r: {"initial_state": _cut(r["initial_state"], 2, 2)}
+        ),
     ]
 
 
@@ -175,7 +189,10 @@ def _of_boundaries() -> list[Refusal]:
         Refusal(KDA, "cu_seqlens", "beyond the buffer", cu(0, 21)),
         Refusal(TTT, "cu_seqlens", "decreasing", cu(0, 9, 5, 20)),
         Refusal(
-            GDN, "cu_seqlens", "a layout of other tokens", lambda r: _packed(r, wyfold.SequenceLayout.from_lengths([9, 9]))
+            GDN,
+            "cu_seqlens",
+            "a layout of other tokens",
+            lambda r: _packed(r, wyfold.SequenceLayout.from_lengths([9, 9])),
         ),
         Refusal(GDN, "cu_seqlens_cpu", "alone", _set(cu_seqlens_cpu=torch.tensor([0, 20]))),
         Refusal(
@@ -201,8 +218,15 @@ def _of_options() -> list[Refusal]:
         Refusal(GDN, "beta", "missing for its sigmoid", _set(beta=None, use_beta_sigmoid_in_kernel=True)),
         Refusal(GDN, "checkpoint_every", "without return_intermediate_states", _set(checkpoint_every=64)),
         Refusal(GDN, "checkpoint_every", "0", _set(checkpoint_every=0, return_intermediate_states=True)),
-        Refusal(GDN, "checkpoint_every", "no multiple of a chunk", _set(checkpoint_every=24, return_intermediate_states=True)),
-        Refusal(GDN, "checkpoint_every", "a float", _set(checkpoint_every=64.0, return_intermediate_states=True), TypeError),
+        Refusal(
+            GDN,
+            "checkpoint_every",
+            "no multiple of a chunk",
+            _set(checkpoint_every=24, return_intermediate_states=True),
+        ),
+        Refusal(
+            GDN, "checkpoint_every", "a float", _set(checkpoint_every=64.0, return_intermediate_states=True), TypeError
+        ),
         Refusal(GDN, "chunk_size", "48", _set(chunk_size=48)),
         Refusal(KDA, "chunk_size", "0", _set(chunk_size=0)),
         Refusal(TTT, "chunk_size", "8", _set(chunk_size=8)),
@@ -254,8 +278,12 @@ def _of_others() -> list[Refusal]:
         Refusal("solve_tril", "A", "without heads", lambda r: {"A": r["A"][:, :, 0]}),
         Refusal("solve_tril", "A", "that requires a gradient", lambda r: {"A": r["A"].clone().requires_grad_()}),
         Refusal("solve_tril", "output_dtype", "an integer dtype", _set(output_dtype=torch.int32)),
-        Refusal("chunk_scaled_dot_kkt", "beta", "of 3 heads over 2", lambda r: {"beta": _cut(r["beta"], 2, 3), "g": None}),
-        Refusal("chunk_scaled_dot_kkt", "k", "that requires a gradient", lambda r: {"k": r["k"].clone().requires_grad_()}),
+        Refusal(
+            "chunk_scaled_dot_kkt", "beta", "of 3 heads over 2", lambda r: {"beta": _cut(r["beta"], 2, 3), "g": None}
+        ),
+        Refusal(
+            "chunk_scaled_dot_kkt", "k", "that requires a gradient", lambda r: {"k": r["k"].clone().requires_grad_()}
+        ),
         Refusal("causal_conv1d", "weight", "of one tap", lambda r: {"weight": _cut(r["weight"], 1, 1)}),
         Refusal("causal_conv1d", "weight", "of nine taps", lambda r: {"weight": _grown(r["weight"], 1, 9)}),
         Refusal("causal_conv1d", "weight", "of other channels", lambda r: {"weight": _cut(r["weight"], 0, 8)}),
