@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,24 +54,24 @@ class _Settled(BaseException):
         self.plan = plan
 
 
-_explaining = 0
+_explaining: list[int] = []  # threads inside `settled_by`; calls in the others run on
 
 
 def settle(plan: Plan) -> Plan:
     """The plan; inside `settled_by`, the end of the call."""
-    if _explaining:
+    if _explaining and threading.get_ident() in _explaining:
         raise _Settled(plan)
     return plan
 
 
 def settled_by(call: Callable[[], Any]) -> Plan:
     """The plan that `call` settles on; nothing after that point runs."""
-    global _explaining
-    _explaining += 1
+    thread = threading.get_ident()
+    _explaining.append(thread)
     try:
         call()
     except _Settled as settled:
         return settled.plan
     finally:
-        _explaining -= 1
+        _explaining.remove(thread)
     raise TypeError("explain: op must be an operator of wyfold; this one settled on no plan")

@@ -1,0 +1,121 @@
+"""`explain` answers with the plan of the very call, runs nothing, and refuses what the call would refuse."""
+
+import threading
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import UnsupportedError, explain
+from wyfold.parallel import split
+from wyfold.pipelines import delta as pipeline
+from wyfold.runtime import plan as plans
+from wyfold.stages import table
+
+OPERATORS = (
+    wyfold.chunk_delta_rule,
+    wyfold.chunk_gated_delta_rule,
+    wyfold.chunk_kda,
+    wyfold.fused_recurrent_delta_rule,
+    wyfold.fused_recurrent_gated_delta_rule,
+    wyfold.fused_recurrent_kda,
+)
+
+
+def meta(*size: int) -> torch.Tensor:
+    return torch.empty(size, device="meta")
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_what_would_run(op, monkeypatch):
+    monkeypatch.setattr(pipeline, "_forward_op", None)  # whoever calls it fails
+    q = torch.randn(2, 50, 2, 16)
+    plan = explain(op, q, q, q)
+    recurrent = op.__name__.startswith("fused")
+    assert plan.operator == op.__name__ and plan.backend == "eager"
+    stages = ["prepare", "recurrent"] if recurrent else ["prepare", "scan"]
+    back = stages if recurrent else ["prepare", "scan_bwd", "gradients"]
+    assert [launch.split(" ")[0] for launch in plan.forward] == stages
+    assert [launch.split(" ")[0] for launch in plan.backward] == back
+    assert all(f"(wyfold.stages.{launch.split(' ')[0]}.eager)" in launch for launch in plan.forward + plan.backward)
+    assert plan.chunk_size == (50 if recurrent else 16)
+    assert plan.copies == plan.collectives == plan.compiles == ()
+    assert set(plan.refused) == {"triton", "gluon"}
+    assert all("has no prepare" in reason for reason in plan.refused.values())
+    for row in (op.__name__, "eager", "chunk size", "not triton", "prepare (wyfold.stages.prepare.eager)"):
+        assert row in str(plan)
+
+
+def test_meta_tensors_do_and_sizes_do_not_cost():
+    q = meta(1, 1_000_000, 64, 128)
+    assert explain(wyfold.chunk_gdn, q, q, q, meta(1, 1_000_000, 64), chunk_size=32).chunk_size == 32
+
+
+def test_the_plan_is_the_one_that_runs(monkeypatch):
+    """Same tensors, the plan as explained and as settled on by the call itself."""
+    seen = []
+    monkeypatch.setattr(table, "settle", lambda plan: seen.append(plan) or plans.settle(plan))
+    q = torch.randn(1, 40, 2, 16)
+    for options in ({}, {"chunk_size": 64}, {"backend": "eager"}, {"cu_seqlens": torch.tensor([0, 3, 40])}):
+        explained = explain(wyfold.chunk_delta_rule, q, q, q, **options)
+        wyfold.chunk_delta_rule(q, q, q, **options)
+        assert seen[-2] == seen[-1] == explained
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op", (wyfold.chunk_kda, wyfold.fused_recurrent_kda), ids=lambda op: op.__name__)
+def test_the_number_of_parts_bounds_what_is_cut(op, packed: bool, monkeypatch):
+    monkeypatch.setattr(split, "WORKSPACE_BYTES", 1)
+    cut = []
+    parts = split.parts
+    monkeypatch.setattr(split, "parts", lambda *sizes: cut.append(parts(*sizes)) or cut[-1])
+    q = torch.randn(1, 700, 1, 8)
+    options = {"cu_seqlens": torch.tensor([0, 100, 100, 690])} if packed else {}
+    promised = explain(op, q, q, q, **options).parts
+    op(q, q, q, **options)
+    # A packed call promises from sizes alone, whatever the boundaries say.
+    assert 1 < len(cut[0]) <= promised <= len(cut[0]) + (1 if packed else 0)
+    assert explain(op, q[:, :0], q[:, :0], q[:, :0]).parts == 0
+
+
+def test_what_the_call_would_refuse():
+    q = torch.randn(1, 40, 2, 16)
+    with pytest.raises(ValueError, match=r"chunk_kda: k must be \[B, T, H, K\]"):
+        explain(wyfold.chunk_kda, q, q[:, :7], q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):
+        explain(wyfold.chunk_kda, q, q, q, head_first=True)
+    with pytest.raises(UnsupportedError) as refused:
+        explain(wyfold.chunk_kda, q, q, q, backend="gluon")
+    assert set(refused.value.reasons) == {"gluon"} and "has no prepare" in refused.value.reasons["gluon"]
+    assert "has no prepare" in str(refused.value)
+
+
+def test_only_operators_have_a_plan():
+    with pytest.raises(TypeError, match="explain: op must be an operator of wyfold"):
+        explain(torch.add, torch.ones(1), torch.ones(1))
+    q = torch.randn(1, 3, 1, 8)
+    assert wyfold.chunk_delta_rule(q, q, q)[0].isfinite().all()  # and explaining is over
+
+
+def test_explaining_in_one_thread_leaves_calls_in_others_alone():
+    q = torch.randn(1, 3, 1, 8)
+    explaining, called, failures = threading.Event(), threading.Event(), []
+
+    def slow_operator(q):
+        explaining.set()
+        called.wait(10)
+        return wyfold.chunk_delta_rule(q, q, q)
+
+    def other_thread():
+        explaining.wait(10)
+        try:
+            wyfold.chunk_delta_rule(q, q, q)
+        except BaseException as error:
+            failures.append(error)
+        called.set()
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    assert explain(slow_operator, q).operator == "chunk_delta_rule"
+    thread.join()
+    assert failures == []
