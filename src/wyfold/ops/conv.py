@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.ops.delta_call import packed_boundaries
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, legal_boundaries
-from wyfold.runtime.register import register
+from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.conv import ConvGradients
 from wyfold.tile.rows.eager import widest
@@ -122,16 +122,18 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, _, activated, backend = arguments
+        *tensors, output_final_state, activated, backend = arguments
         y, final_state = _forward_op(*arguments)
         ctx.set_materialize_grads(False)
-        ctx.options = (activated, backend)
+        ctx.final_state, ctx.options = output_final_state, (activated, backend)
         ctx.save_for_backward(*tensors)
         return y, final_state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        # A compiler passes zeros for every result, the empty one nobody asked for among them.
+        dfinal = dfinal if ctx.final_state else None
         if dy is None and dfinal is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])

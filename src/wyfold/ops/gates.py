@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import check
-from wyfold.runtime.register import register
+from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.gate import GateGradients
 from wyfold.tile.rows.eager import widest
@@ -181,7 +181,7 @@ class _Gate(torch.autograd.Function):
         return _gate_op(g, A_log, dt_bias, activation, lower_bound, output_dtype, backend)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 7
@@ -263,7 +263,7 @@ class _BetaSigmoid(torch.autograd.Function):
         return _beta_op(x, scale, backend)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None

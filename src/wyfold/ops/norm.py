@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import check
-from wyfold.runtime.register import register
+from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
 from wyfold.tile.rows.eager import widest
@@ -140,7 +140,7 @@ class _L2Norm(torch.autograd.Function):
         return _l2norm_op(x, eps, output_dtype, backend)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
@@ -184,7 +184,7 @@ class _RmsNormGated(torch.autograd.Function):
         return _rms_norm_gated_op(x, g, weight, bias, *options.scalars(), backend)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 6

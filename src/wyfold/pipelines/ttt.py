@@ -17,7 +17,7 @@ from wyfold.parallel import split
 from wyfold.parallel.handover import Resumption, resume
 from wyfold.parallel.split import Part
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.register import register
+from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.ttt import State
 from wyfold.tile.index.eager import to_chunks, wide
@@ -121,7 +121,7 @@ class TTT(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         none = (None,) * (TENSORS + 1)
         if all(d is None for d in gradients):

@@ -119,19 +119,16 @@ def shapes(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
             continue
         expected = letters.split()
         got = tensor(op, name, x).shape
+        found = dict(sizes)
         agrees = len(got) == len(expected)
         if agrees:
             for letter, size in zip(expected, got, strict=True):
-                if letter.isdigit():
-                    agrees = agrees and size == int(letter)
-                else:
-                    agrees = agrees and sizes.get(letter, size) == size
+                bound = int(letter) if letter.isdigit() else found.setdefault(letter, size)
+                agrees = agrees and size == bound
         if not agrees:
             wanted = ", ".join(letter if letter.isdigit() else str(sizes.get(letter, letter)) for letter in expected)
             raise ValueError(f"{op}: {name} must be [{', '.join(expected)}] = [{wanted}], got {list(got)}")
-        for letter, size in zip(expected, got, strict=True):
-            if not letter.isdigit():
-                sizes[letter] = size
+        sizes = found
     return sizes
 
 

@@ -88,6 +88,10 @@ class SequenceLayout:
             max_seqs: Capacity; None counts the sequences, which waits for the device once.
         """
         seq_idx = _row(seq_idx, "seq_idx")
+        if check.readable(seq_idx) and bool(((seq_idx[:-1] < 0) & (seq_idx[1:] >= 0)).any()):
+            raise ValueError(
+                f"{_NAME}: seq_idx must be negative only at its end, got a sequence after negative numbers"
+            )
         starts = torch.ones_like(seq_idx, dtype=torch.bool)
         starts[1:] = seq_idx[1:] != seq_idx[:-1]
         return cls._from_starts(starts & (seq_idx >= 0), max_seqs, end=(seq_idx >= 0).sum())

@@ -43,3 +43,33 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*arguments)
 
     return outside_autocast
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that has none of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx.view_as(dx)
+
+    @staticmethod
+    def backward(ctx: Any, ddx: Tensor) -> Tensor:
+        raise RuntimeError("wyfold operators are once differentiable: their gradients have no gradient of their own")
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A written backward whose results refuse to be differentiated.
+
+    PyTorch's decorator of this name refuses only where the incoming gradient itself requires one. After `y.sum()` it
+    does not, and a gradient penalty would silently leave the operator out.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        return tuple(None if dx is None else _Last.apply(dx.detach().requires_grad_()) for dx in found)
+
+    return once

@@ -41,7 +41,6 @@ ROWS = tuple(
         "gradients",
         "recurrent",
         "ttt",
-        "ttt_recurrent",
         "conv",
         "norm",
         "gate",

@@ -7,9 +7,17 @@ from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkTable
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.prepare.eager import raw_gate
 from wyfold.stages.records import Borders, Factors, Gradients, Inputs, TokenGradients
-from wyfold.tile.decay.eager import across, decayed_grams_bwd, from_start, gate_gradient, log_gate_bwd, to_end
+from wyfold.tile.decay.eager import (
+    across,
+    decayed_grams_bwd,
+    from_start,
+    gate_gradient,
+    gate_tiles,
+    gate_tokens,
+    log_gate_bwd,
+    to_end,
+)
 from wyfold.tile.index.eager import from_chunks, sum_groups
 from wyfold.tile.norm.eager import l2norm_bwd
 
@@ -100,10 +108,10 @@ def _unload_gate(
     dg = dg.unflatten(0, (-1, g.shape[2]))
     if table.padding is not None:
         dg = dg.masked_fill(table.padding[:, None, :, None].to(dg.device), 0)
-    x = raw_gate(g, table, dg.dtype)
+    x = gate_tiles(g, table, dg.dtype)
     dx, dA_log, ddt_bias = log_gate_bwd(x, dg, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
     if out.g is not None:
-        from_chunks(dx.flatten(0, 1), table, out.g[..., None] if out.g.ndim == 3 else out.g)
+        gate_tokens(dx, table, out.g)
     if out.A_log is not None and dA_log is not None:
         out.A_log.add_(dA_log.view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:

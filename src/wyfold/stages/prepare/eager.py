@@ -9,7 +9,7 @@ from wyfold.runtime.chunks import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Factors, Inputs
 from wyfold.tile.activation.eager import sigmoid
-from wyfold.tile.decay.eager import decayed_grams, log_gate, running_sum, to_end
+from wyfold.tile.decay.eager import decayed_grams, gate_tiles, log_gate, running_sum, to_end
 from wyfold.tile.index.eager import to_chunks, wide
 from wyfold.tile.inverse.eager import inverse
 from wyfold.tile.norm.eager import l2norm
@@ -76,14 +76,8 @@ def _gate(
 ) -> Tensor | None:
     if g is None:
         return None
-    x = raw_gate(g, table, dtype)
+    x = gate_tiles(g, table, dtype)
     log = log_gate(x, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
     if options.activation != "given" and table.padding is not None:
         log = log.masked_fill(table.padding[:, None, :, None].to(log.device), 0)
     return log.flatten(0, 1)
-
-
-def raw_gate(g: Tensor, table: ChunkTable, dtype: torch.dtype) -> Tensor:
-    """[chunks, HV, C, 1 or K] tiles of g as the caller gave it."""
-    HV = g.shape[2]
-    return to_chunks(g.unflatten(2, (HV, 1)) if g.ndim == 3 else g, table, HV, dtype).unflatten(0, (-1, HV))

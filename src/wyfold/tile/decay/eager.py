@@ -10,12 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wyfold.runtime.chunks import ChunkTable
 from wyfold.tile.activation.eager import sigmoid, softplus
+from wyfold.tile.index.eager import from_chunks, to_chunks
 
 
 def log_gate_floor(dtype: torch.dtype) -> float:
     """Log gates are raised to this, whose exponential is 0 in dtype: -inf becomes a clean reset."""
     return -746.0 if dtype == torch.float64 else -104.0
+
+
+def gate_tiles(g: Tensor, table: ChunkTable, dtype: torch.dtype) -> Tensor:
+    """[chunks, HV, C, 1 or K] tiles of g [B, T, HV] or [B, T, HV, K], as the caller gave it."""
+    HV = g.shape[2]
+    return to_chunks(_with_channels(g), table, HV, dtype).unflatten(0, (-1, HV))
+
+
+def gate_tokens(dg: Tensor, table: ChunkTable, out: Tensor) -> None:
+    """The way back: tiles [chunks, HV, C, 1 or K] to the tokens of out, [B, T, HV] or [B, T, HV, K]."""
+    from_chunks(dg.flatten(0, 1), table, _with_channels(out))
+
+
+def _with_channels(g: Tensor) -> Tensor:
+    return g[..., None] if g.ndim == 3 else g
 
 
 def log_gate(
