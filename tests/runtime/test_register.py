@@ -49,13 +49,14 @@ def test_compiled_gradients_without_a_final_state(name: str):
     assert torch.equal(eager, graph)
 
 
-@pytest.mark.parametrize("name", ["delta", "recurrent", "conv"])
+@pytest.mark.parametrize("name", ["delta", "recurrent", "ttt", "conv"])
 def test_autocast_stays_outside(name: str):
-    """q, k and v are cast by the operator's own rule; the products inside keep their float32."""
-    x = torch.randn(TOKENS, requires_grad=True)
+    """q, k and v are cast by the operator's own rule; the products inside keep their float32, forward and backward."""
+    x, do = torch.randn(TOKENS), torch.randn(ONCE[name](torch.zeros(TOKENS)).shape)
+    cast = (x if name == "conv" else x.bfloat16()).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        (under,) = torch.autograd.grad(ONCE[name](x).float().sum(), x)
-    cast = x.detach().bfloat16() if name != "conv" else x.detach()
-    cast.requires_grad_()
-    (wanted,) = torch.autograd.grad(ONCE[name](cast).float().sum(), cast)
-    assert torch.equal(under, wanted.float())
+        under = ONCE[name](cast)
+        (gradient,) = torch.autograd.grad(under, cast, do.to(under.dtype))
+    wanted = ONCE[name](cast)
+    assert torch.equal(under, wanted)
+    assert torch.equal(gradient, torch.autograd.grad(wanted, cast, do.to(wanted.dtype))[0])

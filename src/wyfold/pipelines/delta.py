@@ -15,7 +15,7 @@ from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.register import once_differentiable, register
+from wyfold.runtime.register import distinct, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.records import Factors, TokenGradients
 from wyfold.tile.index.eager import to_chunks, wide
@@ -46,7 +46,7 @@ TENSORS_SCHEMA = (
 
 def delta(tensors: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Output, final states and intermediate states of one call; empty where `options` does not ask for them."""
-    return Delta.apply(*tensors, options)
+    return Delta.apply(*distinct(tensors), options)
 
 
 class Delta(torch.autograd.Function):

@@ -17,7 +17,7 @@ from wyfold.parallel import split
 from wyfold.parallel.handover import Resumption, resume
 from wyfold.parallel.split import Part
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.register import once_differentiable, register
+from wyfold.runtime.register import distinct, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.ttt import State
 from wyfold.tile.index.eager import to_chunks, wide
@@ -103,7 +103,7 @@ TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._field
 
 def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
     """Output and states of one call."""
-    return TTTResult(*TTT.apply(*tensors, options))
+    return TTTResult(*TTT.apply(*distinct(tensors), options))
 
 
 class TTT(torch.autograd.Function):

@@ -7,7 +7,7 @@ is a third of the host time of `register_autograd`, and a compiler sees one opaq
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -73,3 +73,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if dx is None else _Last.apply(dx.detach().requires_grad_()) for dx in found)
 
     return once
+
+
+def distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The tensors for an `autograd.Function`, where a compiler refuses one that is passed twice, as `f(x, x, v)` does."""
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    return [None if x is None else x.view_as(x) for x in tensors]
