@@ -8,7 +8,7 @@
 #   make lock            resolves the pinned tools afresh into requirements/
 #
 # The environment is .venv, built in steps that each leave a stamp; a step that was interrupted is done again.
-# torch is a step of its own, outside the hashed files: CPU, CUDA and ROCm builds of one version have different hashes,
+# torch is a step of its own, outside the hashed file: CPU, CUDA and ROCm builds of one version have different hashes,
 # and which one fits is the machine's matter. pip's own configuration is honoured throughout.
 
 SHELL := /bin/bash
@@ -47,7 +47,7 @@ TESTS_gdn := tests/ops/test_gated_delta_rule.py
 TESTS_kda := tests/ops/test_kda.py
 TESTS_ttt := tests/ops/test_ttt_linear.py
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.wyfold
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(or $(TESTS_$(OP:recurrent_%=%)),tests/ops)
 	$(BIN)/wyfold bench $(OP) --out docs/results
 
@@ -102,7 +102,7 @@ $(VENV)/.torch-$(TORCH): $(VENV)/.made
 	$(BIN)/python -c 'import torch' || $(PIP) install --quiet --quiet --force-reinstall torch==$(TORCH)
 	@touch $@
 
-# --no-deps: the files are complete without torch, whose own dependencies came with it.
+# --no-deps: the file is complete without torch, whose own dependencies came with it.
 $(VENV)/.tools: requirements/dev.txt $(VENV)/.torch-$(TORCH)
 	@echo "wyfold: installing the pinned tools into $(VENV)"
 	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
@@ -112,16 +112,10 @@ $(VENV)/.wyfold: pyproject.toml $(VENV)/.tools
 	$(PIP) install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.bench: requirements/bench.txt $(VENV)/.wyfold
-	@echo "wyfold: installing the peers that wyfold bench compares with into $(VENV)"
-	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
-	@touch $@
-
-# The override says that torch is nobody's requirement, which keeps it and what only it needs out of the files.
+# The override says that torch is nobody's requirement, which keeps it and what only it needs out of the file.
 LOCK = $(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes --upgrade \
        --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
        --override <(echo "torch ; python_version < '3'")
 
 lock: $(VENV)/.tools
-	$(LOCK) --extra cli --output-file requirements/dev.txt
-	$(LOCK) --extra cli --extra bench --constraint requirements/dev.txt --output-file requirements/bench.txt
+	$(LOCK) --extra cli --extra bench --output-file requirements/dev.txt
