@@ -76,7 +76,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The tensors for an `autograd.Function`, where a compiler refuses one that is passed twice, as `f(x, x, v)` does."""
+    """The tensors for an `autograd.Function`; a compiler refuses one that is passed twice, as `f(x, x, v)` does."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [None if x is None else x.view_as(x) for x in tensors]
