@@ -113,7 +113,7 @@ class _Call:
         if given is None:
             n = sequences.stop - sequences.start
             return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
-        return self.turned(given[sequences]).to(self.dtype, copy=True)
+        return self.turned(given[sequences]).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def scaled(self, do: Tensor | None, part: Part) -> Tensor:
         """Tiles of scale * do."""
