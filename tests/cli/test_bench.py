@@ -33,7 +33,7 @@ def ours(case: Case = CASE) -> Contender:
 def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
     words = "bench gdn --shapes 1,40,1,2,8,16 --gates slow --mode fwdbwd --rounds 3 --peers none --seed 2".split()
     assert main([*words, "--out", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("cpu-*-bench-gdn.json")
+    (file,) = tmp_path.glob("cpu-*-bench-gdn-T40.json")
     record = json.loads(file.read_text())
     assert {"date", "command", "hardware", "versions", "commit", "modified", "threads", "peers", "method"} <= set(
         record

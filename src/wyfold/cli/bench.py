@@ -285,7 +285,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def keep(folder: Path, record: dict[str, Any], ops: Sequence[str]) -> None:
     """JSON and chart in the folder."""
-    stem = f"cpu-{record['date'][:10]}-bench-{'-'.join(ops)}"
+    lengths = dict.fromkeys(f"T{row['shape']['T']}" for row in record["rows"])
+    stem = "-".join(["cpu", record["date"][:10], "bench", *ops, *lengths])
     results.say(f"wrote {results.write(folder, f'{stem}.json', record)}")
     if importlib.util.find_spec("matplotlib") is None:
         results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')

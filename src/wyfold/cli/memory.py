@@ -24,8 +24,8 @@ METHOD = (
     "/proc/self/clear_refs, one call; VmHWM after it minus VmRSS before it. process: largest VmHWM, all included"
 )
 METHOD_WITHOUT_RESET = (
-    "a fresh process each: inputs made, one small call, one call; ru_maxrss after it minus ru_maxrss before it, which "
-    "counts too little where making the inputs took more than they keep. process: ru_maxrss"
+    "a fresh process each: inputs made, one small call, one call; the process's peak after it minus the peak before "
+    "it, which counts too little where making the inputs took more than they keep. process: its peak"
 )
 
 
@@ -53,16 +53,16 @@ def peak(small: Callable[[], object], call: Callable[[], object]) -> dict[str, A
     small()
     gc.collect()
     _return_freed()
-    making = _most_resident()
+    making = _highest()
     try:
         RESET.write_text("5", encoding="ascii")
     except OSError:
         call()
-        after = _most_resident()
+        after = _highest()
         return {"above_inputs_mib": after - making, "process_mib": after, "method": METHOD_WITHOUT_RESET}
     before = _field("VmRSS")
     call()
-    after = _field("VmHWM")
+    after = _highest()
     return {"above_inputs_mib": after - before, "process_mib": max(making, after), "method": METHOD}
 
 
@@ -82,7 +82,10 @@ def _field(name: str) -> float:
     raise RuntimeError(f"{STATUS} has no {name}")
 
 
-def _most_resident() -> float:
-    """Largest resident size so far, MiB."""
+def _highest() -> float:
+    """Peak resident size since the last reset, MiB."""
+    if STATUS.exists():
+        return _field("VmHWM")
+    # Elsewhere than on Linux; there, this figure would begin with the parent's.
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / (2**20 if sys.platform == "darwin" else 2**10)

@@ -74,7 +74,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def packed_equals_separate(scope: Scope) -> Finding:
-    """Row 12: each sequence of a random packing, run alone, has the bits it had in the packing."""
+    """Row 12: each sequence of a random packing, and each row of a batch, has the bits it has when it is run alone."""
     finding = Finding(scope, promised=PACKINGS * len(RULES))
     for number, rule in itertools.product(range(scope.count(PACKINGS)), RULES):
         draw = _Draw(scope.seed + number)
@@ -82,16 +82,34 @@ def packed_equals_separate(scope: Scope) -> Finding:
         spare = draw.pick(0, 0, 3)
         subject, arguments = some_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
         cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=(torch.int64, torch.int32)[number % 2])
-        packed, fed = _measured(subject, arguments | {"cu_seqlens": cu}, scope.seed)
-        wrong = []
-        for n, length in enumerate(lengths):
-            rows = slice(int(cu[n]), int(cu[n]) + length)
-            own = _part(arguments, rows, n)
-            alone = measured(subject.ours, own, subject.outputs, fed=_part(fed, rows, n))
-            kept = {name: x for name, x in _part(packed, rows, n).items() if name in (*PER_TOKEN, *PER_SEQUENCE)}
-            wrong += [f"sequence {n}: {names}" for names in [differing(kept, alone)] if names]
+        rows = [slice(int(cu[n]), int(cu[n + 1])) for n in range(len(lengths))]
+        wrong = _alone(subject, arguments | {"cu_seqlens": cu}, [(slice(0, 1), tokens) for tokens in rows], scope.seed)
         finding.case(not wrong, f"case {number}: {rule}, lengths {lengths}, {spare} spare: {'; '.join(wrong)}")
+        if number % 8 == 0:
+            subject, arguments = some_call(rule, number, 1 + draw.below(70), sequences=None, B=3, seed=scope.seed)
+            wrong = _alone(subject, arguments, [(slice(b, b + 1), slice(None)) for b in range(3)], scope.seed)
+            finding.case(not wrong, f"case {number}: {rule}, batch of 3: {'; '.join(wrong)}")
     return finding
+
+
+def _alone(subject: Subject, arguments: Arguments, places: list[tuple[slice, slice]], seed: int) -> list[str]:
+    """What differs between a call of many sequences and a call of each alone.
+
+    Args:
+        subject: The operator.
+        arguments: Of the call of all of them.
+        places: Rows of the batch and tokens of each sequence, in the order of the states.
+        seed: Of what is fed back.
+    """
+    together, fed = _measured(subject, arguments, seed)
+    shared = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
+    wrong = []
+    for n, (rows, some) in enumerate(places):
+        alone = measured(subject.ours, _part(shared, rows, some, n), subject.outputs, fed=_part(fed, rows, some, n))
+        own = {name: x for name, x in together.items() if name in (*PER_TOKEN, *PER_SEQUENCE)}
+        names = differing(_part(own, rows, some, n), alone)
+        wrong += [f"sequence {n}: {names}"] if names else []
+    return wrong
 
 
 def _measured(subject: Subject, arguments: Arguments, seed: int) -> tuple[Named, Named]:
@@ -101,10 +119,10 @@ def _measured(subject: Subject, arguments: Arguments, seed: int) -> tuple[Named,
     return measured(subject.ours, arguments, subject.outputs, fed=fed), fed
 
 
-def _part(tensors: Arguments, rows: slice, n: int) -> Arguments:
-    """One sequence of a packed call: its tokens, its states; what is shared by all stays whole."""
+def _part(tensors: Arguments, rows: slice, some: slice, n: int) -> Arguments:
+    """One sequence of a call: its tokens, its states; what is shared by all stays whole."""
     return {
-        name: x[:, rows] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x
+        name: x[rows, some] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x
         for name, x in tensors.items()
     }
 
