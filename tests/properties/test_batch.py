@@ -10,7 +10,7 @@ from wyfold.reference.shapes import Shape
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
 SUMS = ("A_log", "dt_bias", "dA_log", "ddt_bias")
-WIDTHS = [(8, 8), (16, 64), (24, 40), (128, 64)]
+WIDTHS = [(16, 64), (128, 64)]
 
 
 def fed_back(a: dict) -> dict[str, torch.Tensor]:

@@ -104,8 +104,8 @@ def test_alone_in_company_and_in_another_order(
 @pytest.mark.parametrize("rule", RULES)
 def test_enough_work_for_two_threads(rule: str, form: str, threads: int, results):
     """Sizes at which PyTorch shares one call among threads must not share them out by what else there is."""
-    lengths = [70, 1, 48, 33]
-    a = inputs.draw("random", rule, Shape(1, 152, 2, 8, 64, 64), gate="model", state="normal", sequences=4)
+    lengths = [34, 1, 16, 18]
+    a = inputs.draw("random", rule, Shape(1, 69, 2, 8, 64, 64), gate="model", state="normal", sequences=4)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     op = getattr(wyfold, f"{form}_{rule}")
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}

@@ -1,0 +1,133 @@
+"""A NaN or infinity stays where it is: in its sequence and head group, and on its side of time.
+
+In an input it may reach outputs of its own and later chunks; in an incoming gradient, gradients of its own and earlier
+chunks. Everywhere else every bit is what it is without it.
+"""
+
+import math
+
+import pytest
+import torch
+
+import wyfold
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+FORMS = ("chunk", "fused_recurrent")
+WHERE = [(rule, name) for rule in RULES for name in ("q", "k", "v", "beta", "g") if (rule, name) != ("delta_rule", "g")]
+LENGTHS = [33, 50, 17]
+BAD_SEQUENCE, BAD_TOKEN, BAD_KEY_HEAD = 1, 20, 1
+C = 16
+BEGIN = LENGTHS[0]
+CHUNK = slice(BEGIN + BAD_TOKEN // C * C, BEGIN + BAD_TOKEN // C * C + C)
+
+
+def call(rule: str, dtype: torch.dtype = torch.float32):
+    shape = Shape(1, sum(LENGTHS), 2, 4, 8, 16)
+    a = inputs.draw("random", rule, shape, state="normal", sequences=3, dtype=dtype)
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    options = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0), "output_final_state": True}
+    return a, fed, options
+
+
+def heads_of(name: str, x: torch.Tensor, key_head: int) -> torch.Tensor:
+    """The part of a tensor that one key head and its value heads own."""
+    axis = 1 if name in ("initial_state", "state", "dinitial_state") else 2
+    first, count = (key_head, 1) if name in ("q", "k", "dq", "dk") else (2 * key_head, 2)
+    return x.narrow(axis, first, count)
+
+
+def assert_contained(clean: dict, got: dict, tokens: dict[str, slice], states: bool) -> None:
+    """Equal bits wherever the bad number may not reach: other heads, other sequences, tokens[name] of its own."""
+    per_sequence = ("state", "initial_state", "dinitial_state")
+    for name, x in clean.items():
+        assert torch.equal(heads_of(name, got[name], 0), heads_of(name, x, 0)), f"{name}: another head group"
+        mine, theirs = heads_of(name, got[name], BAD_KEY_HEAD), heads_of(name, x, BAD_KEY_HEAD)
+        if name in per_sequence:
+            for n in (0, 2):
+                assert torch.equal(mine[n], theirs[n]), f"{name}: another sequence"
+            if not states and name == "state":
+                assert torch.equal(mine, theirs), name
+            continue
+        end = BEGIN + LENGTHS[1]
+        assert torch.equal(mine[:, :BEGIN], theirs[:, :BEGIN]), f"{name}: an earlier sequence"
+        assert torch.equal(mine[:, end:], theirs[:, end:]), f"{name}: a later sequence"
+        safe = tokens.get(name)
+        if safe is not None:
+            assert torch.equal(mine[:, safe], theirs[:, safe]), f"{name}: the wrong side of time"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule, where", WHERE)
+def test_in_an_input(rule: str, form: str, where: str, bad: float, results):
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"{form}_{rule}")
+    clean = results(op, a, None, fed, **options)
+    poisoned = a | {where: a[where].clone()}
+    heads_of(where, poisoned[where], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN, 0] = bad
+    got = results(op, poisoned, None, fed, **options)
+    before = slice(BEGIN, CHUNK.start)
+    # Gradients of earlier tokens see it through what flows back; outputs of earlier chunks do not.
+    assert_contained(clean, got, {"o": before}, states=True)
+    hit = heads_of("o", got["o"], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN]
+    assert not hit.isfinite().all(), "a bad number must not vanish either"
+    if where == "q":
+        assert torch.equal(got["state"], clean["state"]) or form == "chunk"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_in_an_initial_state(rule: str, form: str, results):
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"{form}_{rule}")
+    clean = results(op, a, None, fed, **options)
+    a["initial_state"] = a["initial_state"].clone()
+    heads_of("initial_state", a["initial_state"], BAD_KEY_HEAD)[BAD_SEQUENCE, 0, 3] = math.nan
+    assert_contained(clean, results(op, a, None, fed, **options), {}, states=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_in_an_incoming_gradient(rule: str, form: str, bad: float, results):
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"{form}_{rule}")
+    clean = results(op, a, None, fed, **options)
+    poisoned = fed | {"o": fed["o"].clone()}
+    heads_of("o", poisoned["o"], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN, 0] = bad
+    got = results(op, a, None, poisoned, **options)
+    after = slice(CHUNK.stop, BEGIN + LENGTHS[1])
+    every = slice(BEGIN, BEGIN + LENGTHS[1])
+    assert_contained(
+        clean, got, {"o": every} | {f"d{name}": after for name in ("q", "k", "v", "g", "beta")}, states=False
+    )
+    assert not got["dv"].isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_in_the_gradient_of_a_state(rule: str, form: str, results):
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"{form}_{rule}")
+    clean = results(op, a, None, fed, **options)
+    poisoned = fed | {"state": fed["state"].clone()}
+    heads_of("state", poisoned["state"], BAD_KEY_HEAD)[BAD_SEQUENCE, 1] = math.nan
+    got = results(op, a, None, poisoned, **options)
+    assert_contained(clean, got, {}, states=False)
+    assert torch.equal(got["o"], clean["o"]) and torch.equal(got["dq"], clean["dq"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_a_gate_that_grows_until_it_overflows_harms_no_neighbour(rule: str, form: str, results):
+    """g > 0 is outside the contract: its own results may overflow, no one else's change."""
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"{form}_{rule}")
+    clean = results(op, a, None, fed, **options)
+    a["g"] = a["g"].clone()
+    heads_of("g", a["g"], BAD_KEY_HEAD)[:, BEGIN : BEGIN + LENGTHS[1]] = 50.0
+    got = results(op, a, None, fed, **options)
+    assert_contained(clean, got, {}, states=True)
+    assert not got["o"].isfinite().all()
