@@ -13,6 +13,7 @@ from wyfold.pipelines.delta import DeltaTensors, chunks_per_part, delta
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,6 +79,8 @@ def call_delta(
     )
     cu_seqlens_cpu = None if chunk is None else chunk.cu_seqlens_cpu
     sizes = _check_tensors(op, q, k, v, g, beta, gate)
+    q, k, v = in_autocast_dtype(q, k, v)
+    check.alike(op, "dtype", q=q, k=k, v=v)
     cu, N = _check_boundaries(op, q, cu_seqlens, cu_seqlens_cpu, sizes["B"], sizes["T"])
     _check_state(op, q, initial_state, state_dtype, state_v_first, {**sizes, "N": N})
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
@@ -89,10 +92,8 @@ def call_delta(
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
     every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
-    chunk_size = _chunk_size(op, q, chunk, every)
+    chunk_size = _chunk_size(op, q, v, chunk, every)
 
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     recurrent = chunk is None
     stages = (
         (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
@@ -135,10 +136,9 @@ def call_delta(
 def _check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
 ) -> dict[str, int]:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check.tensor(op, name, x)
     sizes = check.shapes(
         op,
+        optional=("g", "beta"),
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T HV V"),
@@ -149,7 +149,6 @@ def _check_tensors(
     check.width(op, "K", "q and k", sizes["K"])
     check.width(op, "V", "v", sizes["V"])
     check.floating(op, q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    check.alike(op, "dtype", q=q, k=k, v=v)
     check.alike(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return sizes
 
@@ -168,6 +167,8 @@ def _check_boundaries(
         if on_cpu.device.type != "cpu" or on_cpu.shape != cu.shape:
             got = f"{list(on_cpu.shape)} on {on_cpu.device.type}"
             raise ValueError(f"{op}: cu_seqlens_cpu must be cu_seqlens on the CPU, {list(cu.shape)}, got {got}")
+        if check.readable(cu) and check.readable(on_cpu) and not torch.equal(cu.cpu(), on_cpu.to(cu.dtype)):
+            raise ValueError(f"{op}: cu_seqlens_cpu must hold the boundaries of cu_seqlens, got others")
     return cu, cu.shape[0] - 1
 
 
@@ -195,13 +196,8 @@ def _check_state(
 ) -> None:
     dtypes = (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
     check.dtype_option(op, "state_dtype", state_dtype, dtypes)
-    if initial_state is None:
-        return
-    order = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
-    expected = [sizes[letter] for letter in order]
-    if list(check.tensor(op, "initial_state", initial_state).shape) != expected:
-        got = list(initial_state.shape)
-        raise ValueError(f"{op}: initial_state must be [{', '.join(order)}] = {expected}, got {got}")
+    order = "N HV V K" if state_v_first else "N HV K V"
+    check.shapes(op, optional=("initial_state",), known=sizes, initial_state=(initial_state, order))
     check.floating(op, dtypes, initial_state=initial_state)
     check.alike(op, "device", q=q, initial_state=initial_state)
 
@@ -226,9 +222,9 @@ def _check_gate(
         raise ValueError(f"{op}: g must be given with {flag}=True, got None")
     _check_parameters(op, gate, sizes)
     clamp = (bound or STEEPEST_BOUND) if gate.safe else 0.0
-    if g is not None and not gate.in_kernel and check.checking_contents() and check.readable(g):
-        _check_gate_contents(op, g if cu is None else g[:, : int(cu[-1])], clamp)
     if not gate.in_kernel:
+        if g is not None:
+            check.log_gates(op, g, cu, least=clamp or -math.inf)
         return "given", 0.0, clamp
     return ("softplus", 0.0, clamp) if bound is None else ("bounded", bound, clamp)
 
@@ -246,13 +242,6 @@ def _check_parameters(op: str, gate: GateFlags, sizes: dict[str, int]) -> None:
             )
 
 
-def _check_gate_contents(op: str, g: Tensor, clamp: float) -> None:
-    if bool((g > 0).any()):
-        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
-    if clamp and bool((g < clamp).any()):
-        raise ValueError(f"{op}: g must be at least {clamp} with safe_gate=True, got a least value of {float(g.min())}")
-
-
 def _check_checkpoints(op: str, wanted: bool, every: int | None) -> int:
     if not wanted:
         if every is not None:
@@ -261,14 +250,21 @@ def _check_checkpoints(op: str, wanted: bool, every: int | None) -> int:
     return 64 if every is None else check.integer(op, "checkpoint_every", every, least=1)
 
 
-def _chunk_size(op: str, q: Tensor, chunk: ChunkFlags | None, every: int) -> int:
+def _chunk_size(op: str, q: Tensor, v: Tensor, chunk: ChunkFlags | None, every: int) -> int:
     """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
     if chunk is None:
         return math.gcd(every, 64) if every else min(64, max(1, q.shape[1]))
     check.flag(op, disable_recompute=chunk.disable_recompute)
     if chunk.chunk_size is not None:
         check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
-    size = chunk.chunk_size or (16 if q.device.type == "cpu" else 64)
+    size = chunk.chunk_size or _best_chunk_size(q, v)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
+
+
+def _best_chunk_size(q: Tensor, v: Tensor) -> int:
+    """Fastest rows of a chunk, by device and widths alone (docs/facts.md, CPU-3)."""
+    if q.device.type != "cpu":
+        return 64
+    return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
