@@ -52,6 +52,12 @@ def test_one_broken_case_is_a_fail_and_keeps_its_line(error, monkeypatch):
     assert "chunk_kda: dk" in record.broken[0]
 
 
+def test_a_row_that_stops_is_a_fail(monkeypatch):
+    record = row_of(monkeypatch, lambda scope: 1 // 0)
+    assert record.outcome == FAIL
+    assert "ZeroDivisionError" in record.broken[0]
+
+
 @pytest.mark.parametrize(("promised", "why"), [(3, ""), (1, "there is no GPU")])
 def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
     def stops(scope):

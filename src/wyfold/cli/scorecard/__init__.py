@@ -54,7 +54,11 @@ def run_row(number: int, scope: Scope) -> Record:
     if row is None:
         return Record(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
     began = time.perf_counter()
-    finding = row.check(scope)
+    try:
+        finding = row.check(scope)
+    except Exception as error:  # whatever stops a row, the others are still to be seen
+        finding = Finding(scope)
+        finding.case(False, f"the check itself stopped: {type(error).__name__}: {error}")
     seconds = round(time.perf_counter() - began, 1)
     outcome, note = _outcome(finding)
     value = f"{len(finding.broken)} of {finding.cases} broken"
