@@ -172,11 +172,17 @@ def test_mistakes_are_named(mixer, x):
         mixer(x[..., :23])
     with pytest.raises(TypeError, match=f"^{name}: x must be a torch.Tensor"):
         mixer([1.0])
+    with pytest.raises(TypeError, match=f"^{name}: x must be a torch.Tensor, got NoneType"):
+        mixer(None)
+    with pytest.raises(ValueError, match=f"^{name}: x must be float32, .*, got int64"):
+        mixer(x.long())
+    with pytest.raises(TypeError, match=rf"^{name}: cache\['state'\] must be a torch.Tensor, got NoneType"):
+        mixer(x, cache={"state": None})
     with pytest.raises(ValueError, match=rf"^{name}: x must be \[1, T, hidden_size\] = \[1, 39, 24\]"):
         mixer(x, layout=layout)
     with pytest.raises(TypeError, match=f"^{name}: layout must be a SequenceLayout"):
         mixer(x[:1], layout=layout.cu_seqlens)
-    with pytest.raises(ValueError, match=f"^{name}: cache must hold the 1 sequences of x, got 2"):
+    with pytest.raises(ValueError, match=rf"^{name}: cache must hold the 1 sequences of x, got '\w+' \[2, "):
         mixer(x[:1], cache=cache)
     with pytest.raises(TypeError, match=f"^{name}: cache must be a dict of tensors"):
         mixer(x, cache=[cache])

@@ -4,6 +4,7 @@ A row of the table changes one legal call. The message must name the operator an
 what came; no launch of `stages/table.py` may have been asked for.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -615,6 +616,14 @@ def test_checked_refuses_a_gate_that_grows(op: Callable, launched: list[str]):
     assert op(**a)[0].isfinite().all()
     with wyfold.checked():
         op(**a, use_gate_in_kernel=True)  # a pre-activation may have any sign
+
+
+@pytest.mark.parametrize("op", GATED, ids=lambda op: op.__name__)
+def test_checked_refuses_a_gate_that_is_no_number(op: Callable):
+    a = legal(op)
+    a["g"][1, 3, 2] = math.nan
+    with wyfold.checked(), pytest.raises(ValueError, match=rf"{op.__name__}: g must be <= 0, .*got .* nan"):
+        op(**a)
 
 
 @pytest.mark.parametrize("op", KDA, ids=lambda op: op.__name__)

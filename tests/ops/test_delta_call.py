@@ -425,6 +425,28 @@ def test_boundaries_known_on_the_cpu_change_no_bit(rule: str, results):
         assert all(torch.equal(with_them[name], without[name]) for name in without)
 
 
+def test_boundaries_on_the_cpu_must_be_the_same():
+    q = torch.randn(1, 20, 1, 8)
+    with pytest.raises(ValueError, match="chunk_delta_rule: cu_seqlens_cpu must hold the boundaries of cu_seqlens"):
+        wyfold.chunk_delta_rule(q, q, q, cu_seqlens=torch.tensor([0, 10, 20]), cu_seqlens_cpu=torch.tensor([0, 3, 20]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_autocast_brings_q_k_and_v_together(rule: str, form: str):
+    """Inside autocast they come from layers that differ in dtype: norms leave float32, products the narrow one."""
+    op, (q, k) = operator(rule, form), torch.randn(2, 1, 20, 2, 8)
+    v = torch.randn(1, 20, 2, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = op(q, k, v, use_qk_l2norm_in_kernel=True)
+        wide, _ = op(q.double(), k.double(), v.double(), use_qk_l2norm_in_kernel=True)
+        with pytest.raises(ValueError, match="v must have the dtype of q, float64, got bfloat16"):
+            op(q.double(), k.double(), v)
+    assert torch.equal(o, op(q.bfloat16(), k.bfloat16(), v, use_qk_l2norm_in_kernel=True)[0])
+    assert wide.dtype == F64  # which PyTorch's own products leave alone too
+    assert torch.equal(wide, op(q.double(), k.double(), v.double(), use_qk_l2norm_in_kernel=True)[0])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_flags_that_promise_no_change_make_none(rule: str, results):
     a = inputs.draw("random", rule, Shape(2, 50, 1, 2, 8, 8), state="normal") | {"output_final_state": True}

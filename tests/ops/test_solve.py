@@ -217,6 +217,7 @@ SOLVE_REFUSED = {
     "rank 3": ({"A": A16[0]}, ValueError, r"A must be \[B, T, H, C\]"),
     "chunk of 48": ({"A": torch.zeros(1, 9, 2, 48)}, ValueError, "C = 16, 32 or 64"),
     "head first": ({"A": A16.transpose(1, 3)}, ValueError, "C = 16, 32 or 64"),
+    "no heads": ({"A": A16[:, :, :0]}, ValueError, "A must be .* with H >= 1"),
     "integers": ({"A": A16.int()}, ValueError, "A must be float32"),
     "a gradient": ({"A": A16.clone().requires_grad_()}, ValueError, "A must not require a gradient"),
     "output of integers": ({"output_dtype": torch.int32}, ValueError, "output_dtype must be float32"),
@@ -285,6 +286,8 @@ def test_checked_refuses_a_gate_that_grows():
     chunk_scaled_dot_kkt(**GOOD, g=g)
     with checked(), pytest.raises(ValueError, match=r"^chunk_scaled_dot_kkt: g must be <= 0.* 0\.5$"):
         chunk_scaled_dot_kkt(**GOOD, g=g)
+    with checked():
+        chunk_scaled_dot_kkt(**GOOD, g=g, cu_seqlens=torch.tensor([0, 3]))  # rows past the last boundary are not read
 
 
 def test_what_requires_a_gradient_is_taken_where_none_is_recorded():

@@ -228,6 +228,15 @@ def test_autocast_narrows_q_k_and_v_alone(backend: str):
     same_bits(got, wanted | {name: wanted[name].float() for name in ("dq", "dk", "dv")})
 
 
+@pytest.mark.parametrize("op", [chunk_ttt_linear, fused_recurrent_ttt_linear])
+@pytest.mark.parametrize("name", ["q", "k", "v", "w", "b", "eta"])
+def test_what_is_required_is_named_when_it_is_none(op, name: str):
+    q = torch.randn(1, 4, 2, 8)
+    arguments = {"q": q, "k": q, "v": q, "w": torch.ones(2, 8), "b": torch.zeros(2, 8), "eta": 0.1}
+    with pytest.raises(TypeError, match=f"^{op.__name__}: {name} must be a .*, got NoneType$"):
+        op(**arguments | {name: None})
+
+
 @pytest.mark.parametrize("name", ["w", "b", "eta", "initial_state", "initial_state_bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes_vary_independently(name: str, dtype: torch.dtype, backend: str):

@@ -11,9 +11,13 @@ from wyfold.runtime.check import UnsupportedError
 
 def test_letters_bind_and_must_agree():
     q, v = torch.zeros(2, 7, 3, 8), torch.zeros(2, 7, 6, 5)
-    assert check.shapes("op", q=(q, "B T H K"), g=(None, "B T HV"), v=(v, "B T HV V")) == {
+    assert check.shapes("op", optional=("g",), q=(q, "B T H K"), g=(None, "B T HV"), v=(v, "B T HV V")) == {
         "B": 2, "T": 7, "H": 3, "K": 8, "HV": 6, "V": 5,
     }  # fmt: skip
+    with pytest.raises(TypeError, match=r"^op: g must be a torch.Tensor, got NoneType$"):
+        check.shapes("op", optional=("beta",), q=(q, "B T H K"), g=(None, "B T HV"))
+    with pytest.raises(ValueError, match=r"^op: S must be \[N, HV\] = \[4, HV\], got \[3, 6\]$"):
+        check.shapes("op", known={"N": 4}, S=(torch.zeros(3, 6), "N HV"))
     with pytest.raises(ValueError, match=r"^op: v must be \[B, T, H, V\] = \[2, 7, 3, V\], got \[2, 7, 6, 5\]$"):
         check.shapes("op", q=(q, "B T H K"), v=(v, "B T H V"))
     with pytest.raises(ValueError, match=r"^op: q must be \[B, T\] = \[B, T\], got \[2, 7, 3, 8\]$"):

@@ -90,6 +90,7 @@ def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, 
         ValueError: a shape that differs from what the other arguments imply.
     """
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
+    check.floating(layer, x=x)
     N = B
     if layout is not None:
         if not isinstance(layout, SequenceLayout):
@@ -101,7 +102,7 @@ def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, 
     if cache is not None:
         if not isinstance(cache, dict):
             raise TypeError(f"{layer}: cache must be a dict of tensors or None, got {type(cache).__name__}")
-        held = next(iter(cache.values())).shape[0] if cache else N
-        if held != N:
-            raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {held}")
+        for name, held in cache.items():
+            if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
+                raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")
     return N

@@ -21,9 +21,7 @@ class GatedRMSNorm(nn.Module):
         round_before_weight: Whether x is rounded to its dtype before the weight, as Qwen's checkpoints were trained.
     """
 
-    def __init__(
-        self, width: int, *, eps: float = 1e-6, activation: str = "swish", round_before_weight: bool = False
-    ):
+    def __init__(self, width: int, *, eps: float = 1e-6, activation: str = "swish", round_before_weight: bool = False):
         super().__init__()
         check.integer("GatedRMSNorm", "width", width, least=1)
         check.choice("GatedRMSNorm", "activation", activation, ("swish", "silu", "sigmoid"))

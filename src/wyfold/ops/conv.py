@@ -70,8 +70,14 @@ def causal_conv1d(
     """
     check.flag(_NAME, output_final_state=output_final_state)
     check.choice(_NAME, "activation", activation, (None, "silu", "swish"))
-    x, weight = check.tensor(_NAME, "x", x), check.tensor(_NAME, "weight", weight)
-    sizes = check.shapes(_NAME, x=(x, "B T D"), weight=(weight, "D W"), bias=(bias, "D"), residual=(residual, "B T D"))
+    sizes = check.shapes(
+        _NAME,
+        optional=("bias", "residual"),
+        x=(x, "B T D"),
+        weight=(weight, "D W"),
+        bias=(bias, "D"),
+        residual=(residual, "B T D"),
+    )
     D, W = sizes["D"], sizes["W"]
     if not 2 <= W <= 8:
         raise ValueError(f"{_NAME}: weight must be [D, W] with W from 2 to 8, got {list(weight.shape)}")

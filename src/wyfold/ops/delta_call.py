@@ -11,7 +11,7 @@ from torch import Tensor
 from wyfold.parallel import split
 from wyfold.pipelines.delta import DeltaTensors, chunks_per_part, delta
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout, boundaries
+from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -167,7 +167,11 @@ def _check_boundaries(
         if on_cpu.device.type != "cpu" or on_cpu.shape != cu.shape:
             got = f"{list(on_cpu.shape)} on {on_cpu.device.type}"
             raise ValueError(f"{op}: cu_seqlens_cpu must be cu_seqlens on the CPU, {list(cu.shape)}, got {got}")
-        if check.readable(cu) and check.readable(on_cpu) and not torch.equal(cu.cpu(), on_cpu.to(cu.dtype)):
+        if (
+            check.readable(cu)
+            and check.readable(on_cpu)
+            and not torch.equal(legal_boundaries(op, on_cpu, T), legal_boundaries(op, cu, T))
+        ):
             raise ValueError(f"{op}: cu_seqlens_cpu must hold the boundaries of cu_seqlens, got others")
     return cu, cu.shape[0] - 1
 

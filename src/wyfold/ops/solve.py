@@ -61,11 +61,11 @@ def solve_tril(
         True
     """
     op = "solve_tril"
-    check.shapes(op, A=(check.tensor(op, "A", A), "B T H C"))
+    check.shapes(op, A=(A, "B T H C"))
     _no_gradient(op, A=A)
     check.floating(op, A=A)
-    if A.shape[-1] not in CHUNK_SIZES:
-        raise ValueError(f"{op}: A must be [B, T, H, C] with C = 16, 32 or 64, got {list(A.shape)}")
+    if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
+        raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
     check.dtype_option(op, "output_dtype", output_dtype)
     cu = None if cu_seqlens is None else packed_boundaries(op, A, cu_seqlens)
     if check.checking_contents() and check.readable(A):
@@ -118,21 +118,20 @@ def chunk_scaled_dot_kkt(
         torch.Size([1, 100, 4, 16])
     """
     op = "chunk_scaled_dot_kkt"
-    k, beta = check.tensor(op, "k", k), check.tensor(op, "beta", beta)
     channel = isinstance(g, Tensor) and g.ndim == 4
-    sizes = check.shapes(op, k=(k, "B T H K"), beta=(beta, "B T HV"), g=(g, "B T HV K" if channel else "B T HV"))
+    gate = (g, "B T HV K" if channel else "B T HV")
+    sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
     _no_gradient(op, k=k, beta=beta, g=g)
     H, HV = sizes["H"], sizes["HV"]
-    if H < 1 or HV < H or HV % H:
-        raise ValueError(f"{op}: beta must have a multiple of the {H} heads of k, got {HV} value heads")
+    check.head_groups(op, H, HV, keys="k", values="beta")
     check.width(op, "K", "k", sizes["K"])
     check.floating(op, k=k, beta=beta, g=g)
     check.alike(op, "device", k=k, beta=beta, g=g)
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
     check.dtype_option(op, "output_dtype", output_dtype)
     cu = None if cu_seqlens is None else packed_boundaries(op, k, cu_seqlens)
-    if g is not None and check.checking_contents() and check.readable(g) and bool((g > 0).any()):
-        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
+    if g is not None:
+        check.log_gates(op, g, cu)
     per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
     plan = _plan(op, k, cu, chunk_size, per_part, backend)
     return _kkt_op(k, beta, g, cu, chunk_size, output_dtype or widest(k, beta, g), plan.backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from wyfold.parallel import split
 from wyfold.pipelines.ttt import TTTOptions, TTTResult, TTTTensors, chunks_per_part, ttt
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
 WIDEST = 128
@@ -129,7 +131,8 @@ def chunk_ttt_linear(
     dtypes = _state_dtypes(q)
     check.dtype_option(op, "state_dtype", state_dtype, dtypes)
     order = "N HV V K" if state_v_first else "N HV K V"
-    _check_states(op, v, N, initial_state=(initial_state, order), initial_state_bias=(initial_state_bias, "N HV 1 V"))
+    states = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
+    _check_states(op, v, N, states, optional=tuple(states))
     tensors = TTTTensors(q, k, v, w, b, _column(v, eta), initial_state, initial_state_bias, None, None, None, cu)
     result = _run(
         op,
@@ -252,19 +255,18 @@ def _run(
     if check.number(op, "eps", eps) <= 0:
         raise ValueError(f"{op}: eps must be > 0, got {eps}")
     B, T, _, D = tensors.v.shape
-    device = tensors.q.device
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(device.type)) for x in tensors[:3])
-        tensors = tensors._replace(q=q, k=k, v=v)
+    q, k, v = in_autocast_dtype(*tensors[:3])
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    tensors = tensors._replace(q=q, k=k, v=v)
     packed = None if tensors.cu_seqlens is None and not recurrent else N
     plan = table.plan(
         op,
-        device,
+        v.device,
         backend,
         forward=("ttt",),
         backward=("ttt",),
         chunk_size=chunk_size,
-        parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(tensors.v, chunk_size)),
+        parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
     )
     options = TTTOptions(
         operator=op,
@@ -296,6 +298,7 @@ def _check_tokens(
     steps = eta if isinstance(eta, Tensor) else None
     sizes = check.shapes(
         op,
+        optional=() if steps is not None else ("eta",),
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T HV V"),
@@ -310,7 +313,6 @@ def _check_tokens(
     if sizes["V"] != sizes["K"]:
         raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
     check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=steps)
-    check.alike(op, "dtype", q=q, k=k, v=v)
     check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=steps)
     if cu_seqlens is None:
         return None, sizes["B"]
@@ -323,29 +325,23 @@ def _check_state(op: str, v: Tensor, N: int, state: TTTState) -> None:
         raise TypeError(f"{op}: state must be a TTTState or None, got {type(state).__name__}")
     tensors, position = state[:4], check.tensor(op, "state.position", state.position)
     orders = ("N HV K V", "N HV 1 V") * 2
-    named = {
-        f"state.{name}": (check.tensor(op, f"state.{name}", x), order)
-        for name, x, order in zip(TTTState._fields, tensors, orders)
-    }
-    _check_states(op, v, N, **named)
+    named = {f"state.{name}": (x, order) for name, x, order in zip(TTTState._fields, tensors, orders)}
+    _check_states(op, v, N, named)
     if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
     check.alike(op, "device", v=v, **{"state.position": position})
 
 
-def _check_states(op: str, v: Tensor, N: int, **states: tuple[Tensor | None, str]) -> None:
+def _check_states(
+    op: str, v: Tensor, N: int, states: Mapping[str, tuple[Tensor | None, str]], *, optional: tuple[str, ...] = ()
+) -> None:
     """States fit the tokens: their letters' sizes, device and dtype."""
-    sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3], "1": 1}
-    for name, (state, letters) in states.items():
-        if state is None:
-            continue
-        expected = [sizes[letter] for letter in letters.split()]
-        if list(check.tensor(op, name, state).shape) != expected:
-            wanted = f"[{', '.join(letters.split())}] = {expected}"
-            raise ValueError(f"{op}: {name} must be {wanted}, got {list(state.shape)}")
-        check.floating(op, _state_dtypes(v), **{name: state})
-        check.alike(op, "device", v=v, **{name: state})
+    sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
+    check.shapes(op, optional=optional, known=sizes, **states)
+    tensors = {name: state for name, (state, _) in states.items()}
+    check.floating(op, _state_dtypes(v), **tensors)
+    check.alike(op, "device", v=v, **tensors)
 
 
 def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:

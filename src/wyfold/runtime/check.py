@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,20 +102,28 @@ def choice(op: str, name: str, value: object, options: Sequence[object]) -> None
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, options))}, got {value!r}")
 
 
-def shapes(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
+def shapes(
+    op: str,
+    *,
+    optional: Collection[str] = (),
+    known: Mapping[str, int] | None = None,
+    **arguments: tuple[Tensor | None, str],
+) -> dict[str, int]:
     """Sizes of the letters that the arguments' shapes bind; a letter bound twice must agree.
 
     Args:
         op: Operator's name, for the message.
-        arguments: name -> (tensor or None, "B T H K"). A digit stands for itself. None binds nothing.
+        optional: Arguments that may be None, which then bind nothing.
+        known: Letters that are bound already.
+        arguments: name -> (tensor or None, "B T H K"). A digit stands for itself.
 
     Raises:
         TypeError: an argument is no tensor.
         ValueError: wrong rank, or a letter that an earlier argument bound to another size.
     """
-    sizes: dict[str, int] = {}
+    sizes = dict(known or {})
     for name, (x, letters) in arguments.items():
-        if x is None:
+        if x is None and name in optional:
             continue
         expected = letters.split()
         got = tensor(op, name, x).shape
@@ -156,10 +164,21 @@ def alike(op: str, what: str, **arguments: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must have the {what} of {first_name}, {wanted}, got {got}")
 
 
-def head_groups(op: str, H: int, HV: int) -> None:
-    """Value heads come in equal groups, one group per query/key head."""
+def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str = "v") -> None:
+    """Value heads come in equal groups, one group per query/key head; `keys` and `values` are who has them."""
     if H < 1 or HV < H or HV % H != 0:
-        raise ValueError(f"{op}: v must have a multiple of the {H} heads of q and k, got {HV} value heads")
+        raise ValueError(f"{op}: {values} must have a multiple of the {H} heads of {keys}, got {HV} value heads")
+
+
+def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -math.inf) -> None:
+    """Inside `checked`, where they may be read: log decays up to the last boundary lie from `least` to 0."""
+    if not (checking_contents() and readable(g)):
+        return
+    g = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
+    if not bool((g <= 0).all()):
+        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
+    if bool((g < least).any()):
+        raise ValueError(f"{op}: g must be at least {least} with safe_gate=True, got a least value of {float(g.min())}")
 
 
 def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> None:

@@ -45,6 +45,15 @@ def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return outside_autocast
 
 
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as an open autocast casts a layer's inputs; float64 keeps its dtype, as it does there."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 class _Last(torch.autograd.Function):
     """A gradient that has none of its own."""
 
