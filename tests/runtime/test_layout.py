@@ -94,6 +94,8 @@ def test_what_else_is_refused():
         (lambda: SequenceLayout(cu, -1), ValueError, "tokens must be at least 0, got -1"),
         (lambda: SequenceLayout(cu, 5, max_seqs=1), ValueError, "max_seqs must be at least .* sequences, 2, got 1"),
         (lambda: SequenceLayout.from_lengths([3, -1]), ValueError, "lengths must be at least 0, got -1"),
+        (lambda: SequenceLayout.from_lengths(torch.tensor([3])), TypeError, "lengths must be a list .* got Tensor"),
+        (lambda: SequenceLayout.from_mask(torch.ones(1, 2).bool()).pack([1]), TypeError, "x must be a torch.Tensor"),
         (lambda: SequenceLayout.from_lengths([3.0]), TypeError, "lengths must be an int, got float"),
         (lambda: SequenceLayout.from_lengths([3, 4], tokens=6), ValueError, "end at most at T = 6, got 7"),
         (lambda: SequenceLayout.from_position_ids(torch.ones(2, 3).int()), ValueError, "position_ids must .* integer"),
@@ -112,8 +114,17 @@ def test_what_else_is_refused():
 @pytest.mark.parametrize("ids", [[1, 2, 0, 1], [3, 0, 1]], ids=str)
 def test_positions_must_begin_with_a_start(ids: list[int]):
     """Tokens before the first start would belong to no sequence and be read by the first."""
-    with pytest.raises(ValueError, match="must begin with 0"):
+    with pytest.raises(ValueError, match=f"position_ids must begin with 0, got {ids[0]}"):
         SequenceLayout.from_position_ids(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("max_seqs", [0, 1, 2])
+def test_a_capacity_too_small_merges_no_documents(max_seqs: int):
+    words = f"^SequenceLayout: max_seqs must be at least the number of sequences, 3, got {max_seqs}$"
+    with pytest.raises(ValueError, match=words):
+        SequenceLayout.from_position_ids(torch.tensor([0, 1, 0, 1, 0]), max_seqs=max_seqs)
+    with pytest.raises(ValueError, match=words):
+        SequenceLayout.from_seq_idx(torch.tensor([4, 4, 5, 7, 7, -1]), max_seqs=max_seqs)
 
 
 @pytest.mark.parametrize("ids", [[-1, 0, 0], [0, -1, 1]], ids=str)
@@ -140,9 +151,10 @@ def test_update_in_place():
         layout.check()
 
 
-def test_a_layout_does_not_share_what_it_padded():
+@pytest.mark.parametrize("max_seqs", [None, 4])
+def test_a_layout_does_not_share_what_it_was_given(max_seqs: int | None):
     cu = torch.tensor([0, 2, 5])
-    layout = SequenceLayout(cu, 6, max_seqs=4)
+    layout = SequenceLayout(cu, 6, max_seqs=max_seqs)
     layout.update_(torch.tensor([0, 1]))
     assert cu.tolist() == [0, 2, 5]
 
@@ -201,6 +213,14 @@ def test_a_layout_is_a_pytree():
         copied = pickle.loads(pickle.dumps(layout))
     assert copied.tokens == 6 and torch.equal(copied.cu_seqlens, layout.cu_seqlens)
     assert repr(layout) == "SequenceLayout(max_seqs=2, tokens=6, device='cpu')"
+
+
+def test_the_layout_of_a_padded_batch_is_a_pytree_too():
+    layout = SequenceLayout.from_mask(torch.tensor([[True, True, False], [False, True, True]]))
+    leaves, spec = pytree.tree_flatten(layout)
+    assert len(leaves) == 2 and leaves[0] is layout.cu_seqlens and leaves[1] is layout.mask
+    again, x = pytree.tree_unflatten(leaves, spec), torch.randn(2, 3, 4)
+    assert again.tokens == 6 and torch.equal(again.pack(x), layout.pack(x))
 
 
 def test_equal_layouts_give_equal_bits_whoever_made_them():

@@ -49,7 +49,7 @@ class ShortConvolution(nn.Module):
             cache: Holds "conv" [N, D, W-1], the latest inputs; replaced.
 
         Returns:
-            y: [B, T, D], dtype of x. Zero past the last boundary if bias is absent.
+            y: [B, T, D], dtype of x. Exact zeros past the last boundary.
         """
         y, latest = causal_conv1d(
             x,

@@ -56,15 +56,17 @@ class SequenceLayout:
             if check.integer(_NAME, "max_seqs", max_seqs, least=0) < N:
                 raise ValueError(f"{_NAME}: max_seqs must be at least the number of sequences, {N}, got {max_seqs}")
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(max_seqs - N)])
-        self.cu_seqlens = cu_seqlens
+        self.cu_seqlens = cu_seqlens.clone()  # `update_` writes into it, and the caller's tensor is the caller's
 
     @classmethod
     def from_lengths(
         cls, lengths: list[int], *, tokens: int | None = None, device: torch.device | str | None = None
     ) -> SequenceLayout:
         """Layout of sequences of the given lengths, one after another; `tokens` defaults to their sum."""
-        if any(check.integer(_NAME, "lengths", length, least=0) < 0 for length in lengths):
-            raise ValueError(f"{_NAME}: lengths must not be negative, got {lengths}")
+        if not isinstance(lengths, list | tuple):
+            raise TypeError(f"{_NAME}: lengths must be a list of ints, got {type(lengths).__name__}")
+        for length in lengths:
+            check.integer(_NAME, "lengths", length, least=0)
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
         return cls(cu_seqlens, sum(lengths) if tokens is None else tokens)
 
@@ -77,6 +79,8 @@ class SequenceLayout:
             max_seqs: Capacity; None counts the sequences, which waits for the device once.
         """
         position_ids = _row(position_ids, "position_ids")
+        if check.readable(position_ids) and bool((position_ids[:1] != 0).any()):
+            raise ValueError(f"{_NAME}: position_ids must begin with 0, got {int(position_ids[0])}")
         return cls._from_starts(position_ids == 0, max_seqs)
 
     @classmethod
@@ -99,7 +103,12 @@ class SequenceLayout:
     @classmethod
     def _from_starts(cls, starts: Tensor, max_seqs: int | None, end: Tensor | None = None) -> SequenceLayout:
         T = starts.shape[0]
-        N = int(starts.sum()) if max_seqs is None else max_seqs
+        N = int(starts.sum()) if max_seqs is None else check.integer(_NAME, "max_seqs", max_seqs, least=0)
+        if check.readable(starts) and N < int(starts.sum()):
+            # The last sequence kept would swallow those that find no room.
+            raise ValueError(
+                f"{_NAME}: max_seqs must be at least the number of sequences, {int(starts.sum())}, got {N}"
+            )
         # Tokens sorted starts first, each group in its order: the first N are the starts, the rest take the end.
         first = torch.argsort(~starts, stable=True)[:N]
         found = torch.arange(first.shape[0], device=starts.device) < starts.sum()
@@ -199,7 +208,7 @@ class PaddedLayout(SequenceLayout):
         return torch.where(_beside(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
 
     def _expect(self, x: Tensor, leading: torch.Size) -> None:
-        if x.shape[:2] != leading:
+        if check.tensor(_NAME, "x", x).shape[:2] != leading:
             raise ValueError(f"{_NAME}: x must begin with {list(leading)}, got {list(x.shape)}")
 
 
@@ -249,4 +258,17 @@ def _unflatten(children: Any, tokens: Any) -> SequenceLayout:
     return layout
 
 
+def _flatten_padded(layout: PaddedLayout) -> tuple[list[Any], Any]:
+    return [layout.cu_seqlens, layout.mask], layout.tokens
+
+
+def _unflatten_padded(children: Any, tokens: Any) -> PaddedLayout:
+    layout = object.__new__(PaddedLayout)
+    (layout.cu_seqlens, layout.mask), layout.tokens = children, tokens
+    return layout
+
+
 pytree.register_pytree_node(SequenceLayout, _flatten, _unflatten, serialized_type_name="wyfold.SequenceLayout")
+pytree.register_pytree_node(
+    PaddedLayout, _flatten_padded, _unflatten_padded, serialized_type_name="wyfold.PaddedLayout"
+)
