@@ -158,6 +158,22 @@ def test_a_peer_runs_on_our_tensors_and_is_held_to_our_limits(no_children, monke
     assert ratio["memory_share"] == 1.0
 
 
+def test_a_peer_that_refuses_has_a_row_and_stops_nothing(no_children, monkeypatch, capsys):
+    def refuse(q, k, v, g, beta):
+        raise RuntimeError("shapes do not match")
+
+    def lacking():
+        raise ImportError("no module of that name")
+
+    adapters = {"chunk_gated_delta_rule": lambda: ("some.rule", refuse), "chunk_kda": lacking}
+    monkeypatch.setitem(peers.PEERS, "some", peers.Peer("some", "", adapters))
+    monkeypatch.setattr(peers.Peer, "installed", True)
+    assert main("bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers some".split()) == 0
+    said = capsys.readouterr()
+    assert "some.rule refused gdn: RuntimeError: shapes do not match" in said.out
+    assert "some is installed, but not with this operator: no module of that name" in said.err
+
+
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     ratios = against_peers(rows)
     report(rows, ratios)
     if args.out:
-        words = [*ops, *_given(args, ops)]
+        words = [*ops, *_given(args)]
         record = {
             **results.provenance("bench", words),
             "threads": torch.get_num_threads(),
@@ -124,8 +124,7 @@ def race(cases: Sequence[Case], peers: Sequence[Peer], rounds: int) -> list[dict
         arguments = case.arguments()
         for contender in contenders(case.op, peers):
             results.say(f"checking {_title(case)} by {contender.ran}")
-            found = errors(contender, case, arguments)
-            rows.append(_row(case, contender, arguments, found))
+            rows.append(_row(case, contender, arguments))
             runs.append(prepared(contender, case, arguments) if rows[-1]["correct"] else None)
     right = [run for run in runs if run is not None]
     results.say(f"timing {len(right)} contenders, {rounds} rounds of turns")
@@ -174,8 +173,10 @@ def spread(times: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _row(case: Case, contender: Contender, arguments: Arguments, found: Sequence[error.Verdict]) -> dict[str, Any]:
+def _row(case: Case, contender: Contender, arguments: Arguments) -> dict[str, Any]:
+    """The row of one contender, checked but not yet timed."""
     launches: dict[str, Any] = {}
+    found, refused = _checked(contender, case, arguments)
     if contender.name == OURS:
         plan = wyfold.explain(getattr(wyfold, OPS[case.op]), **arguments)
         launches = {
@@ -184,21 +185,32 @@ def _row(case: Case, contender: Contender, arguments: Arguments, found: Sequence
             "backward": plan.backward,
             "chunk": plan.chunk_size,
         }
-    worst = max(found, key=lambda verdict: verdict.measured.rms)
     return {
         **asdict(case),
         "contender": contender.name,
         "ran": contender.ran,
         "launches": launches,
         "errors": {v.name: {"rms": v.measured.rms, "limit": v.limits.rms, "reason": v.reason} for v in found},
-        "worst_error": worst.measured.rms,
-        "worst_tensor": worst.name,
-        "correct": all(verdict.passed for verdict in found),
+        "worst_error": found[0].measured.rms if found else None,
+        "worst_tensor": found[0].name if found else None,
+        "correct": bool(found) and all(verdict.passed for verdict in found),
+        "refused": refused,
         "milliseconds": None,
         "ns_per_token_head": None,
         "peak": None,
         "peak_missing": "",
     }
+
+
+def _checked(contender: Contender, case: Case, arguments: Arguments) -> tuple[list[error.Verdict], str]:
+    """Verdicts, the worst first; or none, and why a peer does not take these arguments."""
+    try:
+        found = errors(contender, case, arguments)
+    except Exception as refusal:  # another library's way to say no is its own; ours is a bug and goes on
+        if contender.name == OURS:
+            raise
+        return [], f"{type(refusal).__name__}: {refusal}"
+    return sorted(found, key=lambda verdict: verdict.measured.rms, reverse=True), ""
 
 
 def _request(case: Case, contender: Contender) -> dict[str, Any]:
@@ -263,6 +275,8 @@ def report(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> 
             ],
         )
     for row in rows:
+        if row["refused"]:
+            print(f"{row['ran']} refused {row['op']}: {row['refused']}")
         if row["peak_missing"]:
             print(f"no memory figure for {row['op']} by {row['ran']}: {row['peak_missing']}")
 
@@ -274,7 +288,10 @@ def _two(ratio: float | None) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     shape = ",".join(map(str, row["shape"].values()))
     ran = row["ran"] if row["contender"] != OURS else f"{row['ran']} ({row['launches']['backend']})"
-    head = (row["op"], shape, row["gate"], row["mode"], ran, f"{row['worst_error']:.1e} {row['worst_tensor']}")
+    head: tuple[str, ...] = (row["op"], shape, row["gate"], row["mode"], ran)
+    if row["refused"]:
+        return (*head, "", "refused", "", "", "", "")
+    head = (*head, f"{row['worst_error']:.1e} {row['worst_tensor']}")
     if not row["correct"]:
         return (*head, "wrong", "", "", "", "")
     ms, peak = row["milliseconds"], row["peak"]
@@ -349,7 +366,7 @@ def _title(case: Case) -> str:
     return f"{case.op} {case.mode}, {case.gate} gate, {case.dtype}, {','.join(map(str, astuple(case.shape)))}"
 
 
-def _given(args: argparse.Namespace, ops: Sequence[str]) -> list[str]:
+def _given(args: argparse.Namespace) -> list[str]:
     """The options that repeat this run."""
     shapes = [word for shape in args.shapes or [] for word in ("--shapes", ",".join(map(str, astuple(shape))))]
     plain = {"gates": args.gates, "dtype": args.dtype, "mode": args.mode, "peers": args.peers, "rounds": args.rounds}

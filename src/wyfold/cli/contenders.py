@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wyfold.cli import results
 from wyfold.cli.peers import Peer
 from wyfold.cli.subjects import FED, GRADIENT_OF, NARROW, PER_TOKEN, SUBJECTS, Arguments, Named, bound, widened
-from wyfold.reference import error, inputs
+from wyfold.reference import inputs
+from wyfold.reference.error import Verdict, judge
 from wyfold.reference.shapes import Shape
 
 OPS = {
@@ -68,9 +70,8 @@ class Case:
         for name in ("initial_state", "initial_state_bias", "output_final_state"):
             drawn.pop(name, None)
         if "g" in drawn and self.gate != "none":
-            noise = torch.randn(
-                drawn["g"].shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64
-            )
+            generator = torch.Generator().manual_seed(2 * FED + self.seed)
+            noise = torch.randn(drawn["g"].shape, generator=generator, dtype=torch.float64)
             drawn["g"] = GATES[self.gate](noise).to(drawn["g"].dtype)
         if "beta" in drawn and "q" in drawn:
             drawn["use_qk_l2norm_in_kernel"] = True
@@ -87,12 +88,15 @@ class Contender:
 
 
 def contenders(op: str, peers: Sequence[Peer]) -> list[Contender]:
-    """Ours first, then every peer that has this operator."""
+    """Ours first, then every peer that has this operator; one whose version lacks it is said to, and left out."""
     subject = SUBJECTS[OPS[op]]
     found = [Contender(OURS, f"wyfold.{subject.operator}", lambda arguments: subject.ours(arguments)[0])]
     for peer in peers:
         if subject.operator in peer.adapters:
-            found.append(_theirs(peer, subject.operator))
+            try:
+                found.append(_theirs(peer, subject.operator))
+            except ImportError as error:
+                results.say(f"{peer.name} is installed, but not with this operator: {error}")
     return found
 
 
@@ -135,7 +139,7 @@ def _leaves(arguments: Arguments) -> Named:
 # --- is it right -----------------------------------------------------------------------------------------------------
 
 
-def errors(contender: Contender, case: Case, arguments: Arguments) -> list[error.Verdict]:
+def errors(contender: Contender, case: Case, arguments: Arguments) -> list[Verdict]:
     """Verdicts on the very call that will be timed, against the float64 recurrence.
 
     Outputs are compared over the whole sequence up to `CHECKED_FORWARD` tokens. For the gradients the loss reaches the
@@ -159,7 +163,7 @@ def errors(contender: Contender, case: Case, arguments: Arguments) -> list[error
         if narrow:
             loop |= _gradients(lambda a: subject.truth(a)[0], few, fed)
     return [
-        error.judge(
+        judge(
             x,
             truth[name],
             loop[name] if x.dtype in NARROW else None,
