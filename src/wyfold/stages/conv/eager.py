@@ -76,15 +76,17 @@ def conv_bwd(
     """
     w, b = _filter(weight, bias, dtype)
     windows = Windows(cu_seqlens, weight.shape[1] - 1, weight.shape[0], x.device)
+    through = activated and dy is not None
     dp = x.new_zeros((), dtype=dtype).expand(x.shape) if dy is None else dy
-    if dy is not None and activated:
-        dp = dy.new_empty(dy.shape, dtype=dtype)
+    if through:
+        dp = dp.new_empty(x.shape, dtype=dtype)
+    if dy is not None and (through or out.weight is not None or out.bias is not None):
         for window in windows.before(x, state, dtype):
-            p = taps(window.values, w)
-            window.write(dp, silu_bwd(p if b is None else p.add_(b), window.read(dy).to(dtype)))
-    if out.weight is not None or out.bias is not None:
-        for window in windows.before(x, state, dtype):
-            d = window.read(dp).to(dtype)
+            d = window.read(dy).to(dtype)
+            if through:
+                p = taps(window.values, w)
+                d = silu_bwd(p if b is None else p.add_(b), d)
+                window.write(dp, d)
             if out.weight is not None:
                 out.weight.add_(torch.stack([window.total(terms) for terms in tap_products(window.values, d)]))
             if out.bias is not None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)); exactly 0 where exp(-x) overflows."""
-    return torch.exp(-x).add_(1).reciprocal_()
+    return x.neg().exp_().add_(1).reciprocal_()
 
 
 def sigmoid_bwd(x: Tensor, dy: Tensor) -> Tensor:
     """Gradient of `sigmoid`: dy * sigmoid(x) * (1 - sigmoid(x))."""
     s = sigmoid(x)
-    return dy * s * (1 - s)
+    return (1 - s).mul_(s).mul_(dy)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -35,4 +35,4 @@ def silu(x: Tensor) -> Tensor:
 def silu_bwd(x: Tensor, dy: Tensor) -> Tensor:
     """Gradient of `silu`: dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)))."""
     s = sigmoid(x)
-    return dy * s * (1 + x * (1 - s))
+    return (1 - s).mul_(x).add_(1).mul_(s).mul_(dy)

@@ -35,12 +35,14 @@ def taps(inputs: Tensor, w: Tensor) -> Tensor:
 
 
 def tap_products(inputs: Tensor, dy: Tensor) -> Iterator[Tensor]:
-    """For each tap i, the terms dy[t] inputs[t + i] whose sum over t is the gradient of w[i]; tensors like dy.
+    """For each tap i, the terms dy[t] inputs[t + i] whose sum over t is the gradient of w[i].
+
+    They are one tensor like dy, filled anew for every tap: its reader may overwrite it, not keep it.
 
     Args:
         inputs: [..., n + W - 1, D].
         dy: [..., n, D].
     """
-    n = dy.shape[-2]
+    n, terms = dy.shape[-2], torch.empty_like(dy)
     for i in range(inputs.shape[-2] - n + 1):
-        yield inputs.narrow(-2, i, n) * dy
+        yield torch.mul(inputs.narrow(-2, i, n), dy, out=terms)
