@@ -38,7 +38,7 @@ def test_what_would_run(op, monkeypatch):
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
     assert [launch.split(" ")[0] for launch in plan.backward] == back
     assert all(f"(wyfold.stages.{launch.split(' ')[0]}.eager)" in launch for launch in plan.forward + plan.backward)
-    assert plan.chunk_size == (50 if recurrent else 16)
+    assert plan.chunk_size == (64 if recurrent else 16)
     assert plan.copies == plan.collectives == plan.compiles == ()
     assert set(plan.refused) == {"triton", "gluon"}
     assert all("has no prepare" in reason for reason in plan.refused.values())

@@ -162,6 +162,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         if options.final_state:
             final_state[part.sequences] = call.outside(S)
         carried = S[S.shape[0] - part.left :]
+    for whole in kept[1:]:
+        whole[sum(part.table.chunks for part in call.parts) * call.HV :] = (
+            0  # capacity that these boundaries leave over
+        )
     return o, final_state, states, *saved
 
 
@@ -222,7 +226,8 @@ def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...]:
     rows = ((B, T // n) if N is None else (T // n,)) if n else (0,)
     states = t.v.new_zeros(*rows, *((HV, *state) if n else ()), dtype=options.state_dtype)
     per_part = chunks_per_part(t.q, t.v, options.recurrent)
-    borders = empty(split.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
+    # Not every row is written: a registered operator must not return what happened to lie in memory.
+    borders = t.v.new_zeros(split.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
     keep = options.save and options.keep_factors and not options.recurrent
     tiles = split.chunk_rows(B, T, N, C) * HV if keep else 0
     factors = [empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C)]

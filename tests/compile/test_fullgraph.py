@@ -1,0 +1,117 @@
+"""`torch.compile(fullgraph=True)`, autocast and functional transforms: one graph and the same bits, or a refusal."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import wyfold
+from wyfold import SequenceLayout
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+FORMS = ("chunk", "fused_recurrent")
+LENGTHS = (64, 16, 17, 33, 48, 50, 100, 31, 75, 128)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def call(rule: str, T: int, packed: bool) -> dict:
+    shape = Shape(1 if packed else 2, T, 1, 2, 8, 16)
+    a = inputs.draw("random", rule, shape, gate="model", state="normal", sequences=3 if packed else None)
+    a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return a | ({"cu_seqlens": torch.tensor([0, 5, 5, T])} if packed else {})
+
+
+CASES = [(rule, form, False) for rule in RULES for form in FORMS]
+CASES += [("kda", "chunk", True), ("gated_delta_rule", "fused_recurrent", True)]
+
+
+@pytest.mark.parametrize("rule, form, packed", CASES)
+def test_ten_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
+    op = getattr(wyfold, f"{form}_{rule}")
+    for mode, wrt in (("training", None), ("inference", ())):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(op, backend=counter, fullgraph=True)
+        for T in LENGTHS:
+            a = call(rule, T, packed)
+            got, plain = results(compiled, a, wrt), results(op, a, wrt)
+            for name in plain:
+                assert torch.equal(got[name], plain[name]), (mode, T, name)
+        assert counter.frame_count <= 2, f"{mode}: {counter.frame_count} compiles for {len(LENGTHS)} lengths"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layout_goes_through_the_compiler(form: str, results):
+    op = getattr(wyfold, f"{form}_kda")
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    for lengths in ([20, 0, 13], [1, 2, 30], [33]):
+        a = call("kda", 33, True) | {"initial_state": None}
+        layout = SequenceLayout.from_lengths(lengths)
+        got, plain = results(compiled, a, None, cu_seqlens=layout), results(op, a, None, cu_seqlens=layout)
+        assert all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+def test_refusals_reach_the_caller_of_compiled_code():
+    compiled = torch.compile(wyfold.chunk_kda, backend="aot_eager")
+    a = call("kda", 33, False)
+    with pytest.raises(ValueError, match=r"chunk_kda: k must be \[B, T, H, K\]"):
+        compiled(**a | {"k": a["k"][:, :7]})
+
+
+def test_states_between_and_kept_factors_compile(results):
+    a = call("gated_delta_rule", 70, True) | {"return_intermediate_states": True, "disable_recompute": True}
+    compiled = torch.compile(wyfold.chunk_gdn, backend="aot_eager", fullgraph=True)
+    got, plain = results(compiled, a), results(wyfold.chunk_gdn, a)
+    assert "states" in got and all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_autocast_casts_q_k_and_v_and_nothing_else(rule: str, form: str, results):
+    op, a = getattr(wyfold, f"{form}_{rule}"), call(rule, 33, False)
+    narrow = a | {name: a[name].bfloat16() for name in ("q", "k", "v")}
+    plain = results(op, narrow)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = results(op, a)
+    assert got["o"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
+    for name, x in plain.items():
+        assert got[name].dtype == (torch.float32 if name != "o" else torch.bfloat16), name
+        assert torch.equal(got[name], x.to(got[name].dtype)), name
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(results(op, a)["o"], results(op, a, ())["o"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_backward_is_blind_to_autocast(form: str, results):
+    """Arithmetic is float32 whatever the mode in which the forward or the backward happens to run."""
+    op, a = getattr(wyfold, f"{form}_kda"), call("kda", 33, False)
+    plain = results(op, a)
+    leaves = {name: x.clone().requires_grad_() for name, x in a.items() if f"d{name}" in plain}
+    o, state = op(**a | leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.autograd.backward([o, state], [inputs.incoming(o, 0), inputs.incoming(state, 1)])
+    assert all(torch.equal(x.grad, plain[f"d{name}"]) for name, x in leaves.items())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # PyTorch's own, in forward_ad
+@pytest.mark.parametrize("form", FORMS)
+def test_functional_transforms_are_refused(form: str):
+    op, a = getattr(wyfold, f"{form}_kda"), call("kda", 5, False)
+
+    def of_q(q: torch.Tensor) -> torch.Tensor:
+        return op(**a | {"q": q})[0]
+
+    with pytest.raises(RuntimeError, match=r"(?i)vmap|functorch|transform"):
+        torch.func.vmap(of_q)(a["q"][None].expand(3, *a["q"].shape))
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward|jvp"):
+        with torch.autograd.forward_ad.dual_level():
+            of_q(torch.autograd.forward_ad.make_dual(a["q"], torch.ones_like(a["q"])))
