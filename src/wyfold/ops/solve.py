@@ -198,12 +198,12 @@ def _kkt(
 ) -> Tensor:
     L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)
     dtype = widest(k, beta, g)
-    if g is None:
-        g = beta.new_zeros(()).expand(beta.shape)
-    beta, g = beta.unsqueeze(-1), g if g.ndim == 4 else g.unsqueeze(-1)
+    beta = beta.unsqueeze(-1)
+    if g is not None and g.ndim == 3:
+        g = g.unsqueeze(-1)
     per_part = _chunks_per_part(chunk_size, beta.shape[2], max(k.shape[-1], chunk_size), dtype)
     for part in _parts("chunk_scaled_dot_kkt", k, cu, chunk_size, per_part):
-        inputs = (part.block(x) for x in (k, beta, g))
+        inputs = (None if x is None else part.block(x) for x in (k, beta, g))
         table.launches("kkt", backend).kkt(*inputs, part.table, dtype, part.block(L))
     return L
 

@@ -122,14 +122,18 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
         J, P: [n, C, C].
     """
     if G is not None and _per_channel(G):
-        return _channel_grams(q, k, G)
-    J = torch.bmm(k, k.transpose(1, 2))
-    P = torch.bmm(q, k.transpose(1, 2))
-    if G is not None:
-        decay = _pairwise(G)
-        J.mul_(decay)
-        P.mul_(decay)
+        J, P = _channel_grams((k, q), k, G)
+        P.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+        return J, P
+    J, P = _grams((k, q), k, G)
     return J.tril_(-1), P.tril_()
+
+
+def decayed_key_gram(k: Tensor, G: Tensor | None) -> Tensor:
+    """J of `decayed_grams` alone."""
+    if G is not None and _per_channel(G):
+        return _channel_grams((k,), k, G)[0]
+    return _grams((k,), k, G)[0].tril_(-1)
 
 
 def decayed_grams_bwd(
@@ -200,6 +204,16 @@ def _per_channel(G: Tensor) -> bool:
     return G.shape[-1] > 1
 
 
+def _grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor | None) -> list[Tensor]:
+    """Grams of each of `rows` with k on and below the diagonal, decayed by at most one number per token."""
+    grams = [torch.bmm(x, k.transpose(1, 2)) for x in rows]
+    if G is not None:
+        decay = _pairwise(G)
+        for gram in grams:
+            gram.mul_(decay)
+    return grams
+
+
 def _pairwise(G: Tensor) -> Tensor:
     """exp(G_r - G_s) for s <= r, else 0; selected before it is exponentiated.   [n, C, C]"""
     above = torch.ones(G.shape[1], G.shape[1], dtype=torch.bool, device=G.device).triu_(1)
@@ -243,18 +257,18 @@ def _levels(C: int) -> list[int]:
     return [1 << level for level in reversed(range((C - 1).bit_length()))]
 
 
-def _channel_grams(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+def _channel_grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor) -> list[Tensor]:
+    """Grams of each of `rows` with k below the diagonal, zero elsewhere."""
     n, C, _ = k.shape
-    J, P = k.new_zeros(n, C, C), k.new_zeros(n, C, C)
-    P.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+    grams = [k.new_zeros(n, C, C) for _ in rows]
     for h in _levels(C):
         G_upper, G_lower = _halves(G, h)
         anchor = G_lower[:, :, :1]
         column = (_halves(k, h)[0] * torch.exp(anchor - G_upper)).transpose(2, 3)
         row = torch.exp(G_lower - anchor)
-        _lower_left(J, h).copy_((_halves(k, h)[1] * row) @ column)
-        _lower_left(P, h).copy_((_halves(q, h)[1] * row) @ column)
-    return J, P
+        for x, gram in zip(rows, grams, strict=True):
+            _lower_left(gram, h).copy_((_halves(x, h)[1] * row) @ column)
+    return grams
 
 
 def _channel_grams_bwd(q: Tensor, k: Tensor, G: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
