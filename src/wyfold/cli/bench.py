@@ -332,6 +332,8 @@ def chart(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     left.invert_yaxis()
     right.barh(at, [row["peak"]["above_inputs_mib"] if row["peak"] else 0 for row in timed], color=colours, log=True)
     right.set(xlabel="peak MiB above inputs")
+    for axes in (left, right):
+        axes.set_xlim(left=min(1.0, axes.get_xlim()[0]))  # else the shortest bar would look like nothing
     figure.savefig(file, format="png")
 
 
