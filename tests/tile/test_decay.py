@@ -108,7 +108,7 @@ def test_a_row_of_a_gram_does_not_know_what_comes_after(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_the_interval_form_is_the_signed_form(kind: str, float64_bounds):
-    """Signed: every factor is an input times exp(+-G), so dG is input times gradient, and dg its reverse running sum."""
+    """Signed: dG of every factor exp(+-G), and dg its reverse running sum."""
     q, k, g = tiles(kind, 32, 0.2)
     S, dS = torch.randn(2, N, K, V, dtype=torch.float64)
     G = decay.running_sum(g)
@@ -118,7 +118,7 @@ def test_the_interval_form_is_the_signed_form(kind: str, float64_bounds):
     read = decay.from_start(do @ S.mT, G)
     lost = -decay.from_start(dR @ S.mT, G)
     kept = decay.to_end(written @ dS.mT, G)
-    dq, dk, pairs = decay.decayed_grams_bwd(q, k, G, J, P, dJ, dP)
+    _, _, pairs = decay.decayed_grams_bwd(q, k, G, J, P, dJ, dP)
     carried = (decay.across(G) * (S * dS)).sum(-1)
     interval = decay.gate_gradient(q * read + k * lost, k * kept, carried, G, pairs)
 
