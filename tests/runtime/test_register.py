@@ -63,3 +63,23 @@ def test_autocast_stays_outside(name: str):
     wanted = ONCE[name](cast)
     assert torch.equal(under, wanted)
     assert torch.equal(gradient, torch.autograd.grad(wanted, cast, do.to(wanted.dtype))[0])
+
+
+@pytest.mark.parametrize("name", ["delta", "ttt"])
+@pytest.mark.parametrize("precision", ["medium", "high"])
+def test_float32_products_stay_float32(name: str, precision: str):
+    """Also where the process allows TF32 or bfloat16 products; its setting is its own again afterwards."""
+    x = torch.randn(TOKENS, requires_grad=True)
+    do = torch.randn_like(x)
+    exact = ONCE[name](x)
+    (wanted,) = torch.autograd.grad(exact, x, do)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        allowed = torch.backends.mkldnn.matmul.fp32_precision
+        found = ONCE[name](x)
+        (gradient,) = torch.autograd.grad(found, x, do)
+        assert torch.backends.mkldnn.matmul.fp32_precision == allowed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(found, exact)
+    assert torch.equal(gradient, wanted)

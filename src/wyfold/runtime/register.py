@@ -7,8 +7,9 @@ is a third of the host time of `register_autograd`, and a compiler sees one opaq
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,23 +27,58 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, _outside_autocast(run), "CompositeExplicitAutograd")
+    _library.impl(name, _undisturbed(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
     return getattr(torch.ops.wyfold, name).default
 
 
-def _outside_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the dtypes it was given: the products inside it would else be cast as a layer's are."""
+def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the dtypes it was given, autocast off, and with float32 products that are float32."""
 
     @functools.wraps(run)
-    def outside_autocast(*arguments: Any) -> Any:
+    def undisturbed(*arguments: Any) -> Any:
         device = next(x.device.type for x in arguments if isinstance(x, Tensor))
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return run(*arguments)
-        with torch.autocast(device, enabled=False):
-            return run(*arguments)
+        with _exact_products(device):
+            if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+                return run(*arguments)
+            with torch.autocast(device, enabled=False):
+                return run(*arguments)
 
-    return outside_autocast
+    return undisturbed
+
+
+class _exact_products:
+    """Context in which float32 products on a device are not rounded to TF32 or bfloat16, whatever the process allows.
+
+    The setting belongs to the process: the first to enter changes it, the last to leave restores it.
+    """
+
+    _lock = threading.Lock()
+    _inside: ClassVar[dict[str, int]] = {}
+    _before: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, device: str):
+        self.device = device
+        self.products = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(device)
+
+    def __enter__(self) -> None:
+        if self.products is None:
+            return
+        with self._lock:
+            inside = self._inside.get(self.device, 0)
+            if inside == 0:
+                self._before[self.device] = self.products.matmul.fp32_precision
+                if self._before[self.device] not in ("none", "ieee"):
+                    self.products.matmul.fp32_precision = "ieee"
+            self._inside[self.device] = inside + 1
+
+    def __exit__(self, *_: object) -> None:
+        if self.products is None:
+            return
+        with self._lock:
+            self._inside[self.device] -= 1
+            if self._inside[self.device] == 0 and self._before[self.device] not in ("none", "ieee"):
+                self.products.matmul.fp32_precision = self._before[self.device]
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
