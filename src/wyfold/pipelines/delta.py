@@ -94,7 +94,9 @@ class _Call:
             self.cu = legal_boundaries(options.operator, given, self.T)
         self.N = self.B if self.cu is None else self.cu.shape[0] - 1
         per_part = chunks_per_part(tensors.q, tensors.v, options.recurrent)
-        self.parts = split.parts(self.B, self.T, self.cu, options.chunk_size, per_part)
+        # Token by token, rows that no token fills are wasted, and no bit depends on them.
+        rows = min(options.chunk_size, max(1, self.T)) if options.recurrent else options.chunk_size
+        self.parts = split.parts(self.B, self.T, self.cu, rows, per_part)
 
     def stage(self, name: str) -> Any:
         return table.launches(name, self.options.backend)
@@ -109,23 +111,38 @@ class _Call:
         return states.transpose(-1, -2) if self.options.state_v_first else states
 
     def states(self, given: Tensor | None, sequences: slice) -> Tensor:
-        """[n, HV, K, V] copy of the sequences' states, wide and K-first; zeros if none were given."""
+        """[n, HV, K, V] the sequences' states, wide and K-first, maybe the caller's own; zeros if none were given."""
         if given is None:
             n = sequences.stop - sequences.start
             return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
-        return self.turned(given[sequences]).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        return self.turned(given[sequences]).to(self.dtype)
+
+    def entering(self, part: Part, carried: Tensor) -> Tensor:
+        """States entering a part: `carried` in sequences that began in an earlier one."""
+        begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+        return _joined(carried, self.states(self.tensors.initial_state, begun))
+
+    def pass_through(self, states: Tensor | None, out: Tensor) -> None:
+        """Write to out, both [N, ..] in the caller's layout, the states of sequences without tokens."""
+        empty = (self.lengths == 0).nonzero().flatten().to(out.device)
+        if empty.shape[0]:
+            out[empty] = out.new_zeros(()) if states is None else states[empty].to(out.dtype)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] tokens of each sequence, on the CPU."""
+        return torch.full((self.B,), self.T) if self.cu is None else self.cu.diff()
 
     def scaled(self, do: Tensor | None, part: Part) -> Tensor:
         """Tiles of scale * do."""
         if do is None:
-            return self.tensors.q.new_zeros(
-                part.table.chunks * self.HV, self.options.chunk_size, self.V, dtype=self.dtype
-            )
+            size = part.table.chunks * self.HV, part.table.chunk_size, self.V
+            return self.tensors.q.new_zeros(size, dtype=self.dtype)
         return to_chunks(part.block(do), part.table, self.HV, self.dtype).mul_(self.options.scale)
 
     def outside(self, states: Tensor) -> Tensor:
         """States as the caller gets them: layout and storage dtype of the options."""
-        return self.turned(states).to(self.options.state_dtype).contiguous()
+        return self.turned(states).to(self.options.state_dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -136,14 +153,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     if call.cu is not None:
         o[:, int(call.cu[-1]) :] = 0
     if options.final_state:
-        final_state.copy_(call.outside(call.states(call.tensors.initial_state, slice(0, call.N))))
+        call.pass_through(call.tensors.initial_state, final_state)
     checkpoints = _Checkpoints(call, states) if options.checkpoint_every else None
     for part in call.parts:
-        S = call.states(call.tensors.initial_state, part.sequences)
-        if part.entered:
-            S[: part.entered] = carried
-            if options.save:
-                borders[part.index : part.index + part.entered] = carried
+        S = call.entering(part, carried)
+        if options.save:
+            borders[part.index : part.index + part.entered] = carried
         inputs, block, leaving = (
             call.load(part),
             part.block(o),
@@ -162,10 +177,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         if options.final_state:
             final_state[part.sequences] = call.outside(S)
         carried = S[S.shape[0] - part.left :]
+    written = sum(part.table.chunks for part in call.parts) * call.HV
     for whole in kept[1:]:
-        whole[sum(part.table.chunks for part in call.parts) * call.HV :] = (
-            0  # capacity that these boundaries leave over
-        )
+        whole[written:] = 0  # capacity that these boundaries leave over
     return o, final_state, states, *saved
 
 
@@ -177,14 +191,12 @@ def _backward(*arguments: Any) -> list[Tensor]:
     found = _zero_gradients(t, needs)
     dS0 = found[5] if needs[5] else None
     if dS0 is not None and dST is not None:
-        dS0.copy_(dST)
+        call.pass_through(dST, dS0)
     carried = borders[:0]
     for part in reversed(call.parts):
-        S, dS = call.states(t.initial_state, part.sequences), call.states(dST, part.sequences)
-        if part.entered:
-            S[: part.entered] = borders[part.index : part.index + part.entered]
-        if part.left:
-            dS[dS.shape[0] - part.left :] = carried
+        S = call.entering(part, borders[part.index : part.index + part.entered])
+        ended = slice(part.sequences.start, part.sequences.stop - part.left)
+        dS = _joined(call.states(dST, ended), carried)
         inputs, d_out = call.load(part), call.scaled(do, part)
         if options.recurrent:
             tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
@@ -244,6 +256,13 @@ def _zero_gradients(t: DeltaTensors, needs: list[bool]) -> list[Tensor]:
     ]
 
 
+def _joined(first: Tensor, last: Tensor) -> Tensor:
+    """States of two runs of sequences as one, copied only where both have some."""
+    if first.shape[0] == 0:
+        return last
+    return torch.cat([first, last]) if last.shape[0] else first
+
+
 def _of_part(whole: Tensor, part: Part, call: _Call) -> Tensor:
     first = part.first_chunk * call.HV
     return whole[first : first + part.table.chunks * call.HV]
@@ -255,8 +274,7 @@ class _Checkpoints:
     def __init__(self, call: _Call, states: Tensor):
         self.call, self.every = call, call.options.checkpoint_every
         self.rows = states.flatten(0, 1) if call.cu is None else states
-        counts = torch.full((call.B,), call.T) if call.cu is None else call.cu.diff()
-        counts = counts // self.every
+        counts = call.lengths // self.every
         self.first = counts.cumsum(0) - counts
 
     def leaving(self, part: Part) -> Tensor:
