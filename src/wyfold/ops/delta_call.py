@@ -257,8 +257,7 @@ def _check_checkpoints(op: str, wanted: bool, every: int | None) -> int:
 def _chunk_size(op: str, q: Tensor, v: Tensor, chunk: ChunkFlags | None, every: int) -> int:
     """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
     if chunk is None:
-        # One size for all lengths but 1, the step of decoding: a size that followed T would compile once per length.
-        return math.gcd(every, 64) if every else (1 if q.shape[1] == 1 else 64)
+        return math.gcd(every, 64)
     check.flag(op, disable_recompute=chunk.disable_recompute)
     if chunk.chunk_size is not None:
         check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)

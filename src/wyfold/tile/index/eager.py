@@ -83,10 +83,10 @@ def sum_groups(tiles: Tensor, heads: int, value_heads: int) -> Tensor:
 
 
 def ranked(states: Tensor, table: ChunkTable) -> Tensor:
-    """[n, HV, K, V] per sequence -> [n * HV, K, V] in the order of the table's ranks; a copy."""
+    """[n, HV, K, V] per sequence -> [n * HV, K, V] in the order of the table's ranks; a copy, contiguous."""
     if table.order is None:
-        return states.flatten(0, 1).clone()
-    return states.index_select(0, _on(table.order, states)).flatten(0, 1)
+        return states.flatten(0, 1).clone(memory_format=torch.contiguous_format)
+    return states.index_select(0, _on(table.order, states)).contiguous().flatten(0, 1)
 
 
 def unranked(states: Tensor, table: ChunkTable) -> Tensor:
