@@ -192,9 +192,9 @@ class _Call:
             self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) if x is None else x[sequences]
             for x, rows in ((S, self.D), (c, 1))
         )
-        if S is not None:
-            matrix = self.turned(matrix).to(self.dtype, copy=True)
-        return State(matrix, bias if c is None else bias.to(self.dtype, copy=True))
+        afresh = {"dtype": self.dtype, "copy": True, "memory_format": torch.contiguous_format}
+        matrix = matrix if S is None else self.turned(matrix).to(**afresh)
+        return State(matrix, bias if c is None else bias.to(**afresh))
 
     def sums(self, part: Part) -> State | None:
         """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
