@@ -15,7 +15,12 @@ from wyfold.tile.rows.eager import widest
 
 
 def fused_gdn_gate(
-    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, output_dtype: torch.dtype | None = None
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """Log decay per value head from its pre-activation, as `chunk_gated_delta_rule` makes it with `use_gate_in_kernel`.
 
@@ -29,6 +34,7 @@ def fused_gdn_gate(
         A_log: HV elements in any shape, any float. Natural log of the rate. None: rate 1.
         dt_bias: [HV] any float. None: 0.
         output_dtype: Any float. None: float32, float64 if an input is float64.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
 
     Returns:
         g': [..., HV] natural-log decay per token, <= 0.
@@ -36,7 +42,7 @@ def fused_gdn_gate(
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong shape, dtype or device.
-        UnsupportedError: no backend serves the device.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
         >>> import torch, wyfold
@@ -52,7 +58,7 @@ def fused_gdn_gate(
     if g.ndim < 1:
         raise ValueError(f"{op}: g must be [..., HV], got {list(g.shape)}")
     _check_parameters(op, g, A_log, dt_bias, g.shape[-1:])
-    return _gate(op, g.unsqueeze(-1), A_log, dt_bias, None, output_dtype).squeeze(-1)
+    return _gate(op, g.unsqueeze(-1), A_log, dt_bias, None, output_dtype, backend).squeeze(-1)
 
 
 def fused_kda_gate(
@@ -61,6 +67,8 @@ def fused_kda_gate(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     output_dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """Log decay per key channel from its pre-activation, as `chunk_kda` makes it with `use_gate_in_kernel`.
 
@@ -77,6 +85,7 @@ def fused_kda_gate(
         dt_bias: [HV, K] or [HV * K] any float. None: 0.
         lower_bound: < 0. The strongest decay per token, natural log.
         output_dtype: Any float. None: float32, float64 if an input is float64.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
 
     Returns:
         g': [..., HV, K] natural-log decay per token, <= 0.
@@ -84,7 +93,7 @@ def fused_kda_gate(
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong shape, dtype or device, or lower_bound >= 0.
-        UnsupportedError: no backend serves the device.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
         >>> import torch, wyfold
@@ -102,10 +111,10 @@ def fused_kda_gate(
     _check_parameters(op, g, A_log, dt_bias, g.shape[-2:])
     if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
         raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
-    return _gate(op, g, A_log, dt_bias, lower_bound, output_dtype)
+    return _gate(op, g, A_log, dt_bias, lower_bound, output_dtype, backend)
 
 
-def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
     """Write strength from its logit.
 
         beta = scale sigmoid(x)
@@ -115,6 +124,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
     Args:
         x: [...] float32, float16, bfloat16 or float64; any shape.
         scale: 1, or 2 where negative eigenvalues are wanted.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
 
     Returns:
         beta: [...], shape of x, float32; float64 for a float64 x.
@@ -122,7 +132,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong dtype, or a scale that is not finite.
-        UnsupportedError: no backend serves the device.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
         >>> import torch, wyfold
@@ -131,8 +141,9 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
     """
     op = "fused_beta_sigmoid"
     check.floating(op, x=check.tensor(op, "x", x))
-    plan = table.plan(op, x.device, None, forward=("gate",), backward=("gate",))
-    return _BetaSigmoid.apply(x, check.number(op, "scale", scale), plan.backend)
+    scale = check.number(op, "scale", scale)
+    plan = table.plan(op, x.device, backend, forward=("gate",), backward=("gate",))
+    return _BetaSigmoid.apply(x, scale, plan.backend)
 
 
 def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, channels: torch.Size) -> None:
@@ -153,10 +164,11 @@ def _gate(
     dt_bias: Tensor | None,
     lower_bound: float | None,
     output_dtype: torch.dtype | None,
+    backend: str | None,
 ) -> Tensor:
     """g: [..., HV, 1 or K]."""
     check.dtype_option(op, "output_dtype", output_dtype)
-    plan = table.plan(op, g.device, None, forward=("gate",), backward=("gate",))
+    plan = table.plan(op, g.device, backend, forward=("gate",), backward=("gate",))
     activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
     return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype or widest(g, A_log, dt_bias), plan.backend)
 

@@ -14,7 +14,9 @@ from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
 from wyfold.tile.rows.eager import widest
 
 
-def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+def l2norm(
+    x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None, *, backend: str | None = None
+) -> Tensor:
     """Rows at unit length, as the delta operators make them with `use_qk_l2norm_in_kernel`.
 
         y = x / sqrt(sum x^2 + eps)
@@ -25,6 +27,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
         x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero.
         eps: Added to the squared length; > 0.
         output_dtype: Any float. None: x's.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
 
     Returns:
         y: [..., K], computed in float32 or wider and rounded once.
@@ -32,7 +35,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong dtype, an x without an axis, or eps <= 0.
-        UnsupportedError: no backend serves the device.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
         >>> import torch, wyfold
@@ -42,8 +45,9 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     op = "l2norm"
     _rows(op, x)
     check.dtype_option(op, "output_dtype", output_dtype)
-    plan = table.plan(op, x.device, None, forward=("norm",), backward=("norm",))
-    return _L2Norm.apply(x, _positive(op, eps), output_dtype or x.dtype, plan.backend)
+    eps = _positive(op, eps)
+    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",))
+    return _L2Norm.apply(x, eps, output_dtype or x.dtype, plan.backend)
 
 
 def rms_norm_gated(
