@@ -38,15 +38,44 @@ class DeltaTensors(NamedTuple):
     cu_seqlens_cpu: Tensor | None
 
 
+class DeltaResult(NamedTuple):
+    """Output, final states and intermediate states of one call; empty where the options do not ask for them."""
+
+    o: Tensor
+    final_state: Tensor
+    states: Tensor
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward; empty where the options do not ask for it.
+
+    Attributes:
+        borders: [rows, HV, K, V] states that one part hands to the next.
+        E, F, A, J, P: `Factors` of every chunk, but G, which is a running sum away.
+    """
+
+    borders: Tensor
+    E: Tensor
+    F: Tensor
+    A: Tensor
+    J: Tensor
+    P: Tensor
+
+    def factors(self, tiles: slice) -> Factors:
+        """Views of some tiles."""
+        return Factors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
+
+
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
 )
+TENSORS, SAVED, DIFFERENTIABLE = len(DeltaTensors._fields), len(Saved._fields), 8
 
 
-def delta(tensors: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, final states and intermediate states of one call; empty where `options` does not ask for them."""
-    return Delta.apply(*distinct(tensors), options)
+def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
+    """Results of one call."""
+    return DeltaResult(*Delta.apply(*distinct(tensors), options))
 
 
 class Delta(torch.autograd.Function):
@@ -66,13 +95,14 @@ class Delta(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:8])
+        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         # A compiler passes zeros for every result, the empty ones nobody asked for among them.
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
-            return (None,) * 11
+            return (None,) * (TENSORS + 1)
         found = _backward_op(*saved, do, dST, needs, *ctx.options.scalars())
-        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), None, None, None
+        none = (None,) * (TENSORS + 1 - DIFFERENTIABLE)
+        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
 
 
 def chunks_per_part(q: Tensor, v: Tensor, recurrent: bool) -> int:
@@ -100,6 +130,11 @@ class _Call:
 
     def stage(self, name: str) -> Any:
         return table.launches(name, self.options.backend)
+
+    def tiles(self, part: Part) -> slice:
+        """A part's tiles among those of the whole call."""
+        first = part.first_chunk * self.HV
+        return slice(first, first + part.table.chunks * self.HV)
 
     def load(self, part: Part) -> Any:
         t = self.tensors
@@ -146,10 +181,11 @@ class _Call:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = _Call(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[10:]))
+    call = _Call(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:]))
     options = call.options
-    o, final_state, states, *saved = _outputs(call.tensors, options)
-    borders, kept, carried = saved[0], Factors(None, *saved[1:]), saved[0][:0]
+    result, saved = _outputs(call.tensors, options)
+    o, final_state, states = result
+    carried = saved.borders[:0]
     if call.cu is not None:
         o[:, int(call.cu[-1]) :] = 0
     if options.final_state:
@@ -158,7 +194,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     for part in call.parts:
         S = call.entering(part, carried)
         if options.save:
-            borders[part.index : part.index + part.entered] = carried
+            saved.borders[part.index : part.index + part.entered] = carried
         inputs, block, leaving = (
             call.load(part),
             part.block(o),
@@ -169,8 +205,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         else:
             factors = call.stage("prepare").fold(inputs)
             if options.save and options.keep_factors:
-                for whole, tile in zip(kept[1:], factors[1:], strict=True):
-                    _of_part(whole, part, call)[:] = tile
+                for room, tile in zip(saved.factors(call.tiles(part)), factors, strict=True):
+                    if room is not None and tile is not None:
+                        room.copy_(tile)
             S = call.stage("scan").scan(inputs, factors, S, part.table, options.scale, block, leaving)
         if checkpoints is not None and leaving is not None:
             checkpoints.put(part, leaving)
@@ -178,33 +215,47 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
             final_state[part.sequences] = call.outside(S)
         carried = S[S.shape[0] - part.left :]
     written = sum(part.table.chunks for part in call.parts) * call.HV
-    for whole in kept[1:]:
-        whole[written:] = 0  # capacity that these boundaries leave over
-    return o, final_state, states, *saved
+    for left_over in saved.factors(slice(written, None)):  # capacity that these boundaries do not use
+        if left_over is not None:
+            left_over.zero_()
+    return *result, *saved
+
+
+class _Given(NamedTuple):
+    """Arguments of `wyfold::delta_bwd`, `needs` for each that has a gradient."""
+
+    tensors: DeltaTensors
+    saved: Saved
+    do: Tensor | None
+    dST: Tensor | None
+    needs: list[bool]
+    options: DeltaOptions
+
+
+def _unpacked(arguments: tuple[Any, ...]) -> _Given:
+    do, dST, needs, *options = arguments[TENSORS + SAVED :]
+    saved = Saved(*arguments[TENSORS : TENSORS + SAVED])
+    return _Given(DeltaTensors(*arguments[:TENSORS]), saved, do, dST, needs, DeltaOptions(*options))
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    call = _Call(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[19:]))
-    borders, kept = arguments[10], Factors(None, *arguments[11:16])
-    do, dST, needs = arguments[16:19]
-    t, options = call.tensors, call.options
+    tensors, saved, do, dST, needs, options = _unpacked(arguments)
+    call, t = _Call(tensors, options), tensors
     found = _zero_gradients(t, needs)
     dS0 = found[5] if needs[5] else None
     if dS0 is not None and dST is not None:
         call.pass_through(dST, dS0)
-    carried = borders[:0]
+    carried = saved.borders[:0]
     for part in reversed(call.parts):
-        S = call.entering(part, borders[part.index : part.index + part.entered])
+        S = call.entering(part, saved.borders[part.index : part.index + part.entered])
         ended = slice(part.sequences.start, part.sequences.stop - part.left)
         dS = _joined(call.states(dST, ended), carried)
         inputs, d_out = call.load(part), call.scaled(do, part)
         if options.recurrent:
             tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
         else:
-            part_kept = (
-                Factors(None, *(_of_part(whole, part, call) for whole in kept[1:])) if options.keep_factors else None
-            )
-            factors = call.stage("prepare").fold(inputs, part_kept)
+            kept = saved.factors(call.tiles(part)) if options.keep_factors else None
+            factors = call.stage("prepare").fold(inputs, kept)
             at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
             tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
         blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
@@ -215,11 +266,11 @@ def _backward(*arguments: Any) -> list[Tensor]:
         if dS0 is not None:
             begun = slice(part.sequences.start + part.entered, part.sequences.stop)
             dS0[begun] = call.turned(dS[part.entered :])
-    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:8], strict=True)]
+    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:DIFFERENTIABLE], strict=True)]
 
 
-def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...]:
-    """Empty results of the forward: o, final states, intermediate states, then what is saved: borders, E, F, A, J, P.
+def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, Saved]:
+    """Empty results of the forward, and room for what it keeps.
 
     Sizes come from metadata alone, so this is the operator's fake as well.
     """
@@ -243,7 +294,7 @@ def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[Tensor, ...]:
     keep = options.save and options.keep_factors and not options.recurrent
     tiles = split.chunk_rows(B, T, N, C) * HV if keep else 0
     factors = [empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C)]
-    return empty(B, T, HV, V, dtype=t.v.dtype), final_state, states, borders, *factors
+    return DeltaResult(empty(B, T, HV, V, dtype=t.v.dtype), final_state, states), Saved(borders, *factors)
 
 
 def _zero_gradients(t: DeltaTensors, needs: list[bool]) -> list[Tensor]:
@@ -252,7 +303,7 @@ def _zero_gradients(t: DeltaTensors, needs: list[bool]) -> list[Tensor]:
     summed = (5, 6, 7)
     return [
         x.new_zeros(x.shape, dtype=dtype if i in summed else x.dtype) if need and x is not None else t.q.new_empty(0)
-        for i, (x, need) in enumerate(zip(t[:8], needs, strict=True))
+        for i, (x, need) in enumerate(zip(t[:DIFFERENTIABLE], needs, strict=True))
     ]
 
 
@@ -261,11 +312,6 @@ def _joined(first: Tensor, last: Tensor) -> Tensor:
     if first.shape[0] == 0:
         return last
     return torch.cat([first, last]) if last.shape[0] else first
-
-
-def _of_part(whole: Tensor, part: Part, call: _Call) -> Tensor:
-    first = part.first_chunk * call.HV
-    return whole[first : first + part.table.chunks * call.HV]
 
 
 class _Checkpoints:
@@ -289,13 +335,14 @@ class _Checkpoints:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    return _outputs(DeltaTensors(*arguments[:10]), DeltaOptions(*arguments[10:]))
+    result, saved = _outputs(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:]))
+    return *result, *saved
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
-    t, needs = DeltaTensors(*arguments[:10]), arguments[18]
-    found = _zero_gradients(t, needs)
-    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:8], strict=True)]
+    given = _unpacked(arguments)
+    t, found = given.tensors, _zero_gradients(given.tensors, given.needs)
+    return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, t[:DIFFERENTIABLE], strict=True)]
 
 
 SAVED_SCHEMA = "Tensor borders, Tensor E, Tensor F, Tensor A, Tensor J, Tensor P"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -111,20 +113,20 @@ def ttt_bwd(
     dG = torch.zeros_like(at.S)
     if dsums is not None:
         _last_sums_bwd(x.k, dsums, table, dN, dG)
-    dY, dZ, de_last, dentering = _walk_back(x, inner, dO, dN, dG, dstate, first, table)
+    back = _walk_back(x, inner, dO, dN, dG, dstate, first, table)
 
     pairs = torch.bmm(dO, inner.N.transpose(1, 2)).tril_().mul_(x.e)
     dq = torch.bmm(dO, at.S.transpose(1, 2)).baddbmm_(pairs, x.k, alpha=-1)
     if first is not None:
         m = first.S.shape[0]
         dq[:m].sub_(x.e[:m] * torch.bmm(dO[:m], first.S.transpose(1, 2)))
-    dt = x.w * dY
-    dk = torch.baddbmm(dt, dZ, at.S.transpose(1, 2))
+    dt = x.w * back.dY
+    dk = torch.baddbmm(dt, back.dZ, at.S.transpose(1, 2))
     dk.baddbmm_(inner.N, dG.transpose(1, 2)).baddbmm_(pairs.transpose(1, 2), x.q, alpha=-1)
     de = (dO * written).sum(-1, keepdim=True).neg_()
-    de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), de_last)
-    dw = ((2 * x.w * inner.X + x.t) * dY).addcmul_(do, Xo).sum(1)
-    return Gradients(dq, dk, dt.neg(), de, dw, (dt + do).sum(1)), dentering
+    de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), back.de_last)
+    dw = ((2 * x.w * inner.X + x.t) * back.dY).addcmul_(do, Xo).sum(1)
+    return Gradients(dq, dk, dt.neg(), de, dw, (dt + do).sum(1)), back.entering
 
 
 def unload(
@@ -173,6 +175,21 @@ def _walk(
     return State(unranked(S, table), unranked(c, table)), N
 
 
+class _Back(NamedTuple):
+    """Gradients of what every mini-batch gave to the state.
+
+    Attributes:
+        dY, dZ: [n, C, D].
+        de_last: [n, 1, 1].
+        entering: [n, HV, ..] of the states entering the sequences.
+    """
+
+    dY: Tensor
+    dZ: Tensor
+    de_last: Tensor
+    entering: State
+
+
 def _walk_back(
     x: MiniBatches,
     inner: Inner,
@@ -182,17 +199,12 @@ def _walk_back(
     dstate: State,
     first: State | None,
     table: ChunkTable,
-) -> tuple[Tensor, Tensor, Tensor, State]:
+) -> _Back:
     """The adjoint of `_walk`.
 
     Args:
         dN: [n, C, D] through what is read and left open; what goes through the state is added.
         dG: [n, D, D] of k^T N, likewise.
-
-    Returns:
-        dY, dZ: [n, C, D].
-        de_last: [n, 1, 1].
-        State: gradient of the entering states, [n, HV, ..].
     """
     HV = dstate.S.shape[1]
     dS, dc = ranked(dstate.S, table), ranked(dstate.c, table)
@@ -212,7 +224,7 @@ def _walk_back(
         step_bwd_(running, bias, tile.q, tile.k, dO[rows], dZ[rows])
     if first is not None:
         de_last.masked_fill_(_per_head(_stays_open(table), HV, de_last), 0)
-    return dY, dZ, de_last, State(unranked(dS, table), unranked(dc, table))
+    return _Back(dY, dZ, de_last, State(unranked(dS, table), unranked(dc, table)))
 
 
 def _written(x: MiniBatches, Bm: Tensor, N: Tensor, first: State | None, table: ChunkTable) -> Tensor:
