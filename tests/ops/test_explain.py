@@ -90,6 +90,26 @@ def test_what_the_call_would_refuse():
     assert "has no prepare" in str(refused.value)
 
 
+def test_explaining_refuses_what_the_call_refuses():
+    """Also what a call looks at last."""
+    q, w = torch.randn(1, 3, 1, 8), torch.ones(1, 8)
+    for op, arguments in (
+        (wyfold.chunk_kda, {"q": q, "k": q, "v": q, "scale": "1"}),
+        (wyfold.chunk_ttt_linear, {"q": q, "k": q, "v": q, "w": w, "b": w, "eta": 0.1, "scale": "1"}),
+        (wyfold.fused_beta_sigmoid, {"x": q, "scale": "1"}),
+        (wyfold.l2norm, {"x": q, "eps": "1"}),
+    ):
+        with pytest.raises(TypeError, match="must be a number, got str"):
+            explain(op, **arguments)
+
+
+def test_a_batch_of_single_tokens_is_one_part():
+    """Decoding: rows are cut apart only where their chunks would not fit the workspace together."""
+    q = torch.empty(32, 1, 8, 64, device="meta")
+    assert explain(wyfold.fused_recurrent_kda, q, q, q).parts == 1
+    assert explain(wyfold.chunk_kda, q, q, q).parts == 1
+
+
 def test_only_operators_have_a_plan():
     with pytest.raises(TypeError, match="explain: op must be an operator of wyfold"):
         explain(torch.add, torch.ones(1), torch.ones(1))

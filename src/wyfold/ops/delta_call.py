@@ -91,6 +91,7 @@ def call_delta(
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
+    scale = sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale)
     every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
     chunk_size = _chunk_size(op, q, v, chunk, every)
 
@@ -98,7 +99,9 @@ def call_delta(
     stages = (
         (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
     )
-    per_part = chunks_per_part(q, v, recurrent)
+    tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, cu_seqlens_cpu)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
     plan = table.plan(
         op,
         q.device,
@@ -108,11 +111,10 @@ def call_delta(
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
     )
-    tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, cu_seqlens_cpu)
     options = DeltaOptions(
         operator=op,
         recurrent=recurrent,
-        scale=sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale),
+        scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel,
         activation=activation,
         lower_bound=lower_bound,
@@ -124,7 +126,7 @@ def call_delta(
         final_state=output_final_state,
         chunk_size=chunk_size,
         checkpoint_every=every,
-        save=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
+        save=save,
         keep_factors=chunk is not None and chunk.disable_recompute,
         backend=plan.backend,
     )

@@ -255,6 +255,7 @@ def _run(
     if check.number(op, "eps", eps) <= 0:
         raise ValueError(f"{op}: eps must be > 0, got {eps}")
     B, T, _, D = tensors.v.shape
+    scale = D**-0.5 if scale is None else check.number(op, "scale", scale)
     q, k, v = in_autocast_dtype(*tensors[:3])
     check.alike(op, "dtype", q=q, k=k, v=v)
     tensors = tensors._replace(q=q, k=k, v=v)
@@ -271,7 +272,7 @@ def _run(
     options = TTTOptions(
         operator=op,
         recurrent=recurrent,
-        scale=D**-0.5 if scale is None else check.number(op, "scale", scale),
+        scale=scale,
         eps=float(eps),
         chunk_size=chunk_size,
         state_v_first=state_v_first,

@@ -67,7 +67,7 @@ def border_rows(B: int, T: int, N: int | None, chunk_size: int, per_part: int) -
     """Rows that hold the entering state of every part, from sizes alone: N is None for a dense batch."""
     if N is not None:
         return _ceil_div(chunk_rows(B, T, N, chunk_size), per_part)
-    _, columns = _dense_block(B, per_part)
+    _, columns = _dense_block(B, per_part, MIN_COLUMNS)  # rows that need fewer fit one part with the most columns too
     return B * _ceil_div(_ceil_div(T, chunk_size), columns)
 
 
@@ -75,8 +75,9 @@ def part_count(B: int, T: int, N: int | None, chunk_size: int, per_part: int) ->
     """Most parts a call is cut into, from sizes alone: N is None for a dense batch."""
     if N is not None:
         return border_rows(B, T, N, chunk_size, per_part)
-    rows, columns = _dense_block(B, per_part)
-    return _ceil_div(B, rows) * _ceil_div(_ceil_div(T, chunk_size), columns)
+    needed = _ceil_div(T, chunk_size)
+    rows, columns = _dense_block(B, per_part, needed)
+    return _ceil_div(B, rows) * _ceil_div(needed, columns)
 
 
 def chunk_rows(B: int, T: int, N: int | None, chunk_size: int) -> int:
@@ -98,13 +99,14 @@ def parts(B: int, T: int, cu_seqlens: Tensor | None, chunk_size: int, per_part: 
     return list(_packed_parts(cu_seqlens, chunk_size, per_part))
 
 
-def _dense_block(B: int, per_part: int) -> tuple[int, int]:
-    rows = max(1, min(B, per_part // MIN_COLUMNS))
+def _dense_block(B: int, per_part: int, needed: int) -> tuple[int, int]:
+    """Rows and columns of a part of a dense batch whose rows need so many columns: MIN_COLUMNS, where they do."""
+    rows = max(1, min(B, per_part // max(1, min(MIN_COLUMNS, needed))))
     return rows, max(1, per_part // rows)
 
 
 def _dense_parts(B: int, T: int, C: int, per_part: int) -> Iterator[Part]:
-    rows, columns = _dense_block(B, per_part)
+    rows, columns = _dense_block(B, per_part, _ceil_div(T, C))
     border = chunk = 0
     for first in range(0, B, rows):
         last = min(B, first + rows)

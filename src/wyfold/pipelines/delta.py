@@ -105,10 +105,10 @@ class Delta(torch.autograd.Function):
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
 
 
-def chunks_per_part(q: Tensor, v: Tensor, recurrent: bool) -> int:
-    """Most chunks of a part, from widths, heads and dtype alone."""
+def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
+    """Most chunks of a part, from widths, heads and dtype alone; fewer where a backward will keep a state per token."""
     state_bytes = v.shape[2] * q.shape[3] * v.shape[3] * wide(q.dtype).itemsize
-    return split.chunks_per_part(state_bytes * (RECURRENT_PARTS if recurrent else 1))
+    return split.chunks_per_part(state_bytes * (RECURRENT_PARTS if state_per_token else 1))
 
 
 class _Call:
@@ -123,7 +123,7 @@ class _Call:
             given = tensors.cu_seqlens if tensors.cu_seqlens_cpu is None else tensors.cu_seqlens_cpu
             self.cu = legal_boundaries(options.operator, given, self.T)
         self.N = self.B if self.cu is None else self.cu.shape[0] - 1
-        per_part = chunks_per_part(tensors.q, tensors.v, options.recurrent)
+        per_part = chunks_per_part(tensors.q, tensors.v, state_per_token=options.recurrent and options.save)
         # Token by token, rows that no token fills are wasted, and no bit depends on them.
         rows = min(options.chunk_size, max(1, self.T)) if options.recurrent else options.chunk_size
         self.parts = split.parts(self.B, self.T, self.cu, rows, per_part)
@@ -288,7 +288,7 @@ def _outputs(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, Saved
     )
     rows = ((B, T // n) if N is None else (T // n,)) if n else (0,)
     states = t.v.new_zeros(*rows, *((HV, *state) if n else ()), dtype=options.state_dtype)
-    per_part = chunks_per_part(t.q, t.v, options.recurrent)
+    per_part = chunks_per_part(t.q, t.v, state_per_token=options.recurrent and options.save)
     # Not every row is written: a registered operator must not return what happened to lie in memory.
     borders = t.v.new_zeros(split.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
     keep = options.save and options.keep_factors and not options.recurrent
