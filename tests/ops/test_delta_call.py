@@ -19,14 +19,10 @@ from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
 from wyfold.reference.shapes import (
     EVERY_LENGTH,
-    LONG_LENGTHS,
-    MANY_HEADS,
-    MANY_SEQUENCES,
     PACKINGS,
     Packing,
     Shape,
     every_offset,
-    past_the_grid,
 )
 from wyfold.reference.targets import target
 
@@ -514,49 +510,3 @@ def test_v_first_states_are_k_first_states_turned(rule: str, form: str, results)
     for name in k_first:
         x = v_first[name].mT if name in ("state", "dinitial_state") else v_first[name]
         assert torch.equal(k_first[name], x), name
-
-
-# --- large sizes -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_seventy_thousand_sequences(rule: str, results):
-    """Each has the bits it has among its neighbours alone."""
-    cu = torch.tensor(MANY_SEQUENCES.cu_seqlens)
-    a = inputs.draw("random", rule, Shape(1, 70_000, 1, 1, 8, 8))
-    every = results(operator(rule, "chunk"), a, output_final_state=True, cu_seqlens=cu)
-    for first in (0, 35_000, 69_990):
-        some = {name: x[:, first : first + 10] for name, x in a.items()}
-        fed = {"o": inputs.incoming(a["v"], 0)[:, first : first + 10]}
-        fed["state"] = inputs.incoming(every["state"], 1)[first : first + 10]
-        alone = results(operator(rule, "chunk"), some, None, fed, output_final_state=True, cu_seqlens=torch.arange(11))
-        for name, x in alone.items():
-            axis = 0 if name == "state" else 1
-            assert torch.equal(x, every[name].narrow(axis, first, 10)), name
-
-
-def test_more_heads_than_a_launch_grid_has_rows(results):
-    a = inputs.draw("random", "kda", MANY_HEADS)
-    every = results(wyfold.chunk_kda, a)
-    some = {name: x[7:9, :, 100:103] for name, x in a.items()}
-    alone = results(wyfold.chunk_kda, some, None, {"o": inputs.incoming(every["o"])[7:9, :, 100:103]})
-    assert all(torch.equal(x, every[name][7:9, :, 100:103]) for name, x in alone.items())
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_long_sequence_ends_as_its_last_piece(rule: str, results):
-    T = LONG_LENGTHS[0]
-    a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal")
-    o, state = operator(rule, "chunk")(**a, output_final_state=True)
-    cut = T // 2 // 64 * 64
-    for begin, end in ((0, cut), (cut, T)):
-        piece = {name: x if name == "initial_state" else x[:, begin:end] for name, x in a.items()}
-        part, a["initial_state"] = operator(rule, "chunk")(**piece, output_final_state=True)
-        assert torch.equal(part, o[:, begin:end])
-    assert torch.equal(a["initial_state"], state)
-
-
-@pytest.mark.parametrize("what", [f"T = {LONG_LENGTHS[1]:,}", f"T = {past_the_grid(64):,}", "more than 2^31 elements"])
-def test_sizes_that_wait(what: str):
-    if not torch.cuda.is_available():
-        pytest.skip(f"{what}: beyond two cores and their memory, and no CUDA device is here")

@@ -1,0 +1,256 @@
+"""Sizes past what small tests reach: long sequences, many sequences, many heads, lengths around many chunks.
+
+Where a token loop would take minutes, a large call is held to the bits of calls on parts of it, which the small tests
+hold to the loop. Sizes that a machine cannot hold are skipped with what they need and what is there.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import reference
+from wyfold.pipelines import delta as pipeline
+from wyfold.reference import inputs, shapes
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+GIB = 2**30
+
+
+def chunked(rule: str):
+    return getattr(wyfold, f"chunk_{rule}")
+
+
+def within(float64_bounds, got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == truth.keys()
+    for name, x in truth.items():
+        (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, got[name], x)
+
+
+# --- against the token loop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", shapes.BORDER_LENGTHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_around_multiples_of_the_chunk(rule: str, T: int, results, float64_bounds):
+    a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal", dtype=torch.float64)
+    truth = results(getattr(reference, rule), a, output_final_state=True)
+    within(float64_bounds, results(chunked(rule), a, output_final_state=True), truth)
+
+
+@pytest.mark.parametrize(("K", "V"), shapes.UNEQUAL_WIDTHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_keys_and_values_of_unequal_widths(rule: str, K: int, V: int, results, float64_bounds):
+    a = inputs.draw("random", rule, Shape(1, 70, 1, 2, K, V), state="normal", dtype=torch.float64)
+    truth = results(getattr(reference, rule), a, output_final_state=True)
+    for form in ("chunk", "fused_recurrent"):
+        within(float64_bounds, results(getattr(wyfold, f"{form}_{rule}"), a, output_final_state=True), truth)
+
+
+# --- against parts of itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES[1:])  # the scalar decay and the channels'; without one nothing is shaped anew
+def test_seventy_thousand_sequences(rule: str, results):
+    """Each has the bits it has among few neighbours."""
+    cu, N = torch.tensor(shapes.MANY_SEQUENCES.cu_seqlens), shapes.MANY_SEQUENCES.tokens
+    a = inputs.draw("random", rule, Shape(1, N, 1, 1, 8, 8))
+    every = results(chunked(rule), a, output_final_state=True, cu_seqlens=cu)
+    for first in (0, N // 2, N - 10):
+        some = {name: x[:, first : first + 10] for name, x in a.items()}
+        fed = {"o": inputs.incoming(a["v"], 0)[:, first : first + 10]}
+        fed["state"] = inputs.incoming(every["state"], 1)[first : first + 10]
+        alone = results(chunked(rule), some, None, fed, output_final_state=True, cu_seqlens=torch.arange(11))
+        for name, x in alone.items():
+            assert torch.equal(x, every[name].narrow(0 if name == "state" else 1, first, 10)), name
+
+
+def test_seventy_thousand_empty_sequences_return_their_states(results):
+    """All but one, the last: its states are the only ones that change."""
+    N = shapes.MANY_SEQUENCES.tokens
+    a = inputs.draw("random", "gated_delta_rule", Shape(1, 5, 1, 1, 8, 8), state="normal", sequences=N)
+    cu = torch.zeros(N + 1, dtype=torch.int32)
+    cu[-1] = 5
+    found = results(wyfold.chunk_gated_delta_rule, a, output_final_state=True, cu_seqlens=cu)
+    fed = {"o": inputs.incoming(found["o"], 0), "state": inputs.incoming(found["state"], 1)}
+    assert torch.equal(found["state"][:-1], a["initial_state"][:-1])
+    assert torch.equal(found["dinitial_state"][:-1], fed["state"][:-1])
+    last = a | {"initial_state": a["initial_state"][-1:]}
+    alone = results(
+        wyfold.chunk_gated_delta_rule, last, None, fed | {"state": fed["state"][-1:]}, output_final_state=True
+    )
+    for name, x in alone.items():
+        assert torch.equal(x, found[name][-1:] if "state" in name else found[name]), name
+
+
+def test_more_heads_than_a_launch_grid_has_rows(results):
+    a = inputs.draw("random", "kda", shapes.MANY_HEADS)
+    every = results(wyfold.chunk_kda, a)
+    some = {name: x[7:9, :, 100:103] for name, x in a.items()}
+    alone = results(wyfold.chunk_kda, some, None, {"o": inputs.incoming(every["o"])[7:9, :, 100:103]})
+    assert all(torch.equal(x, every[name][7:9, :, 100:103]) for name, x in alone.items())
+
+
+CHUNK = 64  # demanded below: a cut at another place than between chunks rounds differently
+
+
+def tokens(a: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    """The arguments of a piece; the state stays."""
+    return {name: x if name == "initial_state" else x[:, rows] for name, x in a.items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
+    """Forward and backward: the state handed on, its gradient handed back."""
+    T, options = shapes.LONG_LENGTHS[0], {"output_final_state": True, "chunk_size": CHUNK}
+    a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal")
+    whole = results(chunked(rule), a, **options)
+    fed = {"o": inputs.incoming(whole["o"], 0), "state": inputs.incoming(whole["state"], 1)}
+    cut = T // 2 // CHUNK * CHUNK
+    before, after = tokens(a, slice(0, cut)), tokens(a, slice(cut, T))
+    _, after["initial_state"] = chunked(rule)(**before, **options)
+    last = results(chunked(rule), after, None, fed | {"o": fed["o"][:, cut:]}, **options)
+    first = results(chunked(rule), before, None, {"o": fed["o"][:, :cut], "state": last["dinitial_state"]}, **options)
+    assert torch.equal(last["state"], whole["state"])
+    assert torch.equal(first["dinitial_state"], whole["dinitial_state"])
+    for name in ("o", *(f"d{x}" for x in a if x != "initial_state")):
+        assert torch.equal(torch.cat([first[name], last[name]], 1), whole[name]), name
+
+
+def test_a_million_tokens_end_as_their_last_piece(results):
+    T, options = shapes.LONG_LENGTHS[1] + 1, {"output_final_state": True, "chunk_size": CHUNK}
+    a = inputs.draw("random", "gated_delta_rule", Shape(1, T, 1, 1, 8, 8), state="normal")
+    whole = results(wyfold.chunk_gated_delta_rule, a, **options)
+    fed = {"o": inputs.incoming(whole["o"], 0), "state": inputs.incoming(whole["state"], 1)}
+    cut = T // CHUNK * CHUNK - 10 * CHUNK
+    after = tokens(a, slice(cut, T))
+    _, after["initial_state"] = wyfold.chunk_gated_delta_rule(**tokens(a, slice(0, cut)), **options)
+    last = results(wyfold.chunk_gated_delta_rule, after, None, fed | {"o": fed["o"][:, cut:]}, **options)
+    assert torch.equal(last["state"], whole["state"])
+    for name in ("o", *(f"d{x}" for x in a if x != "initial_state")):
+        assert torch.equal(last[name], whole[name][:, cut:]), name
+        assert whole[name].isfinite().all(), name
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+LONG_TRAINING = """
+import torch, wyfold
+torch.set_num_threads(1)
+T, H, D = 262_144, 2, 64
+q, k, v = (torch.randn(1, T, H, D) for _ in range(3))
+k, beta, g = torch.nn.functional.normalize(k, dim=-1), torch.rand(1, T, H), -0.1 * torch.rand(1, T, H)
+o, _ = wyfold.chunk_gated_delta_rule(*(x.requires_grad_() for x in (q, k, v, g, beta)))
+o.backward(torch.ones_like(o))
+assert all(x.grad.isfinite().all() for x in (q, k, v, g, beta))
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc/self/status: the peak cannot be read")
+def test_a_long_training_step_fits_in_four_gib():
+    done = subprocess.run([sys.executable, "-c", LONG_TRAINING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 <= 4 * GIB, f"peak {int(done.stdout) / 2**20:.2f} GiB"
+
+
+class Tally(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what is dispatched, and the elements of the largest tensor that comes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += 1
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor):
+                # What is stored: an expanded view has elements that take no memory.
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return found
+
+
+def tallied(monkeypatch, rule: str, shape: Shape, results, **options: Any) -> dict[str, Tally]:
+    """What the launches of each direction do; the registered operators hide it from a mode outside them."""
+    tallies = {}
+
+    def watched(direction: str):
+        run = getattr(pipeline, direction)
+
+        def counted(*arguments: Any) -> Any:
+            tallies[direction] = Tally()
+            with tallies[direction]:
+                return run(*arguments)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for direction in ("_forward", "_backward"):
+            patch.setattr(pipeline, f"{direction}_op", watched(direction))
+        results(chunked(rule), inputs.draw("random", rule, shape), output_final_state=True, **options)
+    return tallies
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["rebuild", "keep"])
+def test_no_tensor_holds_a_chunk_of_rows_for_every_channel(keep: bool, results, monkeypatch):
+    """A channel-wise decay is no [T, C, K] table; not even of one head."""
+    T, K, C, H = 4096, 64, 64, 2
+    tallies = tallied(monkeypatch, "kda", Shape(1, T, H, H, K, K), results, chunk_size=C, disable_recompute=keep)
+    for direction, tally in tallies.items():
+        assert 0 < tally.largest < T * C * K * H / 4, f"{direction}: {tally.largest}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_loop_over_tokens(rule: str, results, monkeypatch):
+    """A further token costs the chunk form less than five operations, all launches and both directions counted."""
+    short, long = (tallied(monkeypatch, rule, Shape(1, T, 1, 1, 8, 8), results, chunk_size=64) for T in (1024, 4096))
+    extra = sum(long[direction].count - short[direction].count for direction in long)
+    assert 0 <= extra < 5 * (4096 - 1024)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def available() -> int:
+    """Bytes of memory this machine could give now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def must_fit(what: str, needed: int) -> None:
+    """Skip unless the machine has as many bytes."""
+    if available() < needed:
+        there = f"{needed / GIB:.0f} GiB, this machine has {available() / GIB:.0f}"
+        pytest.skip(f"{what} need {there}: waits for the GPU")
+
+
+def test_more_than_two_to_the_31_elements(results):
+    """Forward and backward; the last head, whose elements lie beyond, has the bits it has alone."""
+    size = shapes.OVER_INT32
+    elements = size.T * size.H * size.K
+    assert elements > 2**31
+    must_fit("2^31 elements in each of q, k, v, o and their gradients", 10 * 4 * elements)
+    head = inputs.draw("random", "delta_rule", Shape(1, size.T, 1, 1, size.K, size.V))
+    every = {name: x.repeat_interleave(size.H, 2) for name, x in head.items()}
+    fed = inputs.incoming(head["v"])
+    alone = results(wyfold.chunk_delta_rule, head, None, {"o": fed})
+    found = results(wyfold.chunk_delta_rule, every, None, {"o": fed.repeat_interleave(size.H, 2)})
+    assert all(torch.equal(found[name][:, :, -1:], x) for name, x in alone.items())
+
+
+def test_more_chunks_than_a_launch_grid_has_rows():
+    T = shapes.past_the_grid(CHUNK)
+    if not torch.cuda.is_available():
+        pytest.skip(f"{T:,} tokens take a CPU core minutes, and no CUDA device is here: waits for the GPU")
+    a = inputs.draw("random", "gated_delta_rule", Shape(1, T, 1, 1, 8, 8))
+    a = {name: x.cuda() for name, x in a.items()}
+    cut = T // 2 // CHUNK * CHUNK
+    o, _ = wyfold.chunk_gated_delta_rule(**a, chunk_size=CHUNK)
+    _, S = wyfold.chunk_gated_delta_rule(**tokens(a, slice(0, cut)), chunk_size=CHUNK, output_final_state=True)
+    last, _ = wyfold.chunk_gated_delta_rule(**tokens(a, slice(cut, T)), chunk_size=CHUNK, initial_state=S)
+    assert torch.equal(o[:, cut:], last)
