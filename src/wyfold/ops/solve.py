@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,7 +75,7 @@ def solve_tril(
         _check_triangle(op, A, cu)
     H, C = A.shape[2:]
     plan = _plan(op, A, cu, C, _chunks_per_part(C, H, C, widest(A)), backend)
-    return _solve_tril_op(A, cu, output_dtype or widest(A), plan.backend)
+    return _Constant.apply(_solve_tril_op, A, cu, output_dtype or widest(A), plan.backend)
 
 
 def chunk_scaled_dot_kkt(
@@ -134,7 +137,17 @@ def chunk_scaled_dot_kkt(
         check.log_gates(op, g, cu)
     per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
     plan = _plan(op, k, cu, chunk_size, per_part, backend)
-    return _kkt_op(k, beta, g, cu, chunk_size, output_dtype or widest(k, beta, g), plan.backend)
+    return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, output_dtype or widest(k, beta, g), plan.backend)
+
+
+class _Constant(torch.autograd.Function):
+    """An operator without a gradient. Called by itself its tangents would be what it returns for theirs, as if it were
+    linear, and `vmap` would run it row by row; a function that has neither `jvp` nor `setup_context` refuses both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return run(*arguments)
 
 
 def _no_gradient(op: str, **arguments: Tensor | None) -> None:
