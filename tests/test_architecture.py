@@ -193,6 +193,45 @@ def is_gate(node: ast.AST) -> bool:
     return name in ("g", "G", "dg", "dG", "gate", "GATE")
 
 
+def nameless_results(file: File) -> Iterator[ast.AST]:
+    """More than three results of a function of ours travel in a named record.
+
+    Not ours to shape are functions registered with torch, whose results are what their schema says, the methods of an
+    autograd.Function, and the public operators. A row of text cells is no record either.
+    """
+    shaped_by_others = set(PUBLIC)
+    for call, name in file.calls():
+        if name.rpartition(".")[2] == "register":
+            shaped_by_others |= {dotted(argument) for argument in call.args}
+    methods = {
+        id(method)
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef) and any(dotted(base).endswith("autograd.Function") for base in node.bases)
+        for method in node.body
+    }
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef) and node.name not in shaped_by_others and id(node) not in methods:
+            yield from (part for part in promised(node) if len(part.elts) > 3)
+            if node.returns is None or ast.unparse(node.returns) != "tuple[str, ...]":
+                yield from (value for value in returned(node) if isinstance(value, ast.Tuple) and len(value.elts) > 3)
+
+
+def promised(function: ast.FunctionDef) -> Iterator[ast.Tuple]:
+    """The parts of every `tuple[...]` in what a function is annotated to return."""
+    for node in ast.walk(function.returns) if function.returns else ():
+        if isinstance(node, ast.Subscript) and dotted(node.value) == "tuple" and isinstance(node.slice, ast.Tuple):
+            yield node.slice
+
+
+def returned(node: ast.AST) -> Iterator[ast.expr]:
+    """What a function's own return statements return, not those of functions inside it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Return) and child.value:
+            yield child.value
+        elif not isinstance(child, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            yield from returned(child)
+
+
 def loose_ends(file: File) -> Iterator[ast.AST]:
     """A TODO carries a link or a version."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -212,6 +251,7 @@ HOUSE_RULES = (
     asserts,
     undocumented,
     gate_kind,
+    nameless_results,
     loose_ends,
 )
 
@@ -259,6 +299,7 @@ PLANTED = {
     asserts: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
     undocumented: ("tile/dot/eager.py", "x = 1"),
     gate_kind: ("stages/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
+    nameless_results: ("stages/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
     loose_ends: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
     switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
     typed_in_tolerances: ("tests/ops/test_kda.py", "assert torch.allclose(a, b)"),
@@ -274,6 +315,22 @@ def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
 
 def test_every_rule_has_its_planted_file():
     assert set(PLANTED) == {*HOUSE_RULES, *TEST_RULES}
+
+
+def test_results_that_torch_or_users_shape_need_no_name():
+    """`nameless_results` sees a display as well as an annotation, and lets pass what it says it lets pass."""
+    display = "def forward(*arguments):\n    return o, states, *kept, last"
+    for text, refused in [
+        (display, True),
+        ("def outer():\n    def inner() -> tuple[str, ...]:\n        return a, b, c, d\n    return a, b, c, d", True),
+        (f"{display}\nregister('forward(Tensor x) -> Tensor[]', forward, lambda x: x)", False),
+        ("class Call(torch.autograd.Function):\n    def backward(ctx, dx):\n        return dx, dx, dx, dx", False),
+        ("class Call:\n    def backward(self, dx):\n        return dx, dx, dx, dx", True),
+        ("def chunk_kda(q):\n    return q, q, q, q", False),
+        ("def cells() -> tuple[str, ...]:\n    return a, b, c, d", False),
+        ("def three() -> tuple[Tensor, Tensor, Tensor]:\n    return x, y, z", False),
+    ]:
+        assert bool(list(nameless_results(File(Path("src/wyfold/pipelines/delta.py"), text)))) is refused, text
 
 
 def broken(rule: Callable[[File], Iterator[ast.AST]], folder: Path) -> list[str]:
