@@ -223,6 +223,20 @@ def test_the_layout_of_a_padded_batch_is_a_pytree_too():
     assert again.tokens == 6 and torch.equal(again.pack(x), layout.pack(x))
 
 
+def test_a_layout_from_a_mask_takes_no_boundaries():
+    """They would leave the mask, by which `pack` and `unpack` go, as it was."""
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    layout, x = SequenceLayout.from_mask(mask), torch.randn(2, 3, 4)
+    before = layout.pack(x)
+    again = pytree.tree_unflatten(*pytree.tree_flatten(layout))
+    for refusing in (layout, again):
+        with pytest.raises(ValueError, match=r"^SequenceLayout.update_: cu_seqlens must .* make a new layout"):
+            refusing.update_(torch.tensor([0, 1, 6]))
+        assert refusing.cu_seqlens.tolist() == [0, 2, 4]
+        assert torch.equal(refusing.pack(x), before)
+        assert torch.equal(refusing.unpack(before), torch.where(mask[..., None], x, 0))
+
+
 def test_equal_layouts_give_equal_bits_whoever_made_them():
     q = torch.randn(1, 9, 1, 8)
     makers = (

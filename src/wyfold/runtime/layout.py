@@ -207,6 +207,17 @@ class PaddedLayout(SequenceLayout):
         row = (real.cumsum(0) - 1).clamp(min=0)
         return torch.where(_beside(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
 
+    def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
+        """Refused: boundaries do not say where in a row its padding lies.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{_NAME}.update_: cu_seqlens must go to a layout made from boundaries, got one made from a mask; "
+            "make a new layout from the new mask"
+        )
+
     def _expect(self, x: Tensor, leading: torch.Size) -> None:
         if check.tensor(_NAME, "x", x).shape[:2] != leading:
             raise ValueError(f"{_NAME}: x must begin with {list(leading)}, got {list(x.shape)}")
