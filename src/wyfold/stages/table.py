@@ -115,5 +115,8 @@ def _refusal(name: str, device: torch.device, stages: tuple[str, ...], demand: s
     if missing:
         return f"has no {', '.join(dict.fromkeys(missing))} launch in this version"
     if name == "eager" and device.type == "cuda" and demand is None:
-        return 'never chosen unasked for CUDA tensors; ask for it with backend="eager"'
+        return (
+            'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
+            "an argument of every operator and of the layer or decoder around it"
+        )
     return ""

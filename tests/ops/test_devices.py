@@ -1,0 +1,69 @@
+"""Tensors on CUDA: every operator takes a demand, serves them under it, and refuses them without it.
+
+No card is needed: under PyTorch's fake tensors a call is checked, planned and traced with the device it was given, and
+nothing is computed.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import wyfold
+from wyfold import UnsupportedError
+from wyfold.cli.subjects import SUBJECTS
+from wyfold.reference.shapes import Shape
+from wyfold.stages import table
+
+QUESTIONS = {"checked", "doctor", "explain"}
+OPERATORS = sorted(
+    name for name in wyfold.__all__ if inspect.isfunction(getattr(wyfold, name)) and name not in QUESTIONS
+)
+SHAPE = Shape(2, 40, 1, 2, 8, 16)
+
+
+def on_cuda(value):
+    """A tensor's like on CUDA; under fake tensors alone."""
+    return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, torch.Tensor) else value
+
+
+def tensors(returned) -> list[torch.Tensor]:
+    return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
+
+
+def test_every_operator_is_called_here():
+    assert {getattr(wyfold, name) for name in OPERATORS} == {getattr(wyfold, s.operator) for s in SUBJECTS.values()}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_takes_a_demand(name: str):
+    backend = inspect.signature(getattr(wyfold, name)).parameters["backend"]
+    assert (backend.kind, backend.default) == (backend.KEYWORD_ONLY, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype):
+    operator = getattr(wyfold, SUBJECTS[name].operator)
+    arguments = SUBJECTS[name].arguments(SHAPE, dtype, 0)
+    expected = [(x.shape, x.dtype, "cuda") for x in tensors(operator(**arguments))]
+    with FakeTensorMode():
+        there = {argument: on_cuda(value) for argument, value in arguments.items()}
+        got = tensors(operator(**there, backend="eager"))
+        with pytest.raises(UnsupportedError) as refused:
+            operator(**there)
+    assert [(x.shape, x.dtype, x.device.type) for x in got] == expected
+    assert set(refused.value.reasons) == set(table.BACKENDS)
+    assert str(refused.value).startswith(f"{operator.__name__}: no backend serves tensors on cuda\n")
+    assert 'ask for it with backend="eager"' in refused.value.reasons["eager"]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_not_there_is_refused_by_name(name: str):
+    operator = getattr(wyfold, SUBJECTS[name].operator)
+    arguments = SUBJECTS[name].arguments(SHAPE, torch.float32, 0)
+    with pytest.raises(UnsupportedError, match=r"backend='triton' cannot serve this call on cpu"):
+        operator(**arguments, backend="triton")
+    with pytest.raises(ValueError, match=f"^{operator.__name__}: backend must be one of None, 'eager'"):
+        operator(**arguments, backend="cuda")
