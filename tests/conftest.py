@@ -94,6 +94,21 @@ def threads(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+@pytest.fixture
+def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """(operator, backend it was asked for) of each call from now on; the table takes every tensor for one on CUDA."""
+    from wyfold.stages import table
+
+    calls, plan = [], table.plan
+
+    def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):
+        calls.append((operator, backend))
+        return plan(operator, torch.device("cuda"), backend, **rest)
+
+    monkeypatch.setattr(table, "plan", planned)
+    return calls
+
+
 class Float64Bounds:
     """The absolute bounds on float64 results; a relative RMS, and exact zeros where the truth is zero."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from wyfold import SequenceLayout, models
+from wyfold import SequenceLayout, UnsupportedError, models
 from wyfold.models import Decoder, DecoderConfig
 
 SMALL = {
@@ -373,6 +373,29 @@ def test_names_on_disk_are_stable():
         "norm.weight",
         "head.weight",
     }
+
+
+def test_the_backend_is_the_instance_s_and_reaches_every_operator(config, ids, tmp_path, taken_for_cuda):
+    model = Decoder(config, backend="eager")
+    model(ids, ids)[1].backward()
+    model.generate(ids, 3)
+    assert "backend" not in model.config.to_json()
+    model.save(tmp_path)
+    Decoder.load(tmp_path, backend="eager")(ids)
+    rules = {operator for operator, _ in taken_for_cuda} - {"causal_conv1d", "rms_norm_gated"}
+    chunked = ("chunk_gated_delta_rule", "chunk_kda", "chunk_ttt_linear", "chunk_delta_rule")
+    assert rules == {*chunked, *(rule.replace("chunk", "fused_recurrent") for rule in chunked)}
+    assert {backend for _, backend in taken_for_cuda} == {"eager"}
+    for unasked in (Decoder(config), Decoder.load(tmp_path)):
+        with pytest.raises(UnsupportedError, match="an argument of every operator and of the layer or decoder"):
+            unasked(ids)
+
+
+def test_a_backend_is_no_matter_of_the_configuration(config):
+    with pytest.raises(ValueError, match=r"^DecoderConfig: options\['kda'\] must be among .*, got 'backend'"):
+        dataclasses.replace(config, options={"kda": {"backend": "eager"}})
+    with pytest.raises(ValueError, match=r"^Decoder: backend must be one of None, 'eager', .*, got 'cuda'"):
+        Decoder(config, backend="cuda")
 
 
 def test_loading_mistakes_are_named(config, tmp_path):

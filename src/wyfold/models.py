@@ -28,6 +28,7 @@ from wyfold import layers
 from wyfold.layers.cache import DecodingCache, LayerCache
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
 
 MIXERS: dict[str, type[nn.Module]] = {
     "delta_net": layers.DeltaNet,
@@ -105,11 +106,13 @@ class DecoderConfig:
         period = _parse(self.pattern)
         return tuple(period[i % len(period)] for i in range(self.num_layers))
 
-    def mixer(self, name: str) -> nn.Module:
-        """A fresh mixer of that name."""
+    def mixer(self, name: str, *, backend: str | None = None) -> nn.Module:
+        """A fresh mixer of that name, its operators on `backend`."""
         shared = ("hidden_size", "num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
         known = inspect.signature(MIXERS[name]).parameters
         arguments = {field: getattr(self, field) for field in shared if field in known}
+        if "backend" in known:  # softmax attention is PyTorch's own, on every device
+            arguments["backend"] = backend
         return MIXERS[name](**arguments | dict(self.options.get(name, {})))
 
     def to_json(self) -> str:
@@ -135,6 +138,11 @@ class DecoderConfig:
 class Decoder(nn.Module):
     """The language model of a `DecoderConfig`.
 
+    Args:
+        config: What it is made of, and all that `save` keeps beside the weights.
+        backend: Of every operator in its layers; belongs to this instance, not to the model. None for the table's
+            choice; on CUDA "eager" has to be asked for.
+
     Example:
         >>> import torch
         >>> config = DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16)
@@ -146,13 +154,14 @@ class Decoder(nn.Module):
         torch.Size([1, 14])
     """
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, *, backend: str | None = None):
         super().__init__()
         if not isinstance(config, DecoderConfig):
             raise TypeError(f"Decoder: config must be a DecoderConfig, got {type(config).__name__}")
-        self.config = config
+        check.choice("Decoder", "backend", backend, (None, *table.BACKENDS))
+        self.config, self.backend = config, backend
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, name) for name in config.layers)
+        self.blocks = nn.ModuleList(Block(config, name, backend) for name in config.layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -316,8 +325,15 @@ class Decoder(nn.Module):
         unfinished.replace(folder / CONFIG_FILE)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Decoder:
+    def load(
+        cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", backend: str | None = None
+    ) -> Decoder:
         """The decoder that `save` wrote, in the dtype it had.
+
+        Args:
+            folder: Holds `config.json` and `model.safetensors`.
+            device: Of the parameters.
+            backend: As for a new decoder; none was saved.
 
         Raises:
             ImportError: safetensors is missing.
@@ -329,7 +345,7 @@ class Decoder(nn.Module):
         config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = safetensors.load_file(folder / WEIGHTS_FILE, device=str(device))
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, backend=backend)
         try:
             model.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
@@ -370,10 +386,10 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, name: str):
+    def __init__(self, config: DecoderConfig, name: str, backend: str | None):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mixer = config.mixer(name)
+        self.mixer = config.mixer(name, backend=backend)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
 
@@ -454,7 +470,8 @@ def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
     name = _canonical("options", mixer)
     if not isinstance(options, Mapping):
         raise TypeError(f"DecoderConfig: options[{mixer!r}] must map names to values, got {type(options).__name__}")
-    known = [option for option in inspect.signature(MIXERS[name]).parameters if option != "hidden_size"]
+    elsewhere = ("hidden_size", "backend")  # one for all layers; and the decoder's own, which no configuration keeps
+    known = [option for option in inspect.signature(MIXERS[name]).parameters if option not in elsewhere]
     for option in options:
         if option not in known:
             raise ValueError(f"DecoderConfig: options[{mixer!r}] must be among {', '.join(known)}, got {option!r}")

@@ -9,6 +9,7 @@ from wyfold.layers.cache import LayerCache
 from wyfold.ops.conv import causal_conv1d
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
 
 
 class ShortConvolution(nn.Module):
@@ -21,14 +22,24 @@ class ShortConvolution(nn.Module):
         conv_size: W, the filter's length, 2 to 8.
         bias: Whether to add one.
         activation: None, "silu" or "swish".
+        backend: Of the operator. None for the table's choice; on CUDA "eager" has to be asked for.
     """
 
-    def __init__(self, channels: int, conv_size: int = 4, *, bias: bool = False, activation: str | None = "silu"):
+    def __init__(
+        self,
+        channels: int,
+        conv_size: int = 4,
+        *,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = None,
+    ):
         super().__init__()
         check.integer("ShortConvolution", "channels", channels, least=1)
         check.choice("ShortConvolution", "conv_size", conv_size, range(2, 9))
         check.choice("ShortConvolution", "activation", activation, (None, "silu", "swish"))
-        self.activation = activation
+        check.choice("ShortConvolution", "backend", backend, (None, *table.BACKENDS))
+        self.activation, self.backend = activation, backend
         self.weight = nn.Parameter(torch.empty(channels, conv_size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
@@ -59,6 +70,7 @@ class ShortConvolution(nn.Module):
             output_final_state=cache is not None,
             activation=self.activation,
             cu_seqlens=layout,
+            backend=self.backend,
         )
         if cache is not None and latest is not None:
             cache["conv"] = latest

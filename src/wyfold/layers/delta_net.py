@@ -11,6 +11,7 @@ from wyfold.layers.conv import ShortConvolution
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
 
 # A chunk is padded to its full size, 16 tokens or more, so for this few going one by one is less work.
 RECURRENT_TOKENS = 8
@@ -33,6 +34,7 @@ class DeltaMixer(nn.Module):
         conv_size: Length of the short convolution.
         allow_neg_eigval: beta in [0, 2] in place of [0, 1], so that a state can be turned over, not only shrunk
             (arXiv:2411.12537).
+        backend: Of every operator in the layer. None for the table's choice; on CUDA "eager" has to be asked for.
 
     Raises:
         ValueError: a size that the operator does not offer.
@@ -49,6 +51,7 @@ class DeltaMixer(nn.Module):
         head_v_dim: int | None,
         conv_size: int,
         allow_neg_eigval: bool,
+        backend: str | None,
     ):
         super().__init__()
         name = type(self).__name__
@@ -59,11 +62,12 @@ class DeltaMixer(nn.Module):
         check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
         check.width(name, "V", "head_v_dim", check.integer(name, "head_v_dim", self.head_v_dim, least=1))
         check.flag(name, allow_neg_eigval=allow_neg_eigval)
-        self.allow_neg_eigval = allow_neg_eigval
+        check.choice(name, "backend", backend, (None, *table.BACKENDS))
+        self.allow_neg_eigval, self.backend = allow_neg_eigval, backend
         self.key_size = self.num_heads * self.head_dim
         self.value_size = self.num_v_heads * self.head_v_dim
         self.qkv = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
-        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size)
+        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size, backend=backend)
         self.beta = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
 
@@ -109,6 +113,7 @@ class DeltaMixer(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             state_dtype=None if state is None else state.dtype,
             cu_seqlens=layout,
+            backend=self.backend,
         )
         if cache is not None:
             cache["state"] = state
@@ -123,6 +128,7 @@ class DeltaNet(DeltaMixer):
     Args:
         hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
         norm_eps: eps of the output norm.
+        backend: See `DeltaMixer`.
 
     Example:
         >>> import torch
@@ -148,8 +154,10 @@ class DeltaNet(DeltaMixer):
         *,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
+        backend: str | None = None,
     ):
-        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval)
+        sizes = (hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size)
+        super().__init__(*sizes, allow_neg_eigval, backend)
         self.norm = nn.RMSNorm(self.head_v_dim, eps=check.number("DeltaNet", "norm_eps", norm_eps))
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:

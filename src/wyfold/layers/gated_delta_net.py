@@ -57,6 +57,7 @@ class GatedDeltaNet(DeltaMixer):
     Args:
         hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
         norm_eps: eps of the output norm.
+        backend: See `DeltaMixer`.
 
     Source:
         arXiv:2412.06464.
@@ -75,19 +76,22 @@ class GatedDeltaNet(DeltaMixer):
         *,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
+        backend: str | None = None,
     ):
-        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval)
+        sizes = (hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size)
+        super().__init__(*sizes, allow_neg_eigval, backend)
         self.decay = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.decay_parameters = DecayParameters(self.num_v_heads)
         self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps)
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, backend=backend)
 
     @classmethod
-    def from_hf(cls, layer: Any) -> GatedDeltaNet:
+    def from_hf(cls, layer: Any, *, backend: str | None = None) -> GatedDeltaNet:
         """A copy of a transformers layer of the Qwen family, its projections fused (Qwen3-Next) or split (Qwen3.5).
 
         Args:
             layer: A Qwen3NextGatedDeltaNet, or a layer with the parameters of Qwen3_5GatedDeltaNet.
+            backend: Of every operator in the copy.
 
         Raises:
             ValueError: a layer of another kind.
@@ -105,7 +109,7 @@ class GatedDeltaNet(DeltaMixer):
             qkv, z, b, a = (source.pop(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a"))
         with torch.device("meta"):
             eps = layer.layer_norm_epsilon
-            ours = cls(layer.hidden_size, H, HV, K, V, layer.conv_kernel_size, norm_eps=eps)
+            ours = cls(layer.hidden_size, H, HV, K, V, layer.conv_kernel_size, norm_eps=eps, backend=backend)
         ours.norm.round_before_weight = True
         weights = {
             "qkv.weight": qkv,

@@ -26,6 +26,7 @@ class KimiDeltaAttention(DeltaMixer):
         hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
         lower_bound: None for the generic gate; below 0 for the bounded one, in [-5, 0) for the operator's fast path.
         norm_eps: eps of the output norm.
+        backend: See `DeltaMixer`.
 
     Source:
         arXiv:2510.26692.
@@ -45,8 +46,10 @@ class KimiDeltaAttention(DeltaMixer):
         allow_neg_eigval: bool = False,
         lower_bound: float | None = None,
         norm_eps: float = 1e-6,
+        backend: str | None = None,
     ):
-        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval)
+        sizes = (hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size)
+        super().__init__(*sizes, allow_neg_eigval, backend)
         if lower_bound is not None and check.number("KimiDeltaAttention", "lower_bound", lower_bound) >= 0:
             raise ValueError(f"KimiDeltaAttention: lower_bound must be below 0, got {lower_bound}")
         self.lower_bound = lower_bound
@@ -55,11 +58,15 @@ class KimiDeltaAttention(DeltaMixer):
         self.decay_parameters = DecayParameters(self.num_v_heads, self.head_dim, bounded=lower_bound is not None)
         self.gate_down = nn.Linear(hidden_size, self.head_v_dim, bias=False)
         self.gate_up = nn.Linear(self.head_v_dim, self.value_size)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid", backend=backend)
 
     @classmethod
-    def from_hf(cls, layer: Any) -> KimiDeltaAttention:
+    def from_hf(cls, layer: Any, *, backend: str | None = None) -> KimiDeltaAttention:
         """A copy of a transformers layer that names its parameters as KimiLinearDeltaAttention does; GLM-5 Next's too.
+
+        Args:
+            layer: The layer to copy.
+            backend: Of every operator in the copy.
 
         Raises:
             ValueError: a layer of another kind.
@@ -71,7 +78,7 @@ class KimiDeltaAttention(DeltaMixer):
         bound = getattr(layer.forget_gate, "safe_gate_lower_bound", None)
         with torch.device("meta"):
             sizes = (layer.hidden_size, H, H, K, K, layer.conv_kernel_size)
-            ours = cls(*sizes, lower_bound=bound, norm_eps=layer.layer_norm_epsilon)
+            ours = cls(*sizes, lower_bound=bound, norm_eps=layer.layer_norm_epsilon, backend=backend)
         weights = {
             "qkv.weight": torch.cat([source[f"{part}_proj.weight"] for part in "qkv"]),
             "conv.weight": source["conv1d.weight"].squeeze(1),

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from wyfold.ops.norm import rms_norm_gated
 from wyfold.runtime import check
+from wyfold.stages import table
 
 
 class GatedRMSNorm(nn.Module):
@@ -19,15 +20,25 @@ class GatedRMSNorm(nn.Module):
         eps: Added to the mean square.
         activation: "swish" (Gated DeltaNet), "silu" (the same) or "sigmoid" (Kimi Delta Attention).
         round_before_weight: Whether x is rounded to its dtype before the weight, as Qwen's checkpoints were trained.
+        backend: Of the operator. None for the table's choice; on CUDA "eager" has to be asked for.
     """
 
-    def __init__(self, width: int, *, eps: float = 1e-6, activation: str = "swish", round_before_weight: bool = False):
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float = 1e-6,
+        activation: str = "swish",
+        round_before_weight: bool = False,
+        backend: str | None = None,
+    ):
         super().__init__()
         check.integer("GatedRMSNorm", "width", width, least=1)
         check.choice("GatedRMSNorm", "activation", activation, ("swish", "silu", "sigmoid"))
         self.eps = check.number("GatedRMSNorm", "eps", eps)
         check.flag("GatedRMSNorm", round_before_weight=round_before_weight)
-        self.activation, self.round_before_weight = activation, round_before_weight
+        check.choice("GatedRMSNorm", "backend", backend, (None, *table.BACKENDS))
+        self.activation, self.round_before_weight, self.backend = activation, round_before_weight, backend
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
@@ -47,6 +58,7 @@ class GatedRMSNorm(nn.Module):
             activation=self.activation,
             eps=self.eps,
             round_before_weight=self.round_before_weight,
+            backend=self.backend,
         )
 
     def extra_repr(self) -> str:

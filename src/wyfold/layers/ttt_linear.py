@@ -14,6 +14,7 @@ from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
 
 
 class TTTLinear(nn.Module):
@@ -35,6 +36,7 @@ class TTTLinear(nn.Module):
         mini_batch: Tokens that share the state their gradients are taken at: 16, 32 or 64, part of the model.
         base_step: Largest step times D.
         norm_eps: eps of the output norm and of the inner one.
+        backend: Of every operator in the layer. None for the table's choice; on CUDA "eager" has to be asked for.
 
     Source:
         arXiv:2407.04620.
@@ -52,6 +54,7 @@ class TTTLinear(nn.Module):
         mini_batch: int = 16,
         base_step: float = 1.0,
         norm_eps: float = 1e-6,
+        backend: str | None = None,
     ):
         super().__init__()
         name = "TTTLinear"
@@ -61,19 +64,20 @@ class TTTLinear(nn.Module):
         if head_v_dim not in (None, head_dim):
             raise ValueError(f"{name}: head_v_dim must be None or head_dim = {head_dim}, got {head_v_dim}")
         check.choice(name, "mini_batch", mini_batch, (16, 32, 64))
-        self.head_dim, self.mini_batch = head_dim, mini_batch
+        check.choice(name, "backend", backend, (None, *table.BACKENDS))
+        self.head_dim, self.mini_batch, self.backend = head_dim, mini_batch, backend
         self.step_scale = check.number(name, "base_step", base_step) / head_dim
         self.eps = check.number(name, "norm_eps", norm_eps)
         self.key_size, self.value_size = num_heads * head_dim, self.num_v_heads * head_dim
         self.qkv = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
-        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size)
+        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size, backend=backend)
         self.step = nn.Linear(hidden_size, self.num_v_heads)
         self.w = nn.Parameter(torch.empty(self.num_v_heads, head_dim))
         self.b = nn.Parameter(torch.empty(self.num_v_heads, head_dim))
         self.start = nn.Parameter(torch.empty(self.num_v_heads, head_dim, head_dim))
         self.start_bias = nn.Parameter(torch.empty(self.num_v_heads, 1, head_dim))
         self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
-        self.norm = GatedRMSNorm(head_dim, eps=norm_eps)
+        self.norm = GatedRMSNorm(head_dim, eps=norm_eps, backend=backend)
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -133,6 +137,7 @@ class TTTLinear(nn.Module):
             initial_state_bias=bias,
             output_final_state=leaving,
             cu_seqlens=layout,
+            backend=self.backend,
         )
 
     def _by_token(self, rows: _Rows, state: TTTState, layout: SequenceLayout | None) -> tuple[Tensor, TTTState]:
@@ -149,6 +154,7 @@ class TTTLinear(nn.Module):
             state=state,
             output_final_state=True,
             cu_seqlens=layout,
+            backend=self.backend,
         )
         return cast(tuple[Tensor, TTTState], result)
 
