@@ -10,6 +10,7 @@ bits do not depend on the rows around it.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class RmsNormOptions:
 
     def scalars(self) -> tuple[object, ...]:
         """The fields, in the schema's order."""
-        return self.activation, self.eps, self.norm_before_gate, self.round_before_weight
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class RmsNormGradients(NamedTuple):
