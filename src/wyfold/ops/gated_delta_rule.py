@@ -49,6 +49,9 @@ def chunk_gated_delta_rule(
     The past never depends on the future, a packed batch gives the bits of its sequences run alone, and a call split
     at a multiple of `chunk_size` tokens, the state handed on, gives the bits of one call.
 
+    Tokens come before heads, [B, T, H, ..]; there is no `head_first`. Head-first tensors [B, H, T, ..] are passed as
+    `x.transpose(1, 2)`, a view: nothing is copied, and the bits are those of contiguous tensors.
+
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides. Never
             written.
@@ -106,6 +109,16 @@ def chunk_gated_delta_rule(
         ... )
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
+
+        From head-first tensors, and back to them:
+
+        >>> arguments = [q, k, v, g, beta]
+        >>> head_first = [x.transpose(1, 2).contiguous() for x in arguments]
+        >>> again, _ = wyfold.chunk_gated_delta_rule(
+        ...     *(x.transpose(1, 2) for x in head_first), use_qk_l2norm_in_kernel=True
+        ... )
+        >>> torch.equal(again, o), again.transpose(1, 2).shape
+        (True, torch.Size([1, 2, 100, 64]))
     """
     return call_delta(
         "chunk_gated_delta_rule",

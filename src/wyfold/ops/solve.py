@@ -50,18 +50,23 @@ def solve_tril(
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
-        DeltaNet from its parts, one chunk of one head:
+        DeltaNet from its parts: one head, two chunks of 16 tokens, the state carried from one to the other.
 
         >>> import torch, wyfold
-        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 16, 1, 8), dim=-1) for _ in range(3))
-        >>> beta = torch.rand(1, 16, 1)
-        >>> A = wyfold.solve_tril(wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16))[0, :, 0]
-        >>> u = A @ (beta[0] * v[0, :, 0])  # written values, had the state been empty
-        >>> w = A @ (beta[0] * k[0, :, 0])  # what they lose per entry of the state that was not
-        >>> o = (q[0, :, 0] @ k[0, :, 0].T).tril() @ u
-        >>> truth, _ = wyfold.chunk_delta_rule(q, k, v, beta, scale=1.0)
-        >>> bool((o - truth[0, :, 0]).abs().max() < 1e-5)
-        True
+        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 32, 1, 8), dim=-1) for _ in range(3))
+        >>> beta = torch.rand(1, 32, 1)
+        >>> A = wyfold.solve_tril(wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16))
+        >>> S, outputs = torch.zeros(8, 8), []
+        >>> for chunk in (slice(0, 16), slice(16, 32)):
+        ...     A_c, q_c, k_c, v_c = (x[0, chunk, 0] for x in (A, q, k, v))
+        ...     u = A_c @ (beta[0, chunk] * v_c)  # written values, had the state been empty
+        ...     w = A_c @ (beta[0, chunk] * k_c)  # what they lose to each entry of the state
+        ...     written = u - w @ S
+        ...     outputs.append(q_c @ S + (q_c @ k_c.T).tril() @ written)
+        ...     S = S + k_c.T @ written
+        >>> truth, state = wyfold.chunk_delta_rule(q, k, v, beta, scale=1.0, output_final_state=True)
+        >>> bool((torch.cat(outputs) - truth[0, :, 0]).abs().max() < 1e-5), bool((S - state[0, 0]).abs().max() < 1e-5)
+        (True, True)
     """
     op = "solve_tril"
     check.shapes(op, A=(A, "B T H C"))
