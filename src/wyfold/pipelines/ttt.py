@@ -192,9 +192,11 @@ class _Call:
             self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) if x is None else x[sequences]
             for x, rows in ((S, self.D), (c, 1))
         )
-        afresh = {"dtype": self.dtype, "copy": True, "memory_format": torch.contiguous_format}
-        matrix = matrix if S is None else self.turned(matrix).to(**afresh)
-        return State(matrix, bias if c is None else bias.to(**afresh))
+        if S is not None:
+            matrix = self.turned(matrix).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if c is not None:
+            bias = bias.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        return State(matrix, bias)
 
     def sums(self, part: Part) -> State | None:
         """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
