@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from wyfold.stages import table
+
 
 def whole(least: int) -> Callable[[str], int]:
     """Reader of an integer of at least `least`."""
@@ -37,11 +39,24 @@ def between(low: float, high: float, *, closed_above: bool = False) -> Callable[
 
 
 def device(word: str) -> torch.device:
-    """A PyTorch device that this machine has."""
+    """A PyTorch device that this machine has, and that computes."""
     try:
-        return torch.empty(0, device=word).device
+        probe = torch.zeros(1, device=word)
+        probe.item()  # "meta" knows shapes, but no numbers
     except (RuntimeError, AssertionError) as error:  # no such device; or this build of torch is without it
-        raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from error
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{word!r} is no device of this machine: {reason}") from error
+    return probe.device
+
+
+def add_backend(parser: argparse._ActionsContainer) -> None:
+    """The option --backend."""
+    parser.add_argument(
+        "--backend",
+        choices=table.BACKENDS,
+        help='of every operator; on CUDA today "eager" has to be asked for (default: the table\'s choice, '
+        "as `wyfold doctor` prints it)",
+    )
 
 
 def _reader(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from wyfold.cli import DONE, UsageError
-from wyfold.cli.arguments import at_least, between, device, whole
+from wyfold.cli.arguments import add_backend, at_least, between, device, whole
 
 if TYPE_CHECKING:
     from wyfold.models import Decoder
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0), default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the text there (default: standard output)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+    add_backend(parser)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.models import Decoder
 
     try:
-        model = Decoder.load(find_model(args.checkpoint), device=args.device)
+        model = Decoder.load(find_model(args.checkpoint), device=args.device, backend=args.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wyfold.cli import DONE, INTERRUPTED, UsageError
-from wyfold.cli.arguments import at_least, between, device, whole
+from wyfold.cli.arguments import add_backend, at_least, between, device, whole
 
 if TYPE_CHECKING:
     from wyfold.cli.trainer import Trainer
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after the data)")
     run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
     run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+    add_backend(run)
     run.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = corpus.read(args.data)
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name != "data"}
-    trainer = Trainer(Recipe(data=text.digest(), **asked), text, folder, args.device)
+    trainer = Trainer(Recipe(data=text.digest(), **asked), text, folder, args.device, args.backend)
     return finish(trainer, args.save_every, f"{text.name}: {len(text.text):,} bytes in {text.documents} documents")
 
 

@@ -98,12 +98,19 @@ class Recipe:
 class Trainer:
     """A run in its folder, new or taken up where its latest checkpoint stands.
 
+    Args:
+        recipe, corpus, folder: what is learned, from what, and where the run is kept.
+        device: of model and batches.
+        backend: of every operator, as `Decoder` takes it; like the device no part of the recipe.
+
     Raises:
         UsageError: the folder's run has another recipe, the corpus is too short, or the model cannot be built so.
     """
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device) -> None:
-        self.recipe, self.folder, self.device = recipe, folder, device
+    def __init__(
+        self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device, backend: str | None = None
+    ) -> None:
+        self.recipe, self.folder, self.device, self.backend = recipe, folder, device, backend
         cut = Packs if recipe.packed else Windows
         training, validation = corpus.split(recipe.held_out, at_document=recipe.packed)
         self.batches = cut(training, recipe.batch, recipe.length, recipe.seed)
@@ -115,7 +122,7 @@ class Trainer:
         found = checkpoint.latest(folder / CHECKPOINTS)
         if found is None:
             torch.manual_seed(recipe.seed)
-            self.model = build(recipe).to(device)
+            self.model = build(recipe, backend).to(device)
             self.optimizer = optimizer(self.model, recipe)
         else:
             self._resume(found)
@@ -235,7 +242,7 @@ class Trainer:
 
     def _loss(self, batch: Batch) -> Tensor:
         """Mean negative log-likelihood of the labels, in nats."""
-        layout = SequenceLayout.from_lengths(list(batch.lengths)) if batch.lengths else None
+        layout = SequenceLayout.from_lengths(list(batch.lengths), device=self.device) if batch.lengths else None
         ids, labels = batch.ids.to(self.device), batch.labels.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
             _, loss = self.model(ids, labels, layout=layout)
@@ -258,7 +265,7 @@ class Trainer:
         record, tensors = checkpoint.load(found)
         self.recipe.check_same(record["recipe"], self.folder)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
-        self.model = Decoder.load(found / checkpoint.MODEL).to(self.device)
+        self.model = Decoder.load(found / checkpoint.MODEL, backend=self.backend).to(self.device)
         self.optimizer = optimizer(self.model, self.recipe)
         torch.set_rng_state(tensors.pop("random_state"))
         parameters = dict(self.model.named_parameters())
@@ -267,7 +274,7 @@ class Trainer:
             self.optimizer.state[parameters[name]][moment] = value.to(self.device)
 
 
-def build(recipe: Recipe) -> Decoder:
+def build(recipe: Recipe, backend: str | None = None) -> Decoder:
     """The untrained model of a recipe."""
     try:
         return Decoder(
@@ -279,7 +286,8 @@ def build(recipe: Recipe) -> Decoder:
                 num_heads=recipe.heads,
                 head_dim=recipe.head_dim,
                 options={"attention": {"window": recipe.window}},
-            )
+            ),
+            backend=backend,
         )
     except ValueError as error:
         raise UsageError(f"no model can be built so: {error}") from error
