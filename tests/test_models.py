@@ -93,6 +93,17 @@ def test_a_configuration_owns_its_options():
         ({"options": {"mamba": {}}}, "options must name .*, got 'mamba'"),
         ({"options": {"kda": 3}}, r"options\['kda'\] must map names to values, got int"),
         ({"options": {"kda": {"window": 3}}}, r"options\['kda'\] must be among num_heads, .*, got 'window'"),
+        (
+            {"options": {"kda": {"lower_bound": 1.0}}},
+            r"options\['kda'\]\['lower_bound'\] must be below 0, got 1.0, in kda",
+        ),
+        (
+            {"options": {"attention": {"window": 2.5}}, "pattern": "kda"},
+            r"options\['attention'\]\['window'\] must be an int, got float, in attention",
+        ),
+        ({"num_v_heads": 3}, r"num_v_heads must be a multiple of num_heads = 4, got 3, in gated_delta_net"),
+        ({"options": {"gdn": {"norm_eps": None}}}, r"options\['gated_delta_net'\]: eps must be a number, got .*"),
+        ({"head_dim": 12}, r"head_dim .*, got 12, in gated_delta_net"),
         ({"options": {"kda": {"hidden_size": 3}}}, r"options\['kda'\] must be among num_heads, .*, got 'hidden_size'"),
     ],
 )

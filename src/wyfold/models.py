@@ -99,6 +99,8 @@ class DecoderConfig:
             _check_options(mixer, options)
         owned = {ALIASES.get(mixer, mixer): dict(options) for mixer, options in self.options.items()}
         object.__setattr__(self, "options", owned)
+        for mixer in dict.fromkeys((*self.layers, *owned)):
+            self._check_mixer(mixer)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -114,6 +116,20 @@ class DecoderConfig:
         if "backend" in known:  # softmax attention is PyTorch's own, on every device
             arguments["backend"] = backend
         return MIXERS[name](**arguments | dict(self.options.get(name, {})))
+
+    def _check_mixer(self, name: str) -> None:
+        """A mixer's own refusal, now and under the name of the field it comes from."""
+        try:
+            with torch.device("meta"):
+                self.mixer(name)
+        except (TypeError, ValueError) as error:
+            argument, _, complaint = str(error).partition(": ")[2].partition(" ")
+            field = argument
+            if argument in self.options.get(name, {}):
+                field = f"options[{name!r}][{argument!r}]"
+            elif not hasattr(self, argument):  # of a part of the mixer, which calls it by a shorter name
+                field = f"options[{name!r}]: {argument}"
+            raise type(error)(f"DecoderConfig: {field} {complaint}, in {name}") from error
 
     def to_json(self) -> str:
         """The fields as a JSON object."""
@@ -253,7 +269,11 @@ class Decoder(nn.Module):
         generator: torch.Generator | None = None,
         stop: int | None = None,
     ) -> Iterator[Tensor]:
-        """Tokens that follow the prompts, each as soon as it is drawn, in constant memory.
+        """Tokens that follow the prompts, each as soon as it is drawn.
+
+        Prompts are read in pieces of 2,048 tokens by the chunk forms, so a long one takes no more activations than a
+        piece; each token is one step of the recurrences. Attention without a window keeps every key; nothing else
+        that is kept grows.
 
         Args:
             ids: [B, T] integer. Prompts of one length, at least one token.
