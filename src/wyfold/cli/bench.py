@@ -47,9 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="batch, tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
         "(default: 1,2048,4,128)",
     )
-    parser.add_argument("--gates", default="mid", help="of fast, mid, slow; with commas (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
-    parser.add_argument("--mode", default="fwd,fwdbwd", help="of fwd, fwdbwd; with commas (default: both)")
+    parser.add_argument(
+        "--gates",
+        default="mid",
+        help="how fast gdn and kda forget: fast (log decay -2.5 per token on average), mid (-0.8, none under -5), "
+        "slow (-0.001); several with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the tensors given to the operators; gates and states stay float32 or wider (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mode", default="fwd,fwdbwd", help="fwd, or fwdbwd with its backward; with commas (default: both)"
+    )
     parser.add_argument("--peers", default="all", help="names with commas, all, or none (default: all installed)")
     parser.add_argument("--threads", type=whole(1), help="of torch (default: torch's own choice)")
     parser.add_argument("--rounds", type=whole(1), default=9, help="each contender's timed runs (default: %(default)s)")

@@ -1,8 +1,9 @@
 """Stream text from a checkpoint through the recurrent form.
 
-The prompt is read in one chunked pass, then each byte costs one step of the recurrence. What the model remembers has a
-fixed size (a state for each delta-rule layer, a window of keys for each attention layer), so memory does not grow with
-the text. The text goes to standard output, the speed to standard error.
+The prompt is read by the chunk forms, in pieces of 2,048 bytes; then each byte costs one step of the recurrence. What
+the model remembers of the text has a fixed size: a state for each delta-rule or TTT layer, a window of keys for each
+attention layer. `wyfold train` gives attention a window always; a model made otherwise, whose attention has none, keeps
+every key, and its memory grows with the text. The text goes to standard output, the speed to standard error.
 """
 
 from __future__ import annotations

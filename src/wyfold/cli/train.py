@@ -41,8 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)",
     )
     run.add_argument("--seed", type=whole(0), default=0, help="of first parameters and batches (default: %(default)s)")
-    run.add_argument("--save-every", type=whole(1), default=200, metavar="STEPS", help="(default: %(default)s)")
-    run.add_argument("--eval-every", type=whole(1), default=100, metavar="STEPS", help="(default: %(default)s)")
+    run.add_argument(
+        "--save-every",
+        type=whole(1),
+        default=200,
+        metavar="STEPS",
+        help="steps between checkpoints; the end and an interruption save too (default: %(default)s)",
+    )
+    run.add_argument(
+        "--eval-every",
+        type=whole(1),
+        default=100,
+        metavar="STEPS",
+        help="steps between measurements of the loss on the validation bytes (default: %(default)s)",
+    )
     run.add_argument(
         "--eval-bytes",
         type=whole(1),
@@ -71,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     learning = parser.add_argument_group("learning")
     duration = learning.add_mutually_exclusive_group()
-    duration.add_argument("--steps", type=whole(1), help="(default: 1000)")
+    duration.add_argument("--steps", type=whole(1), help="optimizer steps in all (default: 1000)")
     duration.add_argument(
         "--minutes",
         type=at_least(0, above=True),
