@@ -141,6 +141,20 @@ def test_one_graph(build, x, name):
         assert torch.equal(compiled(step, cache=dict(cache)), layer(step, cache=dict(cache)))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "ttt_linear", "attention"])
+def test_one_graph_with_its_gradients(build, x, name, packed, same_gradients, float64_bounds):
+    """Forward and backward compiled whole. In float64, since a compiler may sum a layer's own products differently."""
+    layer = build(name)
+    layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS) if packed else None
+    x = (x[:1] if packed else x).requires_grad_()
+    torch._dynamo.reset()
+    got, truth = (run(x, layout=layout) for run in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer))
+    float64_bounds.output("y", got, truth)
+    same_gradients(layer, x, got, truth)
+
+
 def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
     """Each layer rounds to 16 bits between its steps, whichever form runs; states stay wide."""
     layer16, x16 = copy.deepcopy(mixer).bfloat16(), x.bfloat16()
@@ -176,14 +190,17 @@ def test_mistakes_are_named(mixer, x):
         mixer(None)
     with pytest.raises(ValueError, match=f"^{name}: x must be float32, .*, got int64"):
         mixer(x.long())
-    with pytest.raises(TypeError, match=rf"^{name}: cache\['state'\] must be a torch.Tensor, got NoneType"):
-        mixer(x, cache={"state": None})
+    held = next(iter(cache))
+    with pytest.raises(TypeError, match=rf"^{name}: cache\['{held}'\] must be a torch.Tensor, got NoneType"):
+        mixer(x, cache=cache | {held: None})
     with pytest.raises(ValueError, match=rf"^{name}: x must be \[1, T, hidden_size\] = \[1, 39, 24\]"):
         mixer(x, layout=layout)
     with pytest.raises(TypeError, match=f"^{name}: layout must be a SequenceLayout"):
         mixer(x[:1], layout=layout.cu_seqlens)
     with pytest.raises(ValueError, match=rf"^{name}: cache must hold the 1 sequences of x, got '\w+' \[2, "):
         mixer(x[:1], cache=cache)
+    with pytest.raises(ValueError, match=f"^{name}: cache must be empty or hold .*, got strange$"):
+        mixer(x, cache={"strange": torch.zeros(len(x))})
     with pytest.raises(TypeError, match=f"^{name}: cache must be a dict of tensors"):
         mixer(x, cache=[cache])
     with pytest.raises(TypeError, match=r"cp_context"):

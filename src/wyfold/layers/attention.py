@@ -78,7 +78,7 @@ class SoftmaxAttention(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
-        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache)
+        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache, ("keys", "values", "positions"))
         past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache else None
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))

@@ -75,7 +75,14 @@ class DecodingCache:
                 layer[name] = change(x)
 
 
-def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, cache: LayerCache | None) -> int:
+def sequences(
+    layer: str,
+    x: Tensor,
+    width: int,
+    layout: SequenceLayout | None,
+    cache: LayerCache | None,
+    holds: tuple[str, ...],
+) -> int:
     """N, the sequences of a layer's input, once the input, its layout and the cache agree.
 
     Args:
@@ -84,6 +91,7 @@ def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, 
         width: The layer's hidden_size.
         layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
+        holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
 
     Raises:
         TypeError: an argument of another type.
@@ -102,6 +110,10 @@ def sequences(layer: str, x: Tensor, width: int, layout: SequenceLayout | None, 
     if cache is not None:
         if not isinstance(cache, dict):
             raise TypeError(f"{layer}: cache must be a dict of tensors or None, got {type(cache).__name__}")
+        if cache and not cache.keys() >= set(holds):
+            raise ValueError(
+                f"{layer}: cache must be empty or hold {', '.join(holds)}, got {', '.join(map(str, cache))}"
+            )
         for name, held in cache.items():
             if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
                 raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")

@@ -94,7 +94,7 @@ class DeltaMixer(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
-        sequences(type(self).__name__, x, self.hidden_size, layout, cache)
+        sequences(type(self).__name__, x, self.hidden_size, layout, cache, ("conv", "state"))
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         state = None if cache is None else cache.get("state")

@@ -104,7 +104,7 @@ class TTTLinear(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
-        N = sequences("TTTLinear", x, self.hidden_size, layout, cache)
+        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, ("conv", *TTTState._fields))
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         rows = _Rows(
