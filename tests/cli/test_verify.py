@@ -1,11 +1,14 @@
 """verify tells right from wrong, in its table, its JSON and its exit code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from wyfold.cli import main, verify
+import wyfold
+from wyfold.cli import main, subjects, verify
 from wyfold.cli.scorecard import ROWS
 from wyfold.cli.scorecard.finding import Finding, Row
 from wyfold.cli.subjects import SUBJECTS, incoming, judged, measured
@@ -110,3 +113,80 @@ def test_a_row_decides_the_exit_code_and_keeps_its_record(holds, code, monkeypat
 def test_an_unknown_tier_is_refused(capsys):
     assert main(["verify", "--tier", "moon"]) == 2
     assert "--tier" in capsys.readouterr().err
+
+
+def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsys):
+    assert main(["verify", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("cpu-*-verify-errors.json")
+    record = json.loads(file.read_text())
+    assert (record["device"], record["backend_asked_for"], record["not_run"]) == ("cpu", None, {})
+    assert "error on cpu, against the float64 recurrence" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch):
+    """The device "meta" is on every machine; it holds no numbers, so what the operator returns is played."""
+    subject, called = SUBJECTS[name], []
+    arguments = subject.arguments(SMALL, torch.float32, 0)
+    played = subject.ours(arguments)
+    monkeypatch.setattr(wyfold, subject.operator, lambda **given: called.append(given) or played)
+    monkeypatch.setattr(subjects, "demanded", lambda device: "eager")
+    assert all(map(torch.equal, subject.ours_on(torch.device("meta"), arguments), played))
+    assert called[0].keys() == {*arguments, "backend"} and called[0]["backend"] == "eager"
+    assert {x.device.type for x in called[0].values() if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+def test_eager_is_demanded_on_cuda_alone():
+    asked = {device: subjects.demanded(torch.device(device)) for device in ("cpu", "cuda", "cuda:1", "mps")}
+    assert asked == {"cpu": None, "cuda": "eager", "cuda:1": "eager", "mps": None}
+
+
+def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(verify, "lacking", lambda device: {"float64": "no such dtype here"})
+    assert main(["verify", "--quick", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("cpu-*-verify-errors.json")
+    record = json.loads(file.read_text())
+    assert record["not_run"] == {"float64": "no such dtype here"}
+    assert {operator["dtype"] for operator in record["operators"]} == {"float32", "bfloat16"}
+    assert "float64 not run: cpu has none (no such dtype here)" in capsys.readouterr().out
+
+
+def test_what_a_device_lacks_is_asked_of_the_device():
+    class Narrow(torch.overrides.TorchFunctionMode):
+        """A device that refuses float64 as Apple's does."""
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.to and args[0].dtype == torch.float64:
+                raise TypeError("no float64 here\nand more")
+            return function(*args, **(kwargs or {}))
+
+    assert verify.lacking(torch.device("cpu")) == {}
+    with Narrow():
+        assert verify.lacking(torch.device("cpu")) == {"float64": "no float64 here"}
+
+
+def test_a_device_that_is_not_there_is_refused(capsys):
+    assert main(["verify", "--device", "cuda:99"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("wyfold verify: argument --device: 'cuda:99' is no device of this machine: ")
+    assert said.count("\n") == 1
+
+
+def test_rows_of_the_scorecard_stay_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "device", lambda word: torch.device("cuda"))
+    assert main(["verify", "--device", "cuda", "--row", "12"]) == 2
+    assert "rows of the scorecard run on the CPU alone" in capsys.readouterr().err
+
+
+def test_on_a_card(tmp_path):
+    """In a process of its own, where nothing is said about deterministic algorithms."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    words = ["-m", "wyfold", "verify", "--quick", "--device", "cuda", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("cuda-*-verify-errors.json")
+    record = json.loads(file.read_text())
+    assert (record["device"], record["backend_asked_for"]) == ("cuda:0", "eager")
+    assert {operator["dtype"] for operator in record["operators"]} == set(verify.DTYPES)
+    assert "asked for backend='eager'" in done.stdout

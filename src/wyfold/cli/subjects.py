@@ -27,6 +27,7 @@ GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
 PER_TOKEN = {"dbeta": 3, "dg": 3}
 """Tensors whose rows are 64 tokens of one head, if they have this many dimensions."""
 
+HOST = torch.device("cpu")
 NARROW = (torch.bfloat16, torch.float16)
 FED = 1 << 20
 """Added to the arguments' seed for what is fed back: equal draws would be parallel, and their gradient zero."""
@@ -60,6 +61,12 @@ class Subject:
         """Tensors that the operator returns, named by `outputs`."""
         return self._results(getattr(wyfold, self.operator)(**arguments, **(self.fixed or {})))
 
+    def ours_on(self, device: torch.device, arguments: Arguments) -> tuple[Tensor, ...]:
+        """`ours` of arguments moved from the CPU to a device, results moved back; gradients take the same way."""
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        asked = demanded(device)
+        return tuple(x.to(HOST) for x in self.ours(moved if asked is None else moved | {"backend": asked}))
+
     def truth(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """The same from the token loop, in the dtype of the arguments."""
         return self._results(getattr(reference, self.loop)(**arguments))
@@ -67,6 +74,11 @@ class Subject:
     def _results(self, returned: Any) -> tuple[Tensor, ...]:
         results = returned if isinstance(returned, tuple) else (returned,)
         return tuple(results[: len(self.outputs)])
+
+
+def demanded(device: torch.device) -> str | None:
+    """The backend to ask every operator for on a device: eager on CUDA, where it is never chosen unasked."""
+    return "eager" if device.type == "cuda" else None
 
 
 def _delta(
@@ -303,8 +315,14 @@ def bound(name: str, dtype: torch.dtype, family: str = "random") -> float | None
     return None if dtype in NARROW else targets.target("dq" if name.startswith("d") else "o", dtype, family)
 
 
-def judged(subject: Subject, shape: Shape, dtype: torch.dtype, seed: int = 0) -> list[error.Verdict]:
-    """Verdicts on one call of the operator as this machine runs it."""
+def judged(
+    subject: Subject, shape: Shape, dtype: torch.dtype, seed: int = 0, device: torch.device = HOST
+) -> list[error.Verdict]:
+    """Verdicts on one call of the operator as a device of this machine runs it; what it is held to, the CPU computes.
+
+    What goes in and what is fed back are drawn on the CPU too, so that every device gets the same.
+    """
     arguments = subject.arguments(shape, dtype, seed)
-    got = measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=seed)
+    call = partial(subject.ours_on, device)
+    got = measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed)
     return verdicts(subject, arguments, got, seed)

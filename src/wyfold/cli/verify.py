@@ -1,8 +1,9 @@
 """How far this machine's results are from the float64 recurrence, or from a promise of the scorecard.
 
 Without --row and --tier: the relative error of every output and every gradient of every operator, per dtype, with its
-limit. With them: rows of the reliability scorecard, each a promise and the check that it holds here. A row that did not
-run is "not run", never "pass". Exit code 1 if anything is over its limit or a row fails.
+limit. --device moves the operators there; inputs and truth stay on the CPU. With --row or --tier: rows of the
+reliability scorecard, on the CPU, each a promise and the check that it holds here. A row that did not run is "not run",
+never "pass". Exit code 1 if anything is over its limit or a row fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,11 @@ from typing import Any
 
 import torch
 
-from wyfold.cli import DONE, FAILED, results
-from wyfold.cli.arguments import whole
+from wyfold.cli import DONE, FAILED, UsageError, results
+from wyfold.cli.arguments import device, whole
 from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, run_row
 from wyfold.cli.scorecard.finding import Scope
-from wyfold.cli.subjects import SUBJECTS, Subject, judged
+from wyfold.cli.subjects import SUBJECTS, Subject, demanded, judged
 from wyfold.reference.error import Verdict
 from wyfold.reference.shapes import Shape
 
@@ -73,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small shapes, a tenth of the cases: a first look, no proof"
     )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="cpu",
+        help='PyTorch device to measure; on CUDA every operator is asked for backend="eager" (default: %(default)s)',
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="of every draw (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
 
@@ -83,8 +91,14 @@ def run(args: argparse.Namespace) -> int:
     words += (
         (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
     )
+    if args.device.type != "cpu":
+        words += ["--device", str(args.device)]
     numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
     found: dict[str, Any]
+    if numbers and args.device.type != "cpu":
+        raise UsageError(
+            f"--device {args.device}: rows of the scorecard run on the CPU alone; leave out --row and --tier"
+        )
     if numbers:
         records = scorecard(numbers, args.seed, args.quick)
         report_rows(records)
@@ -92,25 +106,40 @@ def run(args: argparse.Namespace) -> int:
         name = f"tier-{args.tier}" if args.tier else f"rows-{'-'.join(map(str, numbers))}"
         failed = any(record.outcome == FAIL for record in records)
     else:
-        outcomes = accuracy(QUICK if args.quick else SHAPE, args.seed)
-        report_accuracy(outcomes)
-        found, name = {"operators": [outcome.as_dict() for outcome in outcomes]}, "errors"
+        missing = lacking(args.device)
+        outcomes = accuracy(QUICK if args.quick else SHAPE, args.seed, args.device, missing)
+        report_accuracy(outcomes, args.device, missing)
+        found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
         failed = not all(outcome.passed for outcome in outcomes)
     if args.out:
-        record = {**results.provenance("verify", words), "threads": torch.get_num_threads(), "seed": args.seed, **found}
-        file = results.write(args.out, f"cpu-{record['date'][:10]}-verify-{name}.json", record)
+        where = {"device": str(args.device), "backend_asked_for": demanded(args.device)}
+        measured = {"threads": torch.get_num_threads(), "seed": args.seed, **where, **found}
+        record = results.provenance("verify", words) | measured
+        file = results.write(args.out, f"{args.device.type}-{record['date'][:10]}-verify-{name}.json", record)
         results.say(f"wrote {file}")
     return FAILED if failed else DONE
 
 
-def accuracy(shape: Shape, seed: int) -> list[Outcome]:
-    """Every operator in every dtype, judged at one shape."""
+def lacking(device: torch.device) -> dict[str, str]:
+    """Dtype that the device does not have -> what it says to that; some have no float64."""
+    found = {}
+    for name, dtype in DTYPES.items():
+        try:
+            torch.zeros(1, dtype=dtype).to(device)
+        except (RuntimeError, TypeError) as error:
+            found[name] = str(error).partition("\n")[0]
+    return found
+
+
+def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[str]) -> list[Outcome]:
+    """Every operator in every dtype but the missing ones, judged at one shape."""
     outcomes = []
-    with _progress("operators", len(SUBJECTS) * len(DTYPES)) as progress:
+    dtypes = {name: dtype for name, dtype in DTYPES.items() if name not in missing}
+    with _progress("operators", len(SUBJECTS) * len(dtypes)) as progress:
         for name, subject in SUBJECTS.items():
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 progress.begin(f"{name}, {dtype}")
-                outcomes.append(Outcome(subject, dtype, tuple(judged(subject, shape, DTYPES[dtype], seed))))
+                outcomes.append(Outcome(subject, dtype, tuple(judged(subject, shape, dtypes[dtype], seed, device))))
     return outcomes
 
 
@@ -124,14 +153,19 @@ def scorecard(numbers: list[int], seed: int, quick: bool) -> list[Record]:
     return records
 
 
-def report_accuracy(outcomes: list[Outcome]) -> None:
-    """The table of errors, and how many are over their limits."""
+def report_accuracy(outcomes: list[Outcome], device: torch.device, missing: Mapping[str, str]) -> None:
+    """The table of errors, how many are over their limits, and what was not run."""
     columns = ("operator", "dtype", "what", "relative error of each tensor", "nearest its limit", "")
-    results.show("error against the float64 recurrence", columns, [cells for o in outcomes for cells in o.cells()])
+    asked = demanded(device)
+    where = f"{device}, asked for backend={asked!r}" if asked else str(device)
+    title = f"error on {where}, against the float64 recurrence"
+    results.show(title, columns, [cells for o in outcomes for cells in o.cells()])
     failed = [(o, v) for o in outcomes for v in o.verdicts if not v.passed]
     for outcome, verdict in failed:
         print(f"FAIL {outcome.subject.name}, {outcome.dtype}: {verdict}")
     total = sum(len(outcome.verdicts) for outcome in outcomes)
+    for dtype, reason in missing.items():
+        print(f"{dtype} not run: {device} has none ({reason})")
     print(f"{total - len(failed)} of {total} tensors within their limits")
 
 
