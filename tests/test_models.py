@@ -185,6 +185,63 @@ def test_every_parameter_learns(model, ids):
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
+def same_gradients(model, got, truth, float64_bounds):
+    """Two results of one model have the same gradients with respect to every parameter, none of them zero."""
+    arrow = torch.randn_like(truth)
+    parameters = dict(model.named_parameters())
+    mine, true = (torch.autograd.grad(y, parameters.values(), arrow, retain_graph=True) for y in (got, truth))
+    for name, ours, expected in zip(parameters, mine, true, strict=True):
+        assert expected.abs().max() > 0, f"{name}: a gradient of zero shows nothing"
+        float64_bounds.gradient(name, ours, expected)
+
+
+def test_packed_is_separate_in_every_gradient(model, float64_bounds):
+    lengths = [9, 0, 17, 1]
+    ids = torch.randint(256, (1, 30))
+    logits, _ = model(ids, layout=SequenceLayout.from_lengths(lengths, tokens=30))
+    documents = [document for document in ids.split([*lengths, 3], dim=1)[:-1] if document.shape[1] > 0]
+    separate = torch.cat([model(document)[0] for document in documents], dim=1)
+    same_gradients(model, logits[:, :27], separate, float64_bounds)
+
+
+def test_gradients_pass_through_the_cache(model, ids, float64_bounds):
+    """At whole mini-batches of TTT, whose open ones are constants."""
+    cache = model.new_cache(2)
+    pieces = [model(piece, cache=cache)[0] for piece in ids[:, :32].split(16, dim=1)]
+    same_gradients(model, torch.cat(pieces, dim=1), model(ids[:, :32])[0], float64_bounds)
+
+
+# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_one_graph_with_its_gradients(model, ids, packed, float64_bounds):
+    """All mixers, the loss and the backward, compiled whole."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    layout = SequenceLayout.from_lengths([9, 0, 17, 1], tokens=37) if packed else None
+    ids = ids[:1] if packed else ids
+    (got, loss), (truth, true_loss) = (run(ids, ids.roll(-1, dims=1), layout=layout) for run in (compiled, model))
+    float64_bounds.output("logits", got, truth)
+    float64_bounds.output("loss", loss, true_loss)
+    same_gradients(model, loss, true_loss, float64_bounds)
+
+
+def test_a_step_of_decoding_is_one_graph(model, ids, float64_bounds):
+    """A prompt read plainly, then steps of one compiled graph that moves the cache on."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        cache = model.new_cache(2)
+        model(ids[:, :20], cache=cache)
+        plain = cache.snapshot()
+        for token in ids[:, 20:23].split(1, dim=1):
+            float64_bounds.output("logits", compiled(token, cache=cache)[0], model(token, cache=plain)[0])
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            float64_bounds.output(name, ours[name].double(), theirs[name].double())
+
+
 def test_every_parameter_gradient_is_the_slope_of_the_loss(model, ids):
     """Against a central difference along one random direction per parameter."""
     labels = ids.roll(-1, dims=1)
@@ -210,6 +267,27 @@ def test_without_gradients_the_same_bits(config, ids):
         with mode():
             again = model(ids, ids)
         assert torch.equal(logits, again[0]) and torch.equal(loss, again[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_fills_the_same_without_gradients(config, ids, mode):
+    """Prompt, one token, more tokens: logits and every tensor of the cache."""
+
+    def decoded(cache):
+        return [model(piece, cache=cache)[0] for piece in ids.split([20, 1, 16], dim=1)]
+
+    model = Decoder(config)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    loud, cache = model.new_cache(2), model.new_cache(2)
+    with_gradients = decoded(loud)
+    with mode():
+        without = decoded(cache)
+    assert all(map(torch.equal, without, with_gradients))
+    assert all(x.requires_grad for x in with_gradients) and not any(x.requires_grad for x in without)
+    for layer, loud_layer in zip(cache.layers, loud.layers, strict=True):
+        assert layer.keys() == loud_layer.keys()
+        for name, x in layer.items():
+            assert torch.equal(x, loud_layer[name]) and not x.requires_grad, name
 
 
 def test_tied_and_untied():

@@ -1,5 +1,7 @@
 """`solve_tril` and `chunk_scaled_dot_kkt`: against the row loops, as a pair against the token loop, refusals."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -290,12 +292,17 @@ def test_checked_refuses_a_gate_that_grows():
         chunk_scaled_dot_kkt(**GOOD, g=g, cu_seqlens=torch.tensor([0, 3]))  # rows past the last boundary are not read
 
 
-def test_what_requires_a_gradient_is_taken_where_none_is_recorded():
-    A = A16.clone().requires_grad_()
-    with torch.no_grad():
-        assert torch.equal(solve_tril(A), solve_tril(A16))
-    with torch.inference_mode():
-        assert torch.equal(chunk_scaled_dot_kkt(**GOOD), torch.zeros(1, 9, 4, 64))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_requires_a_gradient_is_taken_where_none_is_recorded(mode: Callable):
+    k, beta = keys(40, dtype=torch.float32)
+    g = -torch.rand(1, 40, 4)
+    L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16)
+    X = solve_tril(L)
+    with mode():
+        quiet = chunk_scaled_dot_kkt(*(x.clone().requires_grad_() for x in (k, beta, g)), chunk_size=16)
+        solved = solve_tril(L.clone().requires_grad_())
+    assert torch.equal(quiet, L) and torch.equal(solved, X)
+    assert not any(x.requires_grad for x in (L, X, quiet, solved))
 
 
 # --- registration and compilation ------------------------------------------------------------------------------------
