@@ -135,7 +135,10 @@ def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int
 
 
 def no_third_outcome(scope: Scope) -> Finding:
-    """Row 18: each cell of options is as near the truth as asked, or refused; what is demanded is what runs."""
+    """Row 18: each cell of the delta rules' options is as near the truth as asked, or refused; a demand is what runs.
+
+    TTT-Linear has other options; the tests try those in pairs.
+    """
     cells = pairwise(scope.seed)
     finding = Finding(scope, promised=len(cells))
     for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
@@ -345,7 +348,12 @@ ROWS = (
         f">= {REFUSED} kinds; argument, expected, got; 0 launches",
         bad_input_is_named,
     ),
-    Row(18, "no third outcome", "each pairwise cell as rule 3 asks, or refused; 0 silent fallbacks", no_third_outcome),
+    Row(
+        18,
+        "no third outcome",
+        "each pairwise cell of the delta rules as rule 3 asks, or refused; 0 silent fallbacks",
+        no_third_outcome,
+    ),
     Row(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
     Row(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
 )
