@@ -102,7 +102,8 @@ def test_from_hf_is_the_same_layer(family, float64_bounds):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    ours = GatedDeltaNet.from_hf(theirs)
+    ours = GatedDeltaNet.from_hf(theirs, backend="eager")
+    assert ours.backend == ours.conv.backend == ours.norm.backend == "eager"
     assert ours.norm.eps == 1e-5 and ours.norm.round_before_weight
     x = torch.randn(2, 21, 24)
     # Theirs computes in float32 whatever it is given: 21 tokens of rounding.

@@ -74,7 +74,8 @@ def test_from_hf_is_the_same_layer(family, bound, float64_bounds):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    ours = KimiDeltaAttention.from_hf(theirs)
+    ours = KimiDeltaAttention.from_hf(theirs, backend="eager")
+    assert ours.backend == ours.conv.backend == ours.norm.backend == "eager"
     assert ours.norm.eps == 1e-5 and ours.lower_bound == bound
     x = torch.randn(2, 21, 24)
     # Theirs computes in float32 whatever it is given: 21 tokens of rounding.
