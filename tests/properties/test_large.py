@@ -52,6 +52,13 @@ def test_keys_and_values_of_unequal_widths(rule: str, K: int, V: int, results, f
         within(float64_bounds, results(getattr(wyfold, f"{form}_{rule}"), a, output_final_state=True), truth)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_heads_as_wide_as_a_model_has_them(rule: str, results, float64_bounds):
+    a = inputs.draw("random", rule, shapes.WIDE, state="normal", dtype=torch.float64)
+    truth = results(getattr(reference, rule), a, output_final_state=True)
+    within(float64_bounds, results(chunked(rule), a, output_final_state=True), truth)
+
+
 # --- against parts of itself -----------------------------------------------------------------------------------------
 
 
@@ -96,7 +103,7 @@ def test_more_heads_than_a_launch_grid_has_rows(results):
     assert all(torch.equal(x, every[name][7:9, :, 100:103]) for name, x in alone.items())
 
 
-CHUNK = 64  # demanded below: a cut at another place than between chunks rounds differently
+CHUNK = 64  # a cut at its multiples is between chunks of every size; elsewhere it would round differently
 
 
 def tokens(a: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
@@ -107,7 +114,7 @@ def tokens(a: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
     """Forward and backward: the state handed on, its gradient handed back."""
-    T, options = shapes.LONG_LENGTHS[0], {"output_final_state": True, "chunk_size": CHUNK}
+    T, options = shapes.LONG_LENGTHS[0], {"output_final_state": True}
     a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal")
     whole = results(chunked(rule), a, **options)
     fed = {"o": inputs.incoming(whole["o"], 0), "state": inputs.incoming(whole["state"], 1)}
@@ -123,7 +130,7 @@ def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
 
 
 def test_a_million_tokens_end_as_their_last_piece(results):
-    T, options = shapes.LONG_LENGTHS[1] + 1, {"output_final_state": True, "chunk_size": CHUNK}
+    T, options = shapes.LONG_LENGTHS[1] + 1, {"output_final_state": True}
     a = inputs.draw("random", "gated_delta_rule", Shape(1, T, 1, 1, 8, 8), state="normal")
     whole = results(wyfold.chunk_gated_delta_rule, a, **options)
     fed = {"o": inputs.incoming(whole["o"], 0), "state": inputs.incoming(whole["state"], 1)}
