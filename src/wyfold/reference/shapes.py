@@ -84,7 +84,6 @@ GROUPS = (1, 2, 3, 4, 8)
 CHUNK_SIZES = (16, 32, 64)
 INVALID_CHUNK_SIZES = (0, 1, 15, 48, 128, -16)
 
-SMALL = Shape(B=2, T=37, H=2, HV=4, K=16, V=24)
 WIDE = Shape(B=1, T=256, H=2, HV=2, K=128, V=128)
 MANY_HEADS = Shape(B=256, T=2, H=256, HV=256, K=8, V=8)  # B * HV = 65,536, past a launch grid's limit
 OVER_INT32 = Shape(B=1, T=131_073, H=128, HV=128, K=128, V=128)  # each of q, k, v has more than 2^31 elements
