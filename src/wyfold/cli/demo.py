@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     speak(
         trainer.model,
         PROMPT,
-        Sampling(SAMPLE_BYTES, temperature=0.7, top_k=None, top_p=None, seed=args.seed),
+        Sampling(SAMPLE_BYTES, temperature=0.8, top_k=None, top_p=None, seed=args.seed),
         sys.stdout,
     )
 
