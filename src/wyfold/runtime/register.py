@@ -16,6 +16,12 @@ from torch import Tensor
 
 _library = torch.library.Library("wyfold", "DEF")
 
+# The first exponential of a process must not be a parallel one: on the CPU the vector library behind it sets itself up
+# without a lock, and now and then half of that first result has half the digits (docs/facts.md, CPU-4).
+for _dtype in (torch.float32, torch.float64):
+    for _function in (torch.exp, torch.log1p):
+        _function(torch.zeros(1, dtype=_dtype))
+
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.wyfold.<name> for every device and return it.
