@@ -195,11 +195,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         S = call.entering(part, carried)
         if options.save:
             saved.borders[part.index : part.index + part.entered] = carried
-        inputs, block, leaving = (
-            call.load(part),
-            part.block(o),
-            None if checkpoints is None else checkpoints.leaving(part),
-        )
+        inputs, block = call.load(part), part.block(o)
+        leaving = None if checkpoints is None else checkpoints.leaving(part)
         if options.recurrent:
             S = call.stage("recurrent").recurrent(inputs, S, part.table, options.scale, block, leaving)
         else:

@@ -111,7 +111,7 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
         de_pair[:, 0] = de
         dS.baddbmm_(k_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
         if decay is not None and found.g is not None:
-            found.g[:, t] = to_gate_shape(_rows_sum(Sd * dS), found.g)
+            found.g[:, t] = to_gate_shape((Sd * dS).sum(-1), found.g)
             dS.mul_(decay[:, t])
 
 
@@ -127,8 +127,4 @@ def _columns_dot(S: Tensor, k: Tensor) -> Tensor:
 
 def _rows_dot(S: Tensor, v: Tensor) -> Tensor:
     """S v.   [n, K, V], [n, V] -> [n, K]"""
-    return _rows_sum(S * v[:, None])
-
-
-def _rows_sum(S: Tensor) -> Tensor:
-    return S.sum(-1)
+    return (S * v[:, None]).sum(-1)
