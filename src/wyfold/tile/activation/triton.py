@@ -1,0 +1,84 @@
+"""Sigmoid, SiLU and softplus on the device, in float32.
+
+Inside them every exponential is of a number <= 0, so that nothing overflows on the way to a finite result; both sides
+of a sigmoid come from that one exponential without a subtraction, so that neither loses digits near its own zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) * reciprocal(1.0 + e)
+
+
+@triton.jit
+def sigmoid_bwd(x, dy):
+    """Gradient of `sigmoid`: dy * sigmoid(x) * sigmoid(-x)."""
+    e = tl.exp(-tl.abs(x))
+    r = reciprocal(1.0 + e)
+    return dy * (e * r * r)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), without overflow."""
+    return tl.maximum(x, 0.0) + log1p(exp(-tl.abs(x)))
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+@triton.jit
+def silu_bwd(x, dy):
+    """Gradient of `silu`: dy * sigmoid(x) * (1 + x * sigmoid(-x))."""
+    e = tl.exp(-tl.abs(x))
+    r = reciprocal(1.0 + e)
+    above = x >= 0
+    return dy * (tl.where(above, 1.0, e) * r) * (1.0 + x * (tl.where(above, e, 1.0) * r))
+
+
+@triton.jit
+def exp(x):
+    """e^x to about an ulp, for rates and slow gates, whose error every token shares; 0 below 2^-126.
+
+    `tl.exp` is 2^(x log2 e) with the product rounded once, which costs some |x| / 2 ulp. Here x loses n ln 2 first, n
+    the nearest integer to x log2 e: adding and subtracting 1.5 * 2^23 rounds to one, and the upper part of ln 2 is
+    short enough for its product with n to be exact.
+    """
+    n = (x * 1.4426950408889634 + 12582912.0) - 12582912.0
+    n = tl.clamp(n, -150.0, 127.0)
+    rest = tl.fma(n, -1.428606765330187e-06, tl.fma(n, -0.693145751953125, x))
+    return tl.exp2(rest * 1.4426950408889634) * tl.exp2(n)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x in [0, 1], to about an ulp of the result, however small.
+
+    2 artanh(s), s = x / (2 + x) <= 1/3, by its series, whose first term left out is below 2e-8 of the sum. As 2 s is
+    x - s x, the series stands as a correction to x.
+    """
+    s = x / (2.0 + x)
+    z = s * s
+    series = tl.fma(z, 2.0 / 13.0, 2.0 / 11.0)
+    series = tl.fma(series, z, 2.0 / 9.0)
+    series = tl.fma(series, z, 2.0 / 7.0)
+    series = tl.fma(series, z, 2.0 / 5.0)
+    series = tl.fma(series, z, 2.0 / 3.0)
+    return tl.fma(s, tl.fma(series, z, -x), x)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded but for rare cases: division on the device is not, and a Newton step makes up for it."""
+    r = 1.0 / x
+    return tl.fma(r, tl.fma(-x, r, 1.0), r)
