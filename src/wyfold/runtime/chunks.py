@@ -102,3 +102,52 @@ def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
     slot = torch.empty(tokens, dtype=torch.int64)
     slot[flat[real]] = torch.arange(flat.shape[0])[real]
     return ChunkTable(C, lengths.shape[0], tuple(running.tolist()), tokens, order, token, slot)
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """Chunk grid of a whole call, on the tensors' device: sized by capacity, made without waiting for the device.
+
+    Chunks are numbered sequence by sequence. Of a packed batch there are at most `chunks`; the numbers that no sequence
+    needs belong to a pseudo-sequence N, the tokens past the last boundary.
+
+    Attributes:
+        chunk_size: Rows of a chunk tile, C.
+        batch, tokens: B and T of the token tensors.
+        sequences: N.
+        chunks: Number of chunks, or its bound for a packed batch.
+        cu: [N+2] int64 boundaries, legal whatever the caller's tensor held, and T; None when each row is a sequence.
+        first: [N+1] int64 first chunk of each sequence, and of the pseudo-sequence; None likewise.
+        sequence: [chunks] int64 sequence of each chunk; None likewise.
+    """
+
+    chunk_size: int
+    batch: int
+    tokens: int
+    sequences: int
+    chunks: int
+    cu: Tensor | None = None
+    first: Tensor | None = None
+    sequence: Tensor | None = None
+
+    @property
+    def per_sequence(self) -> int:
+        """Chunks of each sequence of a dense batch."""
+        return -(-self.tokens // self.chunk_size)
+
+
+def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> ChunkGrid:
+    """The grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
+    per_row = -(-tokens // chunk_size)
+    if cu_seqlens is None:
+        return ChunkGrid(chunk_size, batch, tokens, batch, batch * per_row)
+    N = cu_seqlens.shape[0] - 1
+    chunks = per_row + N
+    cu = cu_seqlens.new_full((N + 2,), tokens, dtype=torch.int64)
+    cu[: N + 1] = cu_seqlens.clamp(0, tokens).cummax(0).values
+    cu[0] = 0
+    first = cu.new_zeros(N + 1)
+    torch.cumsum((cu[1 : N + 1] - cu[:N] + (chunk_size - 1)) // chunk_size, 0, out=first[1:])
+    number = torch.arange(chunks, device=cu.device)
+    sequence = torch.searchsorted(first[1:], number, right=True)
+    return ChunkGrid(chunk_size, batch, tokens, N, chunks, cu, first, sequence)

@@ -46,6 +46,44 @@ class Factors(NamedTuple):
     P: Tensor
 
 
+class Prepared(NamedTuple):
+    """What `prepare` leaves for the scans where tokens stay where they are; t = chunks * HV tiles.
+
+    Attributes:
+        rows: [t, 4, C] float32 per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay to the
+            chunk's end times 1/|k| (the norms only where `prepare` takes them), and beta. Decays of a channel gate are
+            in the tiles instead, and ones here.
+        total: [t, 1 or K] float32 decay of the state over the chunk.
+        q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
+        E: [t, C, K], or None in the unfolded form.
+        A, F: [t, C, C], transposed; A is None where nothing reads it.
+    """
+
+    rows: Tensor
+    total: Tensor
+    q: Tensor | None
+    k: Tensor | None
+    E: Tensor | None
+    A: Tensor | None
+    F: Tensor
+
+
+class TokenBorders(NamedTuple):
+    """What `scan_bwd` leaves for `gradients` where tokens stay where they are; t = chunks * HV tiles.
+
+    Attributes:
+        S: [t, V, K] state entering the chunk, transposed.
+        dS: [t, V, K] gradient of the state leaving it, transposed.
+        N: [t, C, V] written values A y.
+        X: [t, C, V] gradient of y = beta R.
+    """
+
+    S: Tensor
+    dS: Tensor
+    N: Tensor
+    X: Tensor
+
+
 class Borders(NamedTuple):
     """What `scan_bwd` leaves at every chunk.
 

@@ -1,0 +1,230 @@
+"""`prepare` in Triton: one program per chunk and value head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.launch import tuned
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.records import Prepared
+from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.decay.triton import (
+    decayed_grams_transposed,
+    load_log_gate,
+    past_row,
+    running_sum,
+    scalar_rows,
+    spans,
+    to_row,
+)
+from wyfold.tile.dot.triton import exact, mm_exact, operand, precision
+from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tile, store_tokens
+from wyfold.tile.inverse.triton import inverse_transposed
+from wyfold.tile.norm.triton import reciprocal_norm
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+) -> Prepared:
+    """Factors of every chunk, from tokens where they lie.
+
+    Args:
+        q, k: [B, T, H, K], any strides.
+        g: [B, T, HV] or [B, T, HV, K] or None, as the caller gave it.
+        beta: [B, T, HV] or None (1), as the caller gave it.
+        A_log, dt_bias: Gate parameters or None.
+        grid: The call's chunk grid.
+        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
+        o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
+        folded: Whether the scans will read E instead of A.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    gate = gate_kind(g)
+    channel = gate == "channel"
+    tiles = grid.chunks * HV
+    floats = {"dtype": torch.float32, "device": q.device}
+    found = Prepared(
+        rows=torch.empty(tiles, 4, C, **floats),
+        total=torch.empty(tiles, K if channel else 1, **floats),
+        q=q.new_empty(tiles, C, K) if channel else None,
+        k=q.new_empty(tiles, C, K) if channel else None,
+        E=q.new_empty(tiles, C, K) if folded else None,
+        A=q.new_empty(tiles, C, C),
+        F=q.new_empty(tiles, C, C),
+    )
+    config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    wyfold_prepare_triton[(tiles,)](
+        q,
+        q.stride(),
+        k,
+        k.stride(),
+        g,
+        None if g is None else g.stride(),
+        beta,
+        None if beta is None else beta.stride(),
+        A_log,
+        dt_bias,
+        o,
+        o.stride(),
+        *found,
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.lower_bound,
+        options.clamp or -104.0,
+        options.beta_most,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=max(16, triton.next_power_of_2(K)),
+        BV=max(16, triton.next_power_of_2(V)),
+        PACKED=grid.cu is not None,
+        GATE=gate,
+        ACTIVATION=options.activation,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        EXACT=exact(q.dtype),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+    return found
+
+
+def gate_kind(g: Tensor | None) -> str:
+    """GATE of the kernels."""
+    return "none" if g is None else "scalar" if g.ndim == 3 else "channel"
+
+
+def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
+    """What a launch configuration depends on."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return f"{name} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most"])
+def wyfold_prepare_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_o,
+    s_o,
+    p_rows,
+    p_total,
+    p_qd,
+    p_kd,
+    p_E,
+    p_A,
+    p_F,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    lower_bound,
+    clamp,
+    beta_most,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    LOGIT: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = i_tile // HV, i_tile % HV
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if i_n == N:
+        store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+        return
+
+    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
+    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
+    b_g = load_log_gate(
+        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
+    )
+    b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
+    b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+    if NORM:
+        b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
+
+    b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION, EXACT)
+    b_AT = inverse_transposed(b_J * b_beta[:, None], b_JT * b_beta[None, :], BT, EXACT)
+    store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
+    store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
+
+    b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
+    o_r = tl.arange(0, BT)
+    if GATE == "channel":
+        b_kn = b_k.to(tl.float32) * b_rk[:, None]
+        b_in_k = tl.exp(spans(to_row(BT), b_g, EXACT))
+        store_tile(p_kd, i_tile, 0, 0, b_kn * b_in_k, BT, K, BT, BK)
+        store_tile(p_qd, i_tile, 0, 0, b_q.to(tl.float32) * b_rq[:, None] * b_in_k, BT, K, BT, BK)
+        o_k = tl.arange(0, BK)
+        tl.store(p_total + i_tile * K + o_k, tl.exp(tl.sum(b_g, axis=0)), mask=o_k < K)
+        if p_E is not None:
+            b_kt = b_kn * tl.exp(spans(past_row(BT), b_g, EXACT))
+            store_tile(p_E, i_tile, 0, 0, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BK)
+        b_rk, b_rq = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+    else:
+        tl.store(p_total + i_tile, total)
+        if p_E is not None:
+            b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
+            store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
+    p_row = p_rows + i_tile * (4 * BT) + o_r
+    tl.store(p_row, b_in * b_rk)
+    tl.store(p_row + BT, b_in * b_rq)
+    tl.store(p_row + 2 * BT, b_out * b_rk)
+    tl.store(p_row + 3 * BT, b_beta)
+
+
+@triton.jit
+def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr, BT: tl.constexpr):
+    """beta of every row, zero in padding.   [BT]"""
+    o_r = tl.arange(0, BT)
+    if p_beta is None:
+        return tl.where(o_r < rows, 1.0, 0.0)
+    b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
+    if LOGIT:
+        b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
+    return b_beta

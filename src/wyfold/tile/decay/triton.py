@@ -1,0 +1,254 @@
+"""The gate on the device, in the one place that knows its kind.
+
+GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
+the contraction, so the grams are split by dyadic halving: at level h, blocks of 2h rows pair their upper with their
+lower half, both anchored at the lower half's first row. Every running sum from an anchor is a product with a 0/1 matrix
+of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their relative accuracy.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wyfold.tile.activation.triton import sigmoid, softplus
+from wyfold.tile.dot.triton import mm
+
+
+@triton.jit
+def load_log_gate(
+    p_g,
+    s_g,
+    p_A_log,
+    p_dt_bias,
+    b,
+    t,
+    h,
+    rows,
+    lower_bound,
+    clamp,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Per-token log gate, activated and floored, zero in padding.   [BT] scalar, [BT, BK] channel, else zeros [BT]"""
+    if GATE == "none":
+        return tl.zeros((BT,), tl.float32)
+    x = load_raw_gate(p_g, s_g, b, t, h, rows, GATE, K, BT, BK)
+    g = log_gate(x, p_A_log, p_dt_bias, h, lower_bound, clamp, GATE, ACTIVATION, K, BK)
+    o_r = tl.arange(0, BT)
+    if GATE == "channel":
+        o_k = tl.arange(0, BK)
+        return tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], g, 0.0)
+    else:
+        return tl.where(o_r < rows, g, 0.0)
+
+
+@triton.jit
+def load_raw_gate(p_g, s_g, b, t, h, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """The gate as the caller passed it, float32.   [BT] or [BT, BK]"""
+    o_r = tl.arange(0, BT)
+    o_t = b * s_g[0] + (t + o_r.to(tl.int64)) * s_g[1] + h * s_g[2]
+    if GATE == "channel":
+        o_k = tl.arange(0, BK)
+        mask = (o_r < rows)[:, None] & (o_k < K)[None, :]
+        return tl.load(p_g + o_t[:, None] + o_k.to(tl.int64)[None, :] * s_g[3], mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(p_g + o_t, mask=o_r < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_gate_parameters(p_A_log, p_dt_bias, h, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """exp(A_log) of the head, and dt_bias ([BK] for a channel gate); 1 and 0 where a parameter is None."""
+    rate = 1.0
+    if p_A_log is not None:
+        rate = tl.exp(tl.load(p_A_log + h).to(tl.float32))
+    bias = 0.0
+    if p_dt_bias is not None:
+        if GATE == "channel":
+            o_k = tl.arange(0, BK)
+            bias = tl.load(p_dt_bias + h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+        else:
+            bias = tl.load(p_dt_bias + h).to(tl.float32)
+    return rate, bias
+
+
+@triton.jit
+def log_gate(
+    x,
+    p_A_log,
+    p_dt_bias,
+    h,
+    lower_bound,
+    clamp,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Log gate from what the caller passed, as `log_gate` of the eager twin; clamp is the floor where none was asked."""
+    if ACTIVATION == "given":
+        g = x
+    else:
+        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, GATE, K, BK)
+        u = x + bias
+        if ACTIVATION == "softplus":
+            g = -rate * softplus(u)
+        else:
+            g = lower_bound * sigmoid(u * rate)
+    # A comparison, not a maximum: NaN must stay NaN.
+    return tl.where(g < clamp, clamp, g)
+
+
+@triton.jit
+def running_sum(b_g, GATE: tl.constexpr):
+    """G: running sum of the log gate inside its chunk.   [BT] for a scalar gate; zeros without one"""
+    if GATE == "scalar":
+        return tl.cumsum(b_g, axis=0)
+    else:
+        return b_g * 0.0
+
+
+@triton.jit
+def spans(o_interval, b_g, EXACT: tl.constexpr):
+    """Sums of a channel gate over the token intervals of a 0/1 matrix: o_interval @ g.   [BT, BK]
+
+    bfloat16 pairs keep 16 bits of each gate, far more than a factor rounded to 16 bits needs; float32 takes three TF32
+    products.
+    """
+    if EXACT == "bf16x3":
+        b_m = o_interval.to(tl.bfloat16)
+        b_high = b_g.to(tl.bfloat16)
+        b_low = (b_g - b_high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(b_m, b_high, tl.dot(b_m, b_low))
+    else:
+        return tl.dot(o_interval.to(tl.float32), b_g, input_precision=EXACT)
+
+
+@triton.jit
+def to_row(BT: tl.constexpr):
+    """Intervals from the chunk's start to each row, that row included: decay from the start.   [BT, BT] 0/1"""
+    o = tl.arange(0, BT)
+    return o[None, :] <= o[:, None]
+
+
+@triton.jit
+def past_row(BT: tl.constexpr):
+    """Intervals from after each row to the chunk's end: decay to the end.   [BT, BT] 0/1"""
+    o = tl.arange(0, BT)
+    return o[None, :] > o[:, None]
+
+
+@triton.jit
+def to_anchor(h: tl.constexpr, BT: tl.constexpr):
+    """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
+
+    Row i of a lower half: after the anchor, up to i. Row i of an upper half: after i, up to the anchor.
+    """
+    o = tl.arange(0, BT)
+    anchor = (o // (2 * h)) * (2 * h) + h
+    low = tl.minimum(o, anchor)[:, None]
+    high = tl.maximum(o, anchor)[:, None]
+    return (o[None, :] > low) & (o[None, :] <= high)
+
+
+@triton.jit
+def meets(h: tl.constexpr, BT: tl.constexpr):
+    """Pairs [s, r] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
+    o = tl.arange(0, BT) // h
+    return ((o % 2) == 0)[:, None] & (o[None, :] == o[:, None] + 1)
+
+
+@triton.jit
+def decayed_grams_transposed(
+    b_q,
+    b_k,
+    b_rq,
+    b_rk,
+    b_g,
+    GATE: tl.constexpr,
+    BT: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Grams of normalised rows, s before or at r, both [s, r], and the key gram [r, s] as well.
+
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r, else 0
+        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <= r, else 0
+
+    Args:
+        b_q, b_k: [BT, BK] raw rows.
+        b_rq, b_rk: [BT] reciprocal norms, or ones.
+        b_g: From `load_log_gate`.
+
+    Returns:
+        J, J^T, P^T: [BT, BT] float32.
+    """
+    o = tl.arange(0, BT)
+    if GATE == "channel":
+        b_kn = b_k.to(tl.float32) * b_rk[:, None]
+        b_qn = b_q.to(tl.float32) * b_rq[:, None]
+        on = (o[:, None] == o[None, :]).to(tl.float32)
+        b_PT = on * tl.sum(b_qn * b_kn, axis=1)[None, :]
+        b_J = tl.zeros((BT, BT), tl.float32)
+        b_JT = tl.zeros((BT, BT), tl.float32)
+        for level in tl.static_range(6):
+            h: tl.constexpr = 32 >> level
+            if h < BT:
+                decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
+                b_kd = (b_kn * decay).to(OP)
+                b_qd = (b_qn * decay).to(OP)
+                pair = meets(h, BT)
+                b_kk = mm(b_kd, tl.trans(b_kd), None, OP, PRECISION)
+                b_J += tl.where(meets_transposed(h, BT), b_kk, 0.0)
+                b_JT += tl.where(pair, b_kk, 0.0)
+                b_PT += tl.where(pair, mm(b_kd, tl.trans(b_qd), None, OP, PRECISION), 0.0)
+        return b_J, b_JT, b_PT
+    else:
+        b_kk = mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
+        b_PT = mm(b_k, tl.trans(b_q), None, OP, PRECISION) * (b_rk[:, None] * b_rq[None, :])
+        if GATE == "scalar":
+            b_G = tl.cumsum(b_g, axis=0)
+            b_kk *= pairwise_decay(b_G, BT)
+            b_PT *= pairwise_decay(b_G, BT)
+        before = o[:, None] < o[None, :]
+        after = o[:, None] > o[None, :]
+        b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
+        return tl.where(after, b_kk, 0.0), tl.where(before, b_kk, 0.0), b_PT
+
+
+@triton.jit
+def meets_transposed(h: tl.constexpr, BT: tl.constexpr):
+    """`meets` as [r, s]."""
+    o = tl.arange(0, BT) // h
+    return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
+
+
+@triton.jit
+def pairwise_decay(b_G, BT: tl.constexpr):
+    """Decay between the earlier and the later of two rows, exp(-|G_r - G_s|) for G that never rises.   [BT, BT]
+
+    Symmetric. The difference has one sign on each side of the diagonal; the sign is selected, so that a rise in G, which
+    is outside the contract, does not change what is a decay.
+    """
+    o = tl.arange(0, BT)
+    difference = b_G[:, None] - b_G[None, :]
+    return tl.exp(tl.where(o[:, None] >= o[None, :], difference, -difference))
+
+
+@triton.jit
+def scalar_rows(b_G, b_g, GATE: tl.constexpr, BT: tl.constexpr):
+    """Decay from the chunk's start to each row and from each row to its end, one number a row: ones unless scalar.
+
+    Padding has g = 0, so the last row's sum is the last token's.
+    """
+    if GATE == "scalar":
+        o = tl.arange(0, BT)
+        b_last = tl.sum(tl.where(o == BT - 1, b_G, 0.0), axis=0)
+        return tl.exp(b_G), tl.exp(b_last - b_G), tl.exp(b_last)
+    else:
+        ones = tl.full((BT,), 1.0, tl.float32)
+        return ones, ones, 1.0
