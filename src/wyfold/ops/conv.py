@@ -91,7 +91,8 @@ def causal_conv1d(
     check.alike(_NAME, "device", x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
     rows = {"x": x, "residual": residual}
     copies = tuple(name for name, t in rows.items() if t is not None and not _one_row(t))
-    plan = table.plan(_NAME, x.device, backend, forward=("conv",), backward=("conv",), copies=copies)
+    dtypes = table.dtypes(x, weight, bias, residual, initial_state)
+    plan = table.plan(_NAME, x.device, backend, forward=("conv",), backward=("conv",), dtypes=dtypes, copies=copies)
     tensors = _Tensors(x, weight, bias, residual, initial_state, cu)
     y, final_state = _Conv.apply(*tensors, output_final_state, activation is not None, plan.backend)
     return y, final_state if output_final_state else None

@@ -108,6 +108,7 @@ def call_delta(
         backend,
         forward=stages[0],
         backward=stages[1],
+        dtypes=table.dtypes(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
     )

@@ -142,7 +142,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
     op = "fused_beta_sigmoid"
     check.floating(op, x=check.tensor(op, "x", x))
     scale = check.number(op, "scale", scale)
-    plan = table.plan(op, x.device, backend, forward=("gate",), backward=("gate",))
+    plan = table.plan(op, x.device, backend, forward=("gate",), backward=("gate",), dtypes=(x.dtype,))
     return _BetaSigmoid.apply(x, scale, plan.backend)
 
 
@@ -168,9 +168,11 @@ def _gate(
 ) -> Tensor:
     """g: [..., HV, 1 or K]."""
     check.dtype_option(op, "output_dtype", output_dtype)
-    plan = table.plan(op, g.device, backend, forward=("gate",), backward=("gate",))
+    output_dtype = output_dtype or widest(g, A_log, dt_bias)
+    dtypes = (*table.dtypes(g, A_log, dt_bias), output_dtype)
+    plan = table.plan(op, g.device, backend, forward=("gate",), backward=("gate",), dtypes=dtypes)
     activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
-    return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype or widest(g, A_log, dt_bias), plan.backend)
+    return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype, plan.backend)
 
 
 class _Gate(torch.autograd.Function):

@@ -46,8 +46,9 @@ def l2norm(
     _rows(op, x)
     check.dtype_option(op, "output_dtype", output_dtype)
     eps = _positive(op, eps)
-    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",))
-    return _L2Norm.apply(x, eps, output_dtype or x.dtype, plan.backend)
+    output_dtype = output_dtype or x.dtype
+    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",), dtypes=(x.dtype, output_dtype))
+    return _L2Norm.apply(x, eps, output_dtype, plan.backend)
 
 
 def rms_norm_gated(
@@ -109,7 +110,8 @@ def rms_norm_gated(
     check.floating(op, g=g, weight=weight, bias=bias)
     check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
     options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
-    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",))
+    dtypes = table.dtypes(x, g, weight, bias)
+    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",), dtypes=dtypes)
     return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
 
 

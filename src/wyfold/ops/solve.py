@@ -79,8 +79,10 @@ def solve_tril(
     if check.checking_contents() and check.readable(A):
         _check_triangle(op, A, cu)
     H, C = A.shape[2:]
-    plan = _plan(op, A, cu, C, _chunks_per_part(C, H, C, widest(A)), backend)
-    return _Constant.apply(_solve_tril_op, A, cu, output_dtype or widest(A), plan.backend)
+    output_dtype = output_dtype or widest(A)
+    per_part = _chunks_per_part(C, H, C, widest(A))
+    plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, output_dtype))
+    return _Constant.apply(_solve_tril_op, A, cu, output_dtype, plan.backend)
 
 
 def chunk_scaled_dot_kkt(
@@ -141,8 +143,9 @@ def chunk_scaled_dot_kkt(
     if g is not None:
         check.log_gates(op, g, cu)
     per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
-    plan = _plan(op, k, cu, chunk_size, per_part, backend)
-    return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, output_dtype or widest(k, beta, g), plan.backend)
+    output_dtype = output_dtype or widest(k, beta, g)
+    plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), output_dtype))
+    return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, output_dtype, plan.backend)
 
 
 class _Constant(torch.autograd.Function):
@@ -173,11 +176,19 @@ def _check_triangle(op: str, A: Tensor, cu: Tensor | None) -> None:
         raise ValueError(f"{op}: A must be strictly lower triangular, got {float(A[b, t, h, s])} in {where}")
 
 
-def _plan(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int, backend: str | None) -> Plan:
+def _plan(
+    op: str,
+    x: Tensor,
+    cu: Tensor | None,
+    chunk_size: int,
+    per_part: int,
+    backend: str | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> Plan:
     N = None if cu is None else cu.shape[0] - 1
     parts = split.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
-    return table.plan(op, x.device, backend, forward=(stage,), chunk_size=chunk_size, parts=parts)
+    return table.plan(op, x.device, backend, forward=(stage,), dtypes=dtypes, chunk_size=chunk_size, parts=parts)
 
 
 def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:

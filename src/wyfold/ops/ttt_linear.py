@@ -266,6 +266,7 @@ def _run(
         backend,
         forward=("ttt",),
         backward=("ttt",),
+        dtypes=table.dtypes(q, k, v),
         chunk_size=chunk_size,
         parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
     )

@@ -1,13 +1,21 @@
-"""How the kernels are launched: configurations as data, one file per GPU architecture, nothing timed in a user's process."""
+"""How the kernels are launched, and where they may be.
+
+Configurations are data, one file per GPU architecture; nothing is timed in a user's process. Which Triton on which
+architecture was proved, or only compiled, is data as well.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +43,7 @@ def tuned(kernel: str, key: str, device: torch.device) -> Config:
         key: What the best configuration depends on, such as "bf16 K128 V128 C64 scalar AF".
         device: Of the tensors; the interpreter, whose tensors are on the CPU, takes sm_90's.
     """
-    rows = _table(_architecture(device))[kernel]
+    rows = _table(architecture(device))[kernel]
     return rows.get(key) or rows["default"]
 
 
@@ -45,16 +53,87 @@ def interpreting() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def _architecture(device: torch.device) -> str:
+class Support(NamedTuple):
+    """What is known about Triton on one device.
+
+    Attributes:
+        architecture: Of the GPU, such as "sm_90".
+        version: Of Triton; empty where it is not installed.
+        proof: "verified": the test suite ran on such a card with such a Triton. "compiled": the kernels were compiled
+            for it and looked at, no more. Empty: refused.
+        refusal: Why, and what to do; empty otherwise.
+    """
+
+    architecture: str
+    version: str
+    proof: str
+    refusal: str
+
+
+@functools.cache
+def support(device: torch.device) -> Support:
+    """What `configs/support.json` says of the installed Triton, which is not imported for it, on a CUDA device."""
+    if not torch.cuda.is_available():
+        return Support("", version(), "", "there is no CUDA device in this process")
+    return judged(architecture(device), version())
+
+
+@functools.cache
+def judged(architecture: str, version: str) -> Support:
+    """What `configs/support.json` says of a Triton on a GPU."""
+    known = json.loads(_data("support"))
+    cells, remedy = known["cells"], known["remedy"]
+    minor = ".".join(version.split(".")[:2])
+    listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
+    refusal = ""
+    if not version:
+        refusal = f"Triton is not installed; {remedy}"
+    for bad in known["known_bad"]:
+        if minor in bad["versions"] and architecture in bad["architectures"]:
+            refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
+    if not refusal and minor not in cells:
+        refusal = f"Triton {version} is not in the table, which has {' and '.join(cells)}; {remedy}"
+    if not refusal and architecture not in cells[minor]:
+        refusal = (
+            f"no kernel was ever compiled for {architecture}; the table has {listed}; "
+            'backend="eager" runs on any device of PyTorch'
+        )
+    return Support(architecture, version, "" if refusal else cells[minor][architecture], refusal)
+
+
+@functools.cache
+def version() -> str:
+    """Version of the installed Triton, which is not imported for it; empty where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return ""
+    return importlib.metadata.version("triton")
+
+
+def can_interpret() -> bool:
+    """`interpreting`, after an import of Triton where it is installed: it looks into its environment only then."""
+    if version():
+        importlib.import_module("triton")
+    return interpreting()
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Of a GPU, as its compiler calls it; sm_90 for the tensors of the interpreter, which are on the CPU."""
     if device.type != "cuda":
         return "sm_90"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
+def _data(name: str) -> str:
+    return resources.files("wyfold.runtime").joinpath("configs", f"{name}.json").read_text(encoding="utf-8")
+
+
 @functools.cache
 def _table(architecture: str) -> dict[str, dict[str, Config]]:
-    text = resources.files("wyfold.runtime").joinpath("configs", f"{architecture}.json").read_text()
+    text = _data(architecture)
     return {
         kernel: {
             key: Config(row["warps"], row["stages"], {name: n for name, n in row.items() if name.isupper()})

@@ -2,51 +2,67 @@
 
 A row names a module by its path, imported at first use, so that no backend's dependencies are needed by another.
 Without a demand, tensors on CUDA never land on eager, and tensors elsewhere always do; a demanded backend serves or
-refuses.
+refuses. What a Triton version is good for on a GPU is data (`runtime/configs/support.json`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from wyfold.runtime import check
+from wyfold.runtime import check, launch
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.plan import Plan, settle
 
 BACKENDS = ("eager", "triton", "gluon")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of a launch."""
+    """One implementation of a launch.
+
+    Attributes:
+        stage, backend: Which launch, in which language.
+        module: Where it is.
+        dtypes: What its tensors may hold.
+    """
 
     stage: str
     backend: str
     module: str
+    dtypes: tuple[torch.dtype, ...]
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
 
-ROWS = tuple(
-    Row(stage, "eager", f"wyfold.stages.{stage}.eager")
-    for stage in (
-        "prepare",
-        "scan",
-        "scan_bwd",
-        "gradients",
-        "recurrent",
-        "ttt",
-        "conv",
-        "norm",
-        "gate",
-        "kkt",
-        "solve_tril",
-    )
+STAGES = (
+    "prepare",
+    "scan",
+    "scan_bwd",
+    "gradients",
+    "recurrent",
+    "ttt",
+    "conv",
+    "norm",
+    "gate",
+    "kkt",
+    "solve_tril",
+)
+ROWS = tuple(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES) + tuple(
+    Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS)
+    for stage in STAGES
+    if (Path(__file__).parent / stage / "triton.py").exists()
 )
 
 
@@ -57,6 +73,7 @@ def plan(
     *,
     forward: tuple[str, ...],
     backward: tuple[str, ...] = (),
+    dtypes: tuple[torch.dtype, ...] = (),
     chunk_size: int | None = None,
     parts: int = 1,
     copies: tuple[str, ...] = (),
@@ -68,6 +85,7 @@ def plan(
         device: Where the tensors are.
         backend: None for the table's choice, else a demand.
         forward, backward: Stages of each direction.
+        dtypes: Of the call's floating tensors and results.
         chunk_size, parts, copies: What else the caller decided, for the Plan.
 
     Raises:
@@ -75,28 +93,58 @@ def plan(
         UnsupportedError: no row, or not the demanded backend's, serves every launch on this device.
     """
     check.choice(operator, "backend", backend, (None, *BACKENDS))
-    reasons = {}
-    for name in BACKENDS:
-        reason = _refusal(name, device, forward + backward, backend)
-        if reason:
-            reasons[name] = reason
-    if backend in reasons or len(reasons) == len(BACKENDS):
+    choose = _choose if torch.compiler.is_compiling() else _remembered
+    chosen, reasons = choose(device.type, backend, forward + backward, dtypes, _where(device, backend))
+    if chosen is None:
         if backend is None:
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
         raise UnsupportedError(message, {backend: reasons[backend]})
-    chosen = backend or [name for name in BACKENDS if name not in reasons][-1]
-    return settle(
-        Plan(operator, chosen, _named(forward, chosen), _named(backward, chosen), reasons, chunk_size, parts, copies)
-    )
+    launches = _named(forward, chosen), _named(backward, chosen)
+    settled = settle(Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies))
+    if chosen == "triton" and device.type == "cuda":
+        _warn_of_unverified(device)
+    return settled
+
+
+def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
+    """Of the given tensors, for `plan`."""
+    return tuple([x.dtype for x in tensors if x is not None])
 
 
 def launches(stage: str, backend: str) -> ModuleType:
     """The module that holds a stage's launches on a backend."""
+    return _loaded(stage, backend)
+
+
+@functools.cache
+def _loaded(stage: str, backend: str) -> ModuleType:
     row = _row(stage, backend)
     if row is None:
         raise UnsupportedError(f"{stage}: not served", {backend: "has no such launch in this version"})
     return row.load()
+
+
+class _Choice(NamedTuple):
+    backend: str | None
+    reasons: dict[str, str]
+
+
+def _choose(
+    device: str, demand: str | None, stages: tuple[str, ...], dtypes: tuple[torch.dtype, ...], where: str
+) -> _Choice:
+    reasons = {}
+    for name in BACKENDS:
+        reason = _refusal(name, device, stages, demand, dtypes, where)
+        if reason:
+            reasons[name] = reason
+    if demand is not None:
+        return _Choice(None if demand in reasons else demand, reasons)
+    serving = [name for name in BACKENDS if name not in reasons]
+    return _Choice(serving[-1] if serving else None, reasons)
+
+
+_remembered = functools.lru_cache(maxsize=4096)(_choose)
 
 
 def _row(stage: str, backend: str) -> Row | None:
@@ -110,13 +158,66 @@ def _named(stages: tuple[str, ...], backend: str) -> tuple[str, ...]:
     return tuple([f"{row.stage} ({row.module})" for row in ROWS if row.backend == backend and row.stage in stages])
 
 
-def _refusal(name: str, device: torch.device, stages: tuple[str, ...], demand: str | None) -> str:
-    missing = [stage for stage in stages if _row(stage, name) is None]
+def _refusal(
+    name: str,
+    device: str,
+    stages: tuple[str, ...],
+    demand: str | None,
+    dtypes: Iterable[torch.dtype],
+    where: str,
+) -> str:
+    """Why a backend does not serve these launches; empty if it does."""
+    rows = [_row(stage, name) for stage in dict.fromkeys(stages)]
+    missing = [stage for stage, row in zip(dict.fromkeys(stages), rows, strict=True) if row is None]
     if missing:
-        return f"has no {', '.join(dict.fromkeys(missing))} launch in this version"
-    if name == "eager" and device.type == "cuda" and demand is None:
-        return (
-            'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
-            "an argument of every operator and of the layer or decoder around it"
-        )
+        return f"has no {', '.join(missing)} launch in this version"
+    if name == "eager":
+        return _EAGER_UNASKED if device == "cuda" and demand is None else ""
+    if where:
+        return where
+    for row in rows:
+        for dtype in dtypes:
+            if row is not None and dtype not in row.dtypes:
+                return f'does not compute in {str(dtype).removeprefix("torch.")}; backend="eager" does'
     return ""
+
+
+_EAGER_UNASKED = (
+    'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
+    "an argument of every operator and of the layer or decoder around it"
+)
+
+
+@torch.compiler.assume_constant_result
+def _where(device: torch.device, demand: str | None) -> str:
+    """Why no kernel runs on this device in this process; empty if kernels do."""
+    if device.type == "cuda":
+        return launch.support(device).refusal
+    if device.type != "cpu" or demand is None:
+        return f"never chosen unasked for tensors that are not on CUDA; these are on {device.type}"
+    if demand != "triton":
+        return f"backend={demand!r} was asked for"
+    if launch.can_interpret():
+        return ""
+    return (
+        "runs on CUDA tensors; these are on cpu, where only Triton's interpreter runs it, "
+        "in a process that was started with TRITON_INTERPRET=1"
+    )
+
+
+_warned: list[str] = []
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_unverified(device: torch.device) -> None:
+    """Once in a process: this card, or this Triton on it, has not run the tests."""
+    support = launch.support(device)
+    if support.proof == "verified" or _warned:
+        return
+    _warned.append(support.architecture)
+    warnings.warn(
+        f"wyfold: unverified: the kernels were compiled for {support.architecture} under Triton {support.version}, but "
+        "the tests have not run on such a card; `wyfold verify` measures on this one how far each operator is from the "
+        "float64 recurrence",
+        stacklevel=2,
+    )
