@@ -24,6 +24,7 @@ from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
+from wyfold.runtime import launch
 from wyfold.runtime.check import UnsupportedError, checking_contents
 from wyfold.stages import table
 
@@ -164,12 +165,29 @@ def _memory_gib() -> float | None:
 
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
-    architecture = f"sm_{properties.major}{properties.minor}"
     return {
         "name": properties.name,
-        "architecture": architecture,
+        "architecture": launch.architecture(torch.device("cuda", index)),
         "memory_gib": round(properties.total_memory / 2**30, 1),
+        "triton": _kernels_on(torch.device("cuda", index)),
     }
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _kernels_on(device: torch.device) -> str:
+    """What is known about the kernels on a GPU: verified, unverified or refused."""
+    support = launch.support(device)
+    if support.refusal:
+        return f"refused: {support.refusal}"
+    if support.proof == "verified":
+        return f"verified on {support.architecture} under Triton {support.version}"
+    return (
+        f"unverified on {support.architecture} under Triton {support.version}: compiled for it, "
+        "never run by the tests; `wyfold verify` measures it on this one"
+    )
 
 
 def _known_bad() -> tuple[str, ...]:
@@ -181,8 +199,11 @@ def _known_bad() -> tuple[str, ...]:
 
 
 def _cells() -> dict[str, dict[str, str]]:
-    """Stage -> backend -> what its results rest on. A kernel's row will say on which card it was proved."""
-    proof = {"eager": "PyTorch on any device; `wyfold verify` measures it on this one"}
+    """Stage -> backend -> what its results rest on."""
+    proof = {
+        "eager": "PyTorch on any device; `wyfold verify` measures it on this one",
+        "triton": "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or launch.support(torch.device("cuda")).refusal,
+    }
     found: dict[str, dict[str, str]] = {}
     for row in table.ROWS:
         found.setdefault(row.stage, {})[row.backend] = proof[row.backend]
