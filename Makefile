@@ -108,14 +108,22 @@ $(VENV)/.tools: requirements/dev.txt $(VENV)/.torch-$(TORCH)
 	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
-$(VENV)/.wyfold: pyproject.toml $(VENV)/.tools
+# Triton belongs to torch's GPU builds, which name the one they need; beside the CPU build, which names none, it is what
+# kernels are interpreted and compiled with.
+NAMES_TRITON = import importlib.metadata as m, sys; sys.exit(not any("triton" in r for r in m.requires("torch")))
+$(VENV)/.kernels: requirements/kernels.txt $(VENV)/.torch-$(TORCH)
+	$(BIN)/python -c '$(NAMES_TRITON)' || $(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
+$(VENV)/.wyfold: pyproject.toml $(VENV)/.tools $(VENV)/.kernels
 	$(PIP) install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The override says that torch is nobody's requirement, which keeps it and what only it needs out of the file.
-LOCK = $(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes --upgrade \
-       --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-       --override <(echo "torch ; python_version < '3'")
+LOCK = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade \
+       --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+WITHOUT_TORCH = --override <(echo "torch ; python_version < '3'")
 
 lock: $(VENV)/.tools
-	$(LOCK) --extra cli --extra bench --output-file requirements/dev.txt
+	$(LOCK) pyproject.toml --group dev --extra cli --extra bench $(WITHOUT_TORCH) --output-file requirements/dev.txt
+	$(LOCK) --group kernels --output-file requirements/kernels.txt
