@@ -96,6 +96,15 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
+def constant_to_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one that `torch.compile` calls once and keeps the result of, instead of reading its body.
+
+    PyTorch's decorator (`torch.compiler.assume_constant_result`) sets this mark as well, but imports the compiler.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
 class _Last(torch.autograd.Function):
     """A gradient that has none of its own."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from wyfold.runtime import check, launch
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.plan import Plan, settle
+from wyfold.runtime.register import constant_to_compilers
 
 BACKENDS = ("eager", "triton", "gluon")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +189,7 @@ _EAGER_UNASKED = (
 )
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compilers
 def _where(device: torch.device, demand: str | None) -> str:
     """Why no kernel runs on this device in this process; empty if kernels do."""
     if device.type == "cuda":
@@ -208,7 +209,7 @@ def _where(device: torch.device, demand: str | None) -> str:
 _warned: list[str] = []
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compilers
 def _warn_of_unverified(device: torch.device) -> None:
     """Once in a process: this card, or this Triton on it, has not run the tests."""
     support = launch.support(device)
