@@ -27,7 +27,7 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr):
     spread = tl.broadcast_to(b_D[:, :, None, :], (NB, 16, NB, 16)).reshape(BT, BT)
     b_D = tl.where(same, spread, 0.0)
     for level in tl.static_range(4, 6):
-        h: tl.constexpr = 1 << level
+        h = 1 << level
         if h < BT:
             block = o_r // h
             meets = ((block % 2) == 0)[:, None] & (block[None, :] == block[:, None] + 1)
