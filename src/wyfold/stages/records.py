@@ -56,7 +56,8 @@ class Prepared(NamedTuple):
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
         E: [t, C, K], or None in the unfolded form.
-        A, F: [t, C, C], transposed; A is None where nothing reads it.
+        A, F: [t, C, C], transposed; A is None in the folded form.
+        W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None where no backward follows.
     """
 
     rows: Tensor
@@ -66,6 +67,7 @@ class Prepared(NamedTuple):
     E: Tensor | None
     A: Tensor | None
     F: Tensor
+    W: Tensor | None
 
 
 class TokenBorders(NamedTuple):
@@ -74,13 +76,13 @@ class TokenBorders(NamedTuple):
     Attributes:
         S: [t, V, K] state entering the chunk, transposed.
         dS: [t, V, K] gradient of the state leaving it, transposed.
-        N: [t, C, V] written values A y.
+        e: [t, C, V] prediction errors R - J N; the written values are N = beta e.
         X: [t, C, V] gradient of y = beta R.
     """
 
     S: Tensor
     dS: Tensor
-    N: Tensor
+    e: Tensor
     X: Tensor
 
 

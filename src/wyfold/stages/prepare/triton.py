@@ -11,18 +11,18 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
-from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import (
     decayed_grams_transposed,
-    load_log_gate,
+    gate_kind,
+    load_gate,
     past_row,
     running_sum,
     scalar_rows,
     spans,
     to_row,
 )
-from wyfold.tile.dot.triton import exact, mm_exact, operand, precision
-from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tile, store_tokens
+from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
+from wyfold.tile.index.triton import chunk_span, load_strength, load_tokens, store_tile, store_tokens
 from wyfold.tile.inverse.triton import inverse_transposed
 from wyfold.tile.norm.triton import reciprocal_norm
 
@@ -39,6 +39,8 @@ def prepare(
     o: Tensor,
     *,
     folded: bool,
+    backward: bool,
+    clear: bool = True,
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie.
 
@@ -51,21 +53,13 @@ def prepare(
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
         folded: Whether the scans will read E instead of A.
+        backward: Whether `scan_bwd` will read these.
+        clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate = gate_kind(g)
-    channel = gate == "channel"
     tiles = grid.chunks * HV
-    floats = {"dtype": torch.float32, "device": q.device}
-    found = Prepared(
-        rows=torch.empty(tiles, 4, C, **floats),
-        total=torch.empty(tiles, K if channel else 1, **floats),
-        q=q.new_empty(tiles, C, K) if channel else None,
-        k=q.new_empty(tiles, C, K) if channel else None,
-        E=q.new_empty(tiles, C, K) if folded else None,
-        A=q.new_empty(tiles, C, C),
-        F=q.new_empty(tiles, C, C),
-    )
+    found = empty(q, g, tiles, C, folded=folded, backward=backward)
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
     wyfold_prepare_triton[(tiles,)](
         q,
@@ -78,7 +72,7 @@ def prepare(
         None if beta is None else beta.stride(),
         A_log,
         dt_bias,
-        o,
+        o if clear else None,
         o.stride(),
         *found,
         grid.cu,
@@ -112,9 +106,27 @@ def prepare(
     return found
 
 
-def gate_kind(g: Tensor | None) -> str:
-    """GATE of the kernels."""
-    return "none" if g is None else "scalar" if g.ndim == 3 else "channel"
+def empty(
+    q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool
+) -> Prepared:
+    """Unwritten factors of so many tiles; sizes come from metadata alone."""
+    C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
+    stored = workspace(q.dtype)
+    return Prepared(
+        rows=q.new_empty(tiles, 4, C, dtype=torch.float32),
+        total=q.new_empty(tiles, K if channel else 1, dtype=torch.float32),
+        q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
+        k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
+        E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
+        A=None if folded else q.new_empty(tiles, C, C, dtype=stored),
+        F=q.new_empty(tiles, C, C, dtype=stored),
+        W=q.new_empty(tiles, C, C, dtype=stored) if backward else None,
+    )
+
+
+def reads_folded(g: Tensor | None) -> bool:
+    """Whether a call's scans read E, which spares them a product, or A, which spares them memory."""
+    return gate_kind(g) == "channel"
 
 
 def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
@@ -144,6 +156,7 @@ def wyfold_prepare_triton(
     p_E,
     p_A,
     p_F,
+    p_W,
     p_cu,
     p_first,
     p_sequence,
@@ -175,12 +188,13 @@ def wyfold_prepare_triton(
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if i_n == N:
-        store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+        if p_o is not None:
+            store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
         return
 
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
-    b_g = load_log_gate(
+    _, b_g = load_gate(
         p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
     )
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
@@ -190,7 +204,13 @@ def wyfold_prepare_triton(
 
     b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION, EXACT)
     b_AT = inverse_transposed(b_J * b_beta[:, None], b_JT * b_beta[None, :], BT, EXACT)
-    store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
+    if p_A is not None:
+        store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
+    if p_W is not None:
+        o_r = tl.arange(0, BT)
+        b_W = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
+        b_W -= mm_exact(b_AT * b_beta[:, None], b_JT, None, EXACT)
+        store_tile(p_W, i_tile, 0, 0, b_W, BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
     b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
@@ -217,14 +237,3 @@ def wyfold_prepare_triton(
     tl.store(p_row + 2 * BT, b_out * b_rk)
     tl.store(p_row + 3 * BT, b_beta)
 
-
-@triton.jit
-def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr, BT: tl.constexpr):
-    """beta of every row, zero in padding.   [BT]"""
-    o_r = tl.arange(0, BT)
-    if p_beta is None:
-        return tl.where(o_r < rows, 1.0, 0.0)
-    b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
-    if LOGIT:
-        b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
-    return b_beta

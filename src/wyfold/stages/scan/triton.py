@@ -168,7 +168,7 @@ def wyfold_scan_triton(
         b_v = load_tokens(p_v, s_v, b, first, i_hv, column, rows, V, BT, BV)
         b_FT = load_tile(p_F, i_tile, 0, 0, BT, BT, BT, BT)
         p_row = p_rows + i_tile * (4 * BT) + o_r
-        b_y = residual(b_S, b_k, b_v, tl.load(p_row), tl.load(p_row + 3 * BT), OP, PRECISION)
+        b_y = residual(b_S, b_k, b_v, tl.load(p_row), OP, PRECISION) * tl.load(p_row + 3 * BT)[None, :]
         b_o = read(b_S, b_q, b_y, b_FT, tl.load(p_row + BT), OP, PRECISION)
         store_tokens(p_o, s_o, b, first, i_hv, column, rows, tl.trans(b_o * scale), V, BT, BV)
         if p_E is not None:

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.dot.triton import mm
 
 
+def gate_kind(g: Tensor | None) -> str:
+    """GATE of the kernels, from the gate [B, T, HV] or [B, T, HV, K] or None."""
+    return "none" if g is None else "scalar" if g.ndim == 3 else "channel"
+
+
 @triton.jit
-def load_log_gate(
+def load_gate(
     p_g,
     s_g,
     p_A_log,
@@ -33,17 +39,21 @@ def load_log_gate(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Per-token log gate, activated and floored, zero in padding.   [BT] scalar, [BT, BK] channel, else zeros [BT]"""
+    """The gate as the caller passed it, and the log gate, activated, floored, and zero in padding.
+
+    Both [BT, BK] for a channel gate, [BT] for a scalar one, zeros [BT] without one; float32.
+    """
     if GATE == "none":
-        return tl.zeros((BT,), tl.float32)
-    x = load_raw_gate(p_g, s_g, b, t, h, rows, GATE, K, BT, BK)
-    g = log_gate(x, p_A_log, p_dt_bias, h, lower_bound, clamp, GATE, ACTIVATION, K, BK)
-    o_r = tl.arange(0, BT)
-    if GATE == "channel":
-        o_k = tl.arange(0, BK)
-        return tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], g, 0.0)
+        return tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     else:
-        return tl.where(o_r < rows, g, 0.0)
+        x = load_raw_gate(p_g, s_g, b, t, h, rows, GATE, K, BT, BK)
+        g = log_gate(x, p_A_log, p_dt_bias, h, lower_bound, clamp, GATE, ACTIVATION, K, BK)
+        o_r = tl.arange(0, BT)
+        if GATE == "channel":
+            o_k = tl.arange(0, BK)
+            return x, tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], g, 0.0)
+        else:
+            return x, tl.where(o_r < rows, g, 0.0)
 
 
 @triton.jit
@@ -88,7 +98,7 @@ def log_gate(
     K: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Log gate from what the caller passed, as `log_gate` of the eager twin; clamp is the floor where none was asked."""
+    """Log gate from what the caller passed, as the eager twin; clamp is the floor where none was asked."""
     if ACTIVATION == "given":
         g = x
     else:
@@ -196,7 +206,7 @@ def decayed_grams_transposed(
         b_J = tl.zeros((BT, BT), tl.float32)
         b_JT = tl.zeros((BT, BT), tl.float32)
         for level in tl.static_range(6):
-            h: tl.constexpr = 32 >> level
+            h = 32 >> level
             if h < BT:
                 decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
                 b_kd = (b_kn * decay).to(OP)
@@ -231,7 +241,7 @@ def meets_transposed(h: tl.constexpr, BT: tl.constexpr):
 def pairwise_decay(b_G, BT: tl.constexpr):
     """Decay between the earlier and the later of two rows, exp(-|G_r - G_s|) for G that never rises.   [BT, BT]
 
-    Symmetric. The difference has one sign on each side of the diagonal; the sign is selected, so that a rise in G, which
+    Symmetric. The difference has one sign on each side of the diagonal; it is selected, so that a rise in G, which
     is outside the contract, does not change what is a decay.
     """
     o = tl.arange(0, BT)
@@ -240,7 +250,7 @@ def pairwise_decay(b_G, BT: tl.constexpr):
 
 
 @triton.jit
-def scalar_rows(b_G, b_g, GATE: tl.constexpr, BT: tl.constexpr):
+def scalar_rows(b_G, GATE: tl.constexpr, BT: tl.constexpr):
     """Decay from the chunk's start to each row and from each row to its end, one number a row: ones unless scalar.
 
     Padding has g = 0, so the last row's sum is the last token's.
@@ -252,3 +262,260 @@ def scalar_rows(b_G, b_g, GATE: tl.constexpr, BT: tl.constexpr):
     else:
         ones = tl.full((BT,), 1.0, tl.float32)
         return ones, ones, 1.0
+
+
+@triton.jit
+def interval_sum(b_pairs, BT: tl.constexpr):
+    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
+    o = tl.arange(0, BT)
+    below = tl.cumsum(b_pairs, axis=0, reverse=True)
+    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
+
+
+@triton.jit
+def exclusive_sum(x, BT: tl.constexpr):
+    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
+    o = tl.arange(0, BT)
+    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def channel_grams_bwd(
+    b_qn,
+    b_kn,
+    b_g,
+    b_dJ,
+    b_dJT,
+    b_dP,
+    b_dPT,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Adjoint of the channel gate's grams.
+
+    Args:
+        b_qn, b_kn: [BT, BK] normalised rows, float32.
+        b_g: [BT, BK] log gate.
+        b_dJ, b_dP: [BT, BT] gradients, [r, s]; b_dJT, b_dPT their transposes, made apart.
+
+    Returns:
+        dq, dk: [BT, BK] of the normalised rows.
+        dg: [BT, BK] of the per-token gate, through the grams.
+    """
+    o = tl.arange(0, BT)
+    on = o[:, None] == o[None, :]
+    b_diagonal = tl.sum(tl.where(on, b_dP, 0.0), axis=1)[:, None]
+    b_dq, b_dk = b_diagonal * b_kn, b_diagonal * b_qn
+    b_dg = tl.zeros((BT, BK), tl.float32)
+    for level in tl.static_range(6):
+        h = 32 >> level
+        if h < BT:
+            decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
+            b_kd, b_qd = b_kn * decay, b_qn * decay
+            earlier, later = meets(h, BT), meets_transposed(h, BT)
+            b_dq_level = mm(tl.where(later, b_dP, 0.0), b_kd, None, OP, PRECISION)
+            b_dk_level = mm(tl.where(later, b_dJ, 0.0) + tl.where(earlier, b_dJT, 0.0), b_kd, None, OP, PRECISION)
+            b_dk_level = mm(tl.where(earlier, b_dPT, 0.0), b_qd, b_dk_level, OP, PRECISION)
+            b_dg += spans(from_anchor(h, BT), b_qd * b_dq_level + b_kd * b_dk_level, EXACT)
+            b_dq += decay * b_dq_level
+            b_dk += decay * b_dk_level
+    return b_dq, b_dk, b_dg
+
+
+@triton.jit
+def from_anchor(h: tl.constexpr, BT: tl.constexpr):
+    """`to_anchor` transposed: rows whose interval holds the token."""
+    o = tl.arange(0, BT)
+    anchor = (o // (2 * h)) * (2 * h) + h
+    low = tl.minimum(o, anchor)[None, :]
+    high = tl.maximum(o, anchor)[None, :]
+    return (o[:, None] > low) & (o[:, None] <= high)
+
+
+@triton.jit
+def log_gate_bwd(
+    x,
+    b_dg,
+    p_A_log,
+    p_dt_bias,
+    h,
+    lower_bound,
+    clamp,
+    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Adjoint of `log_gate`: gradients of x, and of A_log before its sum over rows and channels, shaped like x."""
+    if GATE == "none":
+        return b_dg, b_dg
+    elif ACTIVATION == "given":
+        if CLAMPED:
+            b_dg = tl.where(x < clamp, 0.0, b_dg)
+        return b_dg, b_dg
+    else:
+        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, GATE, K, BK)
+        u = x + bias
+        if ACTIVATION == "softplus":
+            g = -rate * softplus(u)
+            if CLAMPED:
+                b_dg = tl.where(g < clamp, 0.0, b_dg)
+            # After a reset dg is zero, and -inf * 0 would be NaN.
+            return b_dg * sigmoid(u) * -rate, tl.where(b_dg == 0.0, 0.0, g * b_dg)
+        else:
+            s = sigmoid(u * rate)
+            if CLAMPED:
+                b_dg = tl.where(lower_bound * s < clamp, 0.0, b_dg)
+            b_dx = b_dg * (lower_bound * s * sigmoid(-u * rate)) * rate
+            return b_dx, tl.where(b_dx == 0.0, 0.0, u * b_dx)
+
+
+@triton.jit
+def store_gate_gradient(
+    p_dg,
+    s_dg,
+    p_dA_log,
+    p_ddt_bias,
+    i_tile,
+    b,
+    t,
+    h,
+    rows,
+    b_dx,
+    b_dA,
+    GATE: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Write the gate's gradient to its tokens, and this tile's share of the parameters' sums; zeros [BT] serve all.
+
+    Args:
+        p_dA_log, p_ddt_bias: [tiles] and [tiles, 1 or K], float32, or None.
+        b_dx, b_dA: From `log_gate_bwd`.
+    """
+    if GATE != "none":
+        o_r = tl.arange(0, BT)
+        if GATE == "channel":
+            b_dx, b_dA = _beside_channels(b_dx, BT, BK), _beside_channels(b_dA, BT, BK)
+            o_k = tl.arange(0, BK)
+            if p_dg is not None:
+                o_t = b * s_dg[0] + (t + o_r.to(tl.int64)) * s_dg[1] + h * s_dg[2]
+                mask = (o_r < rows)[:, None] & (o_k < K)[None, :]
+                p_out = p_dg + o_t[:, None] + o_k.to(tl.int64)[None, :] * s_dg[3]
+                tl.store(p_out, b_dx.to(p_dg.dtype.element_ty), mask=mask)
+            b_dx = tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], b_dx, 0.0)
+            b_dA = tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], b_dA, 0.0)
+            if p_ddt_bias is not None:
+                tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(b_dx, axis=0), mask=o_k < K)
+            if p_dA_log is not None:
+                tl.store(p_dA_log + i_tile, tl.sum(tl.sum(b_dA, axis=1), axis=0))
+        else:
+            if p_dg is not None:
+                o_t = b * s_dg[0] + (t + o_r.to(tl.int64)) * s_dg[1] + h * s_dg[2]
+                tl.store(p_dg + o_t, b_dx.to(p_dg.dtype.element_ty), mask=o_r < rows)
+            if p_ddt_bias is not None:
+                tl.store(p_ddt_bias + i_tile, tl.sum(tl.where(o_r < rows, b_dx, 0.0), axis=0))
+            if p_dA_log is not None:
+                tl.store(p_dA_log + i_tile, tl.sum(tl.where(o_r < rows, b_dA, 0.0), axis=0))
+
+
+@triton.jit
+def _beside_channels(x, BT: tl.constexpr, BK: tl.constexpr):
+    """x as [BT, BK], zeros [BT] broadcast."""
+    if len(x.shape) == 1:
+        return tl.broadcast_to(x[:, None], (BT, BK))
+    else:
+        return x
+
+
+@triton.jit
+def decayed_bwd(
+    b_q,
+    b_k,
+    b_rq,
+    b_rk,
+    b_g,
+    b_dJ,
+    b_dJT,
+    b_dP,
+    b_dPT,
+    b_dq_read,
+    b_dk_read,
+    b_dk_write,
+    b_carried,
+    GATE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Adjoint of everything a chunk decays: its grams, its reads from the start, its writes to the end, its state.
+
+    Args:
+        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
+        b_g: From `load_gate`.
+        b_dJ, b_dP: [BT, BT] gradients of the grams, [r, s]; b_dJT, b_dPT their transposes, made apart.
+        b_dq_read, b_dk_read: [BT, BK] gradients of the rows decayed from the start.
+        b_dk_write: [BT, BK] gradient of the rows decayed to the end.
+        b_carried: [BK] entering state times the leaving one's gradient, summed over V.
+
+    Returns:
+        dq, dk: [BT, BK] of the normalised rows.
+        dg: Per-token log gate's, interval form; shape of b_g.
+    """
+    b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
+    if GATE == "channel":
+        b_in = tl.exp(spans(to_row(BT), b_g, EXACT))
+        b_dq_read *= b_in
+        b_dk_read *= b_in
+        b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
+        b_dg = spans(from_row(BT), b_qn * b_dq_read + b_kn * b_dk_read, EXACT)
+        b_dg += spans(before_row(BT), b_kn * b_dk_write, EXACT)
+        b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
+        b_dq, b_dk, b_dg_pairs = channel_grams_bwd(
+            b_qn, b_kn, b_g, b_dJ, b_dJT, b_dP, b_dPT, BT, BK, OP, PRECISION, EXACT
+        )
+        return b_dq + b_dq_read, b_dk + b_dk_read + b_dk_write, b_dg + b_dg_pairs
+    else:
+        b_dg = b_g * 0.0
+        if GATE == "scalar":
+            o = tl.arange(0, BT)
+            b_G = running_sum(b_g, GATE)
+            b_in, b_out, total = scalar_rows(b_G, GATE, BT)
+            b_dq_read *= b_in[:, None]
+            b_dk_read *= b_in[:, None]
+            b_dk_write *= b_out[:, None]
+            b_decay = pairwise_decay(b_G, BT)
+            b_dJ *= b_decay
+            b_dJT *= b_decay
+            b_dP *= b_decay
+            b_dPT *= b_decay
+            b_pairs = b_dP * mm(b_q, tl.trans(b_k), None, OP, PRECISION) * (b_rq[:, None] * b_rk[None, :])
+            b_pairs += b_dJ * mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
+            b_dg = interval_sum(tl.where(o[:, None] > o[None, :], b_pairs, 0.0), BT)
+            b_dg += tl.cumsum(tl.sum(b_qn * b_dq_read + b_kn * b_dk_read, axis=1), axis=0, reverse=True)
+            b_dg += exclusive_sum(tl.sum(b_kn * b_dk_write, axis=1), BT)
+            b_dg += tl.sum(b_carried, axis=0) * total
+        b_dq = mm(b_dP * b_rk[None, :], b_k, b_dq_read, OP, PRECISION)
+        b_dk = mm((b_dJ + b_dJT) * b_rk[None, :], b_k, b_dk_read + b_dk_write, OP, PRECISION)
+        return b_dq, mm(b_dPT * b_rq[None, :], b_q, b_dk, OP, PRECISION), b_dg
+
+
+@triton.jit
+def from_row(BT: tl.constexpr):
+    """`to_row` transposed: each token's row and all after it.   [BT, BT] 0/1"""
+    o = tl.arange(0, BT)
+    return o[None, :] >= o[:, None]
+
+
+@triton.jit
+def before_row(BT: tl.constexpr):
+    """`past_row` transposed: all rows before each token's.   [BT, BT] 0/1"""
+    o = tl.arange(0, BT)
+    return o[None, :] < o[:, None]

@@ -1,8 +1,8 @@
 """Matrix products of tiles on the device.
 
-Two kinds of product exist. `mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16
-through TF32 (the same mantissa, without its overflow), float32 by three TF32 products. `mm_exact` is for the inverse and
-the factors made from it, whose operands must not be rounded: float32 by three partial products (docs/numerics.md).
+`mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 through TF32 (the same
+mantissa, without its overflow), float32 by three TF32 products. `mm_exact` is for the inverse and the factors made from
+it, whose operands must not be rounded: float32 by three partial products (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from wyfold.runtime.launch import interpreting
 def operand(dtype: torch.dtype) -> tl.dtype:
     """OP of `mm`: the dtype operands are rounded to."""
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def workspace(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of tiles that travel between launches: float16 has no room for what is not normalised."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wyfold.tile.activation.triton import sigmoid
+
 
 @triton.jit
 def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
@@ -69,6 +71,18 @@ def load_token_scalars(p, strides, b, t, h, rows, BT: tl.constexpr):
     o_r = tl.arange(0, BT)
     offsets = b * strides[0] + (t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
     return tl.load(p + offsets, mask=o_r < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr, BT: tl.constexpr):
+    """beta of every row, zero in padding; 1 where the caller gave none.   [BT]"""
+    o_r = tl.arange(0, BT)
+    if p_beta is None:
+        return tl.where(o_r < rows, 1.0, 0.0)
+    b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
+    if LOGIT:
+        b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
+    return b_beta
 
 
 @triton.jit

@@ -37,10 +37,9 @@ def store_state(
 
 
 @triton.jit
-def residual(b_S, b_k, b_v, b_in, b_beta, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Beta-weighted residual y^T = beta (v^T - (S^T k^T) in), rounded nowhere.   [BV, BT] float32"""
-    b_r = tl.trans(b_v).to(tl.float32) - mm(b_S, tl.trans(b_k), None, OP, PRECISION) * b_in[None, :]
-    return b_r * b_beta[None, :]
+def residual(b_S, b_k, b_v, b_in, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Residual R^T = v^T - (S^T k^T) in, rounded nowhere.   [BV, BT] float32"""
+    return tl.trans(b_v).to(tl.float32) - mm(b_S, tl.trans(b_k), None, OP, PRECISION) * b_in[None, :]
 
 
 @triton.jit
@@ -75,3 +74,33 @@ def decayed(b_S, p_total, i_tile, CHANNEL: tl.constexpr, K: tl.constexpr, BK: tl
         return b_S * tl.load(p_total + i_tile * K + o_k, mask=o_k < K, other=0.0)[None, :]
     else:
         return b_S * tl.load(p_total + i_tile)
+
+
+@triton.jit
+def output_bwd(b_do, b_FT, scale, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of y through the chunk's own output, and scale do^T itself.   [BV, BT] each, float32"""
+    b_doT = tl.trans(b_do).to(tl.float32) * scale
+    return mm(b_doT, tl.trans(b_FT), None, OP, PRECISION), b_doT
+
+
+@triton.jit
+def retreat(
+    b_dS,
+    p_total,
+    i_tile,
+    b_doT,
+    b_dR,
+    b_q,
+    b_k,
+    b_in_q,
+    b_in_k,
+    CHANNEL: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of the state entering the chunk, total dS^T + (do^T in) q - (dR^T in) k.   [BV, BK] float32"""
+    b_dS = decayed(b_dS, p_total, i_tile, CHANNEL, K, BK)
+    b_dS = mm(b_doT * b_in_q[None, :], b_q, b_dS, OP, PRECISION)
+    return mm(-b_dR * b_in_k[None, :], b_k, b_dS, OP, PRECISION)
