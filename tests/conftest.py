@@ -6,14 +6,19 @@
 - Random numbers start at one seed, threads at one; a test may change both and finds them reset.
 - Warnings are errors (pyproject.toml names the few that PyTorch itself emits).
 - A test runs for every backend that this process offers; nothing in the environment switches one off, and a skip must
-  say which condition holds.
+  say which condition holds. What runs a kernel takes the fixture `device`: the GPU where there is one, the CPU in a
+  process that was started with TRITON_INTERPRET=1. Such a process runs those tests alone; the others have their own.
 
 The tolerance of a test comes from `wyfold.reference.error`. Where the operators are held to an absolute bound in
 float64, the bound is `float64_bounds`; where bits are promised, the test says `torch.equal`.
 """
 
+import functools
+import importlib.util
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -46,24 +51,65 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     )
     hypothesis.settings.load_profile("wyfold")
+    if interpreting():
+        beside("triton_bf16").repair()
+        # A kernel computes on in rows that are masked later, where numpy has something to say about it.
+        for module in ("triton.runtime.interpreter", "numpy"):
+            config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
 
 
-def offered_backends() -> tuple[str, ...]:
-    """The levels of `stages/table.py` that can run in this process, lowest first."""
-    from wyfold.stages import table
+def beside(name: str) -> ModuleType:
+    """A module of this folder, which is on no path."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    return tuple(name for name in table.BACKENDS if any(row.backend == name for row in table.ROWS))
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    from wyfold.runtime import launch
+
+    return launch.can_interpret()
+
+
+@functools.cache
+def no_kernels() -> str:
+    """Why no kernel can run in this process; empty if kernels do."""
+    from wyfold.runtime import launch
+
+    if interpreting():
+        return ""
+    refusal = launch.support(torch.device("cuda")).refusal
+    return refusal and f"{refusal}, and the process was not started with TRITON_INTERPRET=1"
+
+
+def offered_backends(fixtures: Iterable[str]) -> tuple[str, ...]:
+    """The levels of `stages/table.py` that a test with these fixtures runs for in this process, lowest first."""
+    if "device" not in fixtures or no_kernels():
+        return ("eager",)
+    return ("triton",) if interpreting() else ("eager", "triton")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
-    offered = offered_backends()
-    wanted = metafunc.config.getoption("--backend") or offered
-    missing = [name for name in wanted if name not in offered]
-    if missing:
-        raise pytest.UsageError(f"--backend {missing[0]}: this process offers {', '.join(offered)}")
-    metafunc.parametrize("backend", wanted)
+    asked = metafunc.config.getoption("--backend")
+    possible = offered_backends(["device"])
+    for name in asked or ():
+        if name not in possible:
+            raise pytest.UsageError(f"--backend {name}: this process offers {', '.join(possible)}")
+    offered = offered_backends(metafunc.fixturenames)
+    metafunc.parametrize("backend", [name for name in offered if not asked or name in asked])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In an interpreting process, what runs no kernel is left to the other one."""
+    if interpreting():
+        others = [item for item in items if "device" not in item.fixturenames]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if "device" in item.fixturenames]
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -95,11 +141,64 @@ def threads(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the test's backend runs. A test without `backend` is about kernels, and skipped where none can run."""
+    backend = request.getfixturevalue("backend") if "backend" in request.fixturenames else "triton"
+    if backend == "eager":
+        return torch.device("cpu")
+    if no_kernels():
+        pytest.skip(no_kernels())
+    return torch.device("cpu" if interpreting() else "cuda")
+
+
+@pytest.fixture
+def interpreter(device: torch.device) -> None:
+    """The test is about Triton's interpreter."""
+    if not interpreting():
+        pytest.skip("the process was not started with TRITON_INTERPRET=1")
+
+
+GUARD = 512
+"""Elements on either side of a guarded tensor: past the widest row, and a multiple of what loads align to."""
+
+
+class Guards:
+    """Tensors between rows of NaN: a read outside one meets them, a write outside one is seen at the end."""
+
+    def __init__(self) -> None:
+        self.rooms: list[torch.Tensor] = []
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """x, contiguous, in a room of its own."""
+        room = torch.full((GUARD + x.numel() + GUARD,), torch.nan, dtype=x.dtype, device=x.device)
+        self.rooms.append(room)
+        return room[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
+
+    def check(self) -> None:
+        for room in self.rooms:
+            for guard in (room[:GUARD], room[-GUARD:]):
+                assert guard.isnan().all(), "something was written outside a tensor"
+
+
+@pytest.fixture
+def guarded() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """`guarded(x)`: x between guards, which are looked at when the test is over."""
+    guards = Guards()
+    yield guards.between
+    guards.check()
+
+
+@pytest.fixture
 def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """(operator, backend it was asked for) of each call from now on; the table takes every tensor for one on CUDA."""
+    """(operator, backend it was asked for) of each call from now on; the table takes every tensor for one on CUDA.
+
+    No kernel runs there.
+    """
+    from wyfold.runtime import launch
     from wyfold.stages import table
 
     calls, plan = [], table.plan
+    monkeypatch.setattr(launch, "support", lambda device: launch.Support("", "", "", "no kernel is wanted"))
 
     def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):
         calls.append((operator, backend))

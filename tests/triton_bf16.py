@@ -1,0 +1,144 @@
+"""bfloat16 as numbers in Triton's interpreter, which computes with the integers that its 16 bits spell.
+
+The interpreter (3.5 to 3.9) keeps a bfloat16 tile as an array of uint16, adds and multiplies those, and cuts bits off
+where a GPU rounds to nearest even; all of that without a word. Here whatever computes gets float32 in place of
+bfloat16, and what it gives is rounded back, which is what a GPU does. Loads, stores and movements stay as they are.
+
+`repair()` changes the interpreter of this process for good. Tests alone use it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, ReduceScanOpInterface, TensorHandle
+
+COMPUTING = ("binary_op", "unary_op", "ternary_op", "create_fma")
+"""Methods of the builder through which all elementwise arithmetic and every comparison goes."""
+
+QUIET_NAN = np.uint16(0x7FC0)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """float32 of the same value as bfloat16 bits."""
+    return np.left_shift(np.ascontiguousarray(bits).astype(np.uint32), 16).view(np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """bfloat16 bits nearest to float32 x, to the even one between two."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    odd = (bits >> 16) & 1
+    return np.where(np.isnan(x), QUIET_NAN, ((bits + 0x7FFF + odd) >> 16).astype(np.uint16))
+
+
+def is_bf16(x: Any) -> bool:
+    return isinstance(x, TensorHandle) and x.dtype == tl.bfloat16
+
+
+def wide(x: Any) -> Any:
+    """A bfloat16 tile as a float32 one; anything else as it is."""
+    return TensorHandle(widened(x.data), tl.float32) if is_bf16(x) else x
+
+
+def narrow(x: TensorHandle) -> TensorHandle:
+    return TensorHandle(rounded(x.data), tl.bfloat16)
+
+
+def in_float32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """A builder's method that computes in float32 where it was given bfloat16, and rounds once."""
+
+    @functools.wraps(method)
+    def computed(self: InterpreterBuilder, *arguments: Any) -> TensorHandle:
+        if not any(map(is_bf16, arguments)):
+            return method(self, *arguments)
+        result = method(self, *map(wide, arguments))
+        return narrow(result) if result.data.dtype == np.float32 else result  # a comparison gives truth values
+
+    return computed
+
+
+def with_wide_operands(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """A product of tiles whose accumulator, and so whose result, is float32 already."""
+
+    @functools.wraps(create_dot)
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, wide(a), wide(b), acc, *rest)
+
+    return dot
+
+
+def with_bf16_casts(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Conversions between float types, of which those from and to bfloat16 are made here.
+
+    A narrowing one that names no rounding means the nearest, as it does on a GPU.
+    """
+
+    @functools.wraps(convert)
+    def converted(x: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> np.ndarray:
+        if source == tl.bfloat16:
+            single = widened(x)
+            return single.view(np.uint32) if target == tl.float32 else convert(single, tl.float32, target, rounding)
+        if target == tl.bfloat16 and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+            single = x if source == tl.float32 else convert(x, source, tl.float32, None).view(np.float32)
+            return rounded(single)
+        return convert(x, source, target, rounding)
+
+    return converted
+
+
+def with_casts_through_float32(cast: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """Conversions between bfloat16 and what is no float32, such as integers."""
+
+    @functools.wraps(cast)
+    def through(self: InterpreterBuilder, source: TensorHandle, target: tl.dtype) -> TensorHandle:
+        if is_bf16(source) and target.scalar != tl.float32:
+            return cast(self, wide(source), target)
+        if target.scalar == tl.bfloat16 and source.dtype.scalar != tl.float32:
+            return narrow(TensorHandle(source.data.astype(np.float32), tl.float32))
+        return cast(self, source, target)
+
+    return through
+
+
+def with_wide_tiles(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Reductions and scans: float32 throughout, as a GPU's are, rounded at the end."""
+
+    @functools.wraps(apply)
+    def applied(self: ReduceScanOpInterface, tiles: Any) -> Any:
+        if not isinstance(tiles, tuple):
+            return self.apply((tiles,))[0]
+        narrowed = [is_bf16(tile.handle) for tile in tiles]
+        found = apply(self, tuple(retyped(t, wide(t.handle)) if n else t for t, n in zip(tiles, narrowed)))
+        # Positions, as of a largest element, come beside the values and are integers.
+        return tuple(
+            retyped(t, narrow(t.handle)) if t.dtype == tl.float32 and narrowed[min(i, len(narrowed) - 1)] else t
+            for i, t in enumerate(found)
+        )
+
+    return applied
+
+
+def retyped(tile: tl.tensor, handle: TensorHandle) -> tl.tensor:
+    """`tile` with other contents, of another element type."""
+    return tl.tensor(handle, tl.block_type(handle.dtype, list(tile.shape)) if tile.shape else handle.dtype)
+
+
+def get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
+    """A constant."""
+    return TensorHandle(rounded(np.array([value], np.float32)), tl.bfloat16)
+
+
+def repair() -> None:
+    """Make this process's interpreter compute in bfloat16; a second call changes nothing."""
+    if hasattr(InterpreterBuilder.create_dot, "__wrapped__"):
+        return
+    for name in COMPUTING:
+        setattr(InterpreterBuilder, name, in_float32(getattr(InterpreterBuilder, name)))
+    InterpreterBuilder.create_dot = with_wide_operands(InterpreterBuilder.create_dot)
+    InterpreterBuilder.cast_impl = with_casts_through_float32(InterpreterBuilder.cast_impl)
+    InterpreterBuilder.get_bf16 = get_bf16
+    interpreter._convert_float = with_bf16_casts(interpreter._convert_float)
+    ReduceScanOpInterface.apply = with_wide_tiles(ReduceScanOpInterface.apply)
