@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from wyfold.parallel import split
-from wyfold.pipelines.delta import DeltaTensors, chunks_per_part, delta
+from wyfold.pipelines.delta import delta
+from wyfold.pipelines.delta_parts import chunks_per_part
+from wyfold.pipelines.delta_records import DeltaTensors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 from wyfold.runtime.options import DeltaOptions

@@ -135,14 +135,26 @@ class ChunkGrid:
         """Chunks of each sequence of a dense batch."""
         return -(-self.tokens // self.chunk_size)
 
+    def first_checkpoints(self, every: int, device: torch.device) -> Tensor:
+        """[N] int64 row of each sequence's first state, if one is kept after every `every` tokens of a sequence."""
+        if self.cu is None:
+            return torch.arange(self.sequences, device=device) * (self.tokens // every)
+        counts = self.cu[: self.sequences + 1].diff() // every
+        return counts.cumsum(0) - counts
+
+
+def most_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int | None) -> int:
+    """Chunks of a dense batch (packed_sequences None), or what a packed one cannot need more of."""
+    per_row = -(-tokens // chunk_size)
+    return batch * per_row if packed_sequences is None else per_row + packed_sequences
+
 
 def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> ChunkGrid:
     """The grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
-    per_row = -(-tokens // chunk_size)
     if cu_seqlens is None:
-        return ChunkGrid(chunk_size, batch, tokens, batch, batch * per_row)
+        return ChunkGrid(chunk_size, batch, tokens, batch, most_chunks(batch, tokens, chunk_size, None))
     N = cu_seqlens.shape[0] - 1
-    chunks = per_row + N
+    chunks = most_chunks(batch, tokens, chunk_size, N)
     cu = cu_seqlens.new_full((N + 2,), tokens, dtype=torch.int64)
     cu[: N + 1] = cu_seqlens.clamp(0, tokens).cummax(0).values
     cu[0] = 0
