@@ -231,6 +231,28 @@ def decayed_grams_transposed(
 
 
 @triton.jit
+def decayed_key_gram(b_k, b_g, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """J of `decayed_grams_transposed` alone, for raw rows that are keys as they are.   [BT, BT], [r, s]
+
+    Nothing is rounded if OP holds the rows exactly; decays of a channel gate need float32. Entries on and above the
+    diagonal are not J's.
+    """
+    if GATE == "channel":
+        b_J = tl.zeros((BT, BT), tl.float32)
+        for level in tl.static_range(6):
+            h = 32 >> level
+            if h < BT:
+                b_kd = b_k.to(tl.float32) * tl.exp(spans(to_anchor(h, BT), b_g, PRECISION))
+                b_J += tl.where(meets_transposed(h, BT), mm(b_kd, tl.trans(b_kd), None, OP, PRECISION), 0.0)
+        return b_J
+    else:
+        b_J = mm(b_k, tl.trans(b_k), None, OP, PRECISION)
+        if GATE == "scalar":
+            b_J *= pairwise_decay(tl.cumsum(b_g, axis=0), BT)
+        return b_J
+
+
+@triton.jit
 def meets_transposed(h: tl.constexpr, BT: tl.constexpr):
     """`meets` as [r, s]."""
     o = tl.arange(0, BT) // h
