@@ -6,6 +6,7 @@ is a third of the host time of `register_autograd`, and a compiler sees one opaq
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -43,8 +44,10 @@ def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def undisturbed(*arguments: Any) -> Any:
-        device = next(x.device.type for x in arguments if isinstance(x, Tensor))
-        with _exact_products(device):
+        place = next(x.device for x in arguments if isinstance(x, Tensor))
+        device = place.type
+        # Kernels are launched on the device that is current, which need not be the tensors'.
+        with _exact_products(device), torch.cuda.device(place) if device == "cuda" else contextlib.nullcontext():
             if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
                 return run(*arguments)
             with torch.autocast(device, enabled=False):

@@ -87,7 +87,8 @@ def plan(
         backend: None for the table's choice, else a demand.
         forward, backward: Stages of each direction.
         dtypes: Of the call's floating tensors and results.
-        chunk_size, parts, copies: What else the caller decided, for the Plan.
+        chunk_size, copies: What else the caller decided, for the Plan.
+        parts: Parts that eager launches would cut the call into; kernels take it whole.
 
     Raises:
         ValueError: backend is no backend's name.
@@ -102,6 +103,7 @@ def plan(
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
         raise UnsupportedError(message, {backend: reasons[backend]})
     launches = _named(forward, chosen), _named(backward, chosen)
+    parts = parts if chosen == "eager" else min(parts, 1)
     settled = settle(Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies))
     if chosen == "triton" and device.type == "cuda":
         _warn_of_unverified(device)
