@@ -1,4 +1,4 @@
-"""Tensors on CUDA: every operator takes a demand, serves them under it, and refuses them without it.
+"""Tensors on CUDA: every operator takes a demand, serves them under it, and without kernels refuses them unasked.
 
 No card is needed: under PyTorch's fake tensors a call is checked, planned and traced with the device it was given, and
 nothing is computed.
@@ -14,6 +14,7 @@ import wyfold
 from wyfold import UnsupportedError
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
 from wyfold.stages import table
 
 QUESTIONS = {"checked", "doctor", "explain"}
@@ -44,7 +45,8 @@ def test_every_operator_takes_a_demand(name: str):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype):
+def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype, monkeypatch):
+    monkeypatch.setattr(launch, "support", lambda device: launch.Support("sm_00", "", "", "no kernel for such a card"))
     operator = getattr(wyfold, SUBJECTS[name].operator)
     arguments = SUBJECTS[name].arguments(SHAPE, dtype, 0)
     expected = [(x.shape, x.dtype, "cuda") for x in tensors(operator(**arguments))]

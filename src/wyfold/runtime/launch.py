@@ -36,15 +36,34 @@ class Config:
 
 
 def tuned(kernel: str, key: str, device: torch.device) -> Config:
-    """The table's configuration of `kernel` ("stage.backend") for `key`, else the kernel's default.
+    """The table's configuration of `kernel` ("stage.backend") for `key`.
 
     Args:
         kernel: Name in `configs/<architecture>.json`.
-        key: What the best configuration depends on, such as "bf16 K128 V128 C64 scalar AF".
+        key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar AF".
         device: Of the tensors; the interpreter, whose tensors are on the CPU, takes sm_90's.
     """
-    rows = _table(architecture(device))[kernel]
-    return rows.get(key) or rows["default"]
+    where = architecture(device)
+    return _table(where)[kernel][row(where, kernel, key)]
+
+
+@functools.cache
+def row(architecture: str, kernel: str, key: str) -> str:
+    """Name of the row that `tuned` takes: the one with the most words among those whose words are all in the key.
+
+    "default" has none. A width has two words: K200 is BK256 as well, the tile that holds it.
+    """
+    words = {word for exact in key.split() for word in (exact, _tile(exact))}
+    fitting = [name for name in _table(architecture)[kernel] if name == "default" or words.issuperset(name.split())]
+    return max(fitting, key=lambda name: 0 if name == "default" else len(name.split()))
+
+
+def _tile(word: str) -> str:
+    """BK256 of K200: the smallest power of two, from 16 on, that holds a width; any other word as it is."""
+    name, width = word[:1], word[1:]
+    if name not in ("K", "V") or not width.isdigit():
+        return word
+    return f"B{name}{max(16, 1 << (int(width) - 1).bit_length())}"
 
 
 def interpreting() -> bool:

@@ -1,0 +1,134 @@
+"""Launch configurations and what is known about Triton: data in, one row or one refusal out."""
+
+import importlib.metadata
+import importlib.util
+import json
+from importlib import resources
+
+import pytest
+import torch
+
+from wyfold.runtime import launch
+from wyfold.runtime.launch import Config
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Replace every architecture's table by the given one."""
+
+    def replace(table: dict[str, dict[str, dict[str, int]]]) -> None:
+        monkeypatch.setattr(launch, "_data", lambda name: json.dumps(table))
+        for cached in (launch._table, launch.row):
+            cached.cache_clear()
+
+    yield replace
+    for cached in (launch._table, launch.row):
+        cached.cache_clear()
+
+
+def test_the_row_that_says_most_about_a_launch_is_taken(rows):
+    rows(
+        {
+            "scan.triton": {
+                "default": {"warps": 1, "stages": 1},
+                "fp32": {"warps": 2, "stages": 1},
+                "fp32 BK256": {"warps": 3, "stages": 1},
+                "fp32 K200 C64": {"warps": 4, "stages": 1},
+                "bf16 K128 V128 C64 scalar AF": {"warps": 5, "stages": 3, "BV": 64},
+            }
+        }
+    )
+
+    def warps(key: str) -> int:
+        return launch.tuned("scan.triton", key, CPU).warps
+
+    assert warps("bf16 K128 V128 C64 none AF") == 1
+    assert warps("fp32 K128 V128 C64 none AF") == 2
+    assert warps("fp32 K136 V8 C64 none AF") == warps("fp32 K256 V8 C64 none AF") == 3
+    assert warps("fp32 K200 V8 C64 none AF") == 4
+    exact = launch.tuned("scan.triton", "bf16 K128 V128 C64 scalar AF", CPU)
+    assert exact == Config(5, 3, {"BV": 64})
+
+
+@pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])
+def test_a_width_fits_the_tile_that_holds_it(word: str, tile: str):
+    assert launch._tile(word) == tile
+
+
+@pytest.mark.parametrize("word", ["bf16", "C64", "V", "Kernel", "scalar"])
+def test_other_words_are_no_widths(word: str):
+    assert launch._tile(word) == word
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(architecture: str):
+    table = launch._table(architecture)
+    assert set(table) == set(launch._table("sm_90"))
+    for kernel, shipped in table.items():
+        assert "default" in shipped, kernel
+        for name, config in shipped.items():
+            assert config.warps in (1, 2, 4, 8) and 1 <= config.stages <= 8, (kernel, name)
+            assert all(size & (size - 1) == 0 for size in config.blocks.values()), (kernel, name)
+
+
+def test_the_interpreter_takes_the_rows_of_the_card_they_are_measured_on():
+    assert launch.architecture(CPU) == "sm_90"
+
+
+# --- which Triton on which card --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_listed_pair_runs(architecture: str, version: str):
+    support = launch.judged(architecture, version)
+    assert support.proof in ("verified", "compiled") and not support.refusal
+    assert support.proof == "compiled" or architecture == "sm_90", "no other card was ever in reach"
+
+
+@pytest.mark.parametrize(
+    "architecture, version, reason",
+    [
+        ("sm_90", "3.5.1", r"Triton 3\.5\.1 is known to be wrong on sm_90: .*transposed"),
+        ("sm_80", "3.5.1", r"Triton 3\.5\.1 is not in the table, which has 3\.6 and 3\.7"),
+        ("sm_90", "4.0.0", r"Triton 4\.0\.0 is not in the table"),
+        ("sm_90", "", "Triton is not installed"),
+    ],
+)
+def test_a_version_that_nobody_tried_is_refused_with_what_to_install(architecture: str, version: str, reason: str):
+    support = launch.judged(architecture, version)
+    assert not support.proof
+    with pytest.raises(ValueError, match=rf'{reason}.*; pip install "torch>=2\.11,<2\.14"'):
+        raise ValueError(support.refusal)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_103", "gfx942"])
+def test_a_card_that_nobody_compiled_for_is_refused_with_what_runs_there(architecture: str):
+    refusal = launch.judged(architecture, "3.6.0").refusal
+    assert f"compiled for {architecture}" in refusal and "sm_80, sm_86" in refusal and 'backend="eager"' in refusal
+
+
+def test_without_a_card_there_is_nothing_to_judge(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    launch.support.cache_clear()
+    assert "no CUDA device" in launch.support(torch.device("cuda")).refusal
+    launch.support.cache_clear()
+
+
+def test_the_version_is_read_without_an_import(monkeypatch):
+    launch.version.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert launch.version() == ""
+    launch.version.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.6.0"}[name])
+    assert launch.version() == "3.6.0"
+    launch.version.cache_clear()
+
+
+def test_the_data_travels_with_the_package():
+    folder = resources.files("wyfold.runtime").joinpath("configs")
+    assert {f"{name}.json" for name in (*ARCHITECTURES, "support")} <= {file.name for file in folder.iterdir()}

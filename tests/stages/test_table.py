@@ -1,0 +1,146 @@
+"""The table: who serves, who is refused and why, on cards and versions that need not be there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import wyfold
+from wyfold import UnsupportedError
+from wyfold.runtime import launch
+from wyfold.runtime.launch import judged
+from wyfold.runtime.plan import Plan
+from wyfold.stages import table
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+SCAN = {"forward": ("scan",), "backward": ("scan_bwd",)}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """`card("sm_89", "3.7.1")`: the process has this GPU and this Triton; no warning was given yet."""
+
+    def insert(architecture: str, version: str, proof: str | None = None) -> None:
+        support = judged(architecture, version)
+        support = support if proof is None else support._replace(proof=proof)
+        monkeypatch.setattr(launch, "support", lambda device: support)
+        monkeypatch.setattr(table, "_warned", [])
+
+    return insert
+
+
+def plan(device: torch.device = CUDA, backend: str | None = None, dtypes=(BF16,), stages=None) -> Plan:
+    return table.plan("chunk_kda", device, backend, dtypes=dtypes, **(stages or SCAN))
+
+
+def refused(**arguments) -> dict[str, str]:
+    with pytest.raises(UnsupportedError) as refusal:
+        plan(**arguments)
+    return refusal.value.reasons
+
+
+@pytest.mark.parametrize("stage", [row.stage for row in table.ROWS if row.backend == "triton"])
+def test_a_listed_card_gets_the_kernels(stage: str, card):
+    card("sm_90", "3.6.0", "verified")
+    found = plan(stages={"forward": (stage,)})
+    assert found.backend == "triton" and found.forward == (f"{stage} (wyfold.stages.{stage}.triton)",)
+    assert "eager" in found.refused
+
+
+def test_every_kernel_file_has_its_row():
+    files = Path(table.__file__).parent.glob("*/triton.py")
+    assert {row.stage for row in table.ROWS if row.backend == "triton"} == {file.parent.name for file in files}
+
+
+@pytest.mark.parametrize("stage", ["recurrent", "ttt"])
+def test_a_launch_without_a_kernel_is_refused_by_name(stage: str, card):
+    card("sm_90", "3.6.0")
+    reasons = refused(stages={"forward": (stage,)})
+    assert reasons["triton"] == f"has no {stage} launch in this version"
+    assert 'ask for it with backend="eager"' in reasons["eager"]
+
+
+def test_float64_is_refused_with_who_does_it(card):
+    card("sm_90", "3.6.0")
+    for dtypes in ((F64,), (BF16, F64), (F32, F32, F64)):
+        assert refused(dtypes=dtypes)["triton"] == 'does not compute in float64; backend="eager" does'
+    assert plan(dtypes=(F64,), backend="eager").backend == "eager"
+
+
+@pytest.mark.parametrize(
+    "architecture, version, reason",
+    [
+        ("sm_75", "3.6.0", "no kernel was ever compiled for sm_75"),
+        ("sm_90", "3.5.0", "known to be wrong on sm_90"),
+        ("sm_90", "4.2.0", "not in the table"),
+        ("sm_90", "", "Triton is not installed"),
+    ],
+)
+def test_a_card_or_version_that_is_not_listed_is_refused(architecture: str, version: str, reason: str, card):
+    card(architecture, version)
+    for demand in (None, "triton"):
+        assert reason in refused(backend=demand)["triton"]
+    assert plan(backend="eager").backend == "eager"
+
+
+def test_an_unproved_card_runs_with_one_warning_that_says_how_to_prove_it(card):
+    card("sm_89", "3.7.1")
+    with pytest.warns(UserWarning, match=r"unverified: .* sm_89 under Triton 3\.7\.1.*`wyfold verify`") as given:
+        for _ in range(3):
+            assert plan().backend == "triton"
+    assert len(given) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_proved_card_runs_without_a_word(card):
+    card("sm_90", "3.6.0", "verified")
+    assert plan().backend == "triton"
+
+
+@pytest.mark.filterwarnings("error")
+def test_asking_is_no_use(card):
+    """Neither what would run, nor eager on such a card, warns."""
+    card("sm_89", "3.7.1")
+    assert plan(backend="eager").backend == "eager"
+    with FakeTensorMode():
+        q = torch.empty(1, 40, 2, 16, device="cuda")
+        assert wyfold.explain(wyfold.chunk_kda, q, q, q).backend == "triton"
+
+
+def test_tensors_elsewhere_land_on_eager_unasked(card):
+    card("sm_90", "3.6.0")
+    found = plan(device=CPU)
+    assert found.backend == "eager" and "these are on cpu" in found.refused["triton"]
+    assert plan(device=torch.device("meta")).backend == "eager"
+
+
+def test_a_demand_on_the_cpu_is_for_the_interpreter(card, monkeypatch):
+    card("sm_90", "3.6.0")
+    monkeypatch.setattr(launch, "can_interpret", lambda: False)
+    assert "TRITON_INTERPRET=1" in refused(device=CPU, backend="triton")["triton"]
+    monkeypatch.setattr(launch, "can_interpret", lambda: True)
+    assert plan(device=CPU, backend="triton").backend == "triton"
+    assert plan(device=CPU).backend == "eager"
+
+
+@pytest.mark.parametrize("operator", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_a_call_on_a_card_is_traced_as_one_that_runs_kernels(operator: str, card):
+    """Under fake tensors nothing is launched: checks, plan, shapes and dtypes of a CUDA call without a card."""
+    card("sm_90", "3.6.0", "verified")
+    with FakeTensorMode():
+        q = torch.empty(1, 70, 2, 16, device="cuda", dtype=BF16)
+        assert wyfold.explain(getattr(wyfold, operator), q, q, q).backend == "triton"
+        o, state = getattr(wyfold, operator)(q, q, q, output_final_state=True)
+    assert (o.shape, o.dtype, o.device.type) == (q.shape, BF16, "cuda")
+    assert (state.shape, state.dtype) == ((1, 2, 16, 16), F32)
+
+
+def test_a_compiled_call_plans_while_it_is_traced():
+    """`fullgraph`: nothing of the table breaks the graph, and the choice is the one of the eager call."""
+    seen = []
+    compiled = torch.compile(wyfold.l2norm, backend=lambda graph, _: seen.append(graph) or graph.forward, fullgraph=True)
+    x = torch.randn(3, 16)
+    assert torch.equal(compiled(x), wyfold.l2norm(x))
+    assert len(seen) == 1 and "l2norm_fwd" in seen[0].code and "'eager'" in seen[0].code
