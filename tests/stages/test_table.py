@@ -140,7 +140,9 @@ def test_a_call_on_a_card_is_traced_as_one_that_runs_kernels(operator: str, card
 def test_a_compiled_call_plans_while_it_is_traced():
     """`fullgraph`: nothing of the table breaks the graph, and the choice is the one of the eager call."""
     seen = []
-    compiled = torch.compile(wyfold.l2norm, backend=lambda graph, _: seen.append(graph) or graph.forward, fullgraph=True)
+    compiled = torch.compile(
+        wyfold.l2norm, backend=lambda graph, _: seen.append(graph) or graph.forward, fullgraph=True
+    )
     x = torch.randn(3, 16)
     assert torch.equal(compiled(x), wyfold.l2norm(x))
     assert len(seen) == 1 and "l2norm_fwd" in seen[0].code and "'eager'" in seen[0].code
