@@ -12,6 +12,7 @@ from wyfold.ops.delta_call import CHUNK_SIZES, packed_boundaries
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.runtime import check
+from wyfold.runtime.chunks import ChunkGrid, chunk_grid
 from wyfold.runtime.layout import SequenceLayout, legal_boundaries
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.register import register
@@ -191,6 +192,14 @@ def _plan(
     return table.plan(op, x.device, backend, forward=(stage,), dtypes=dtypes, chunk_size=chunk_size, parts=parts)
 
 
+def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int) -> ChunkGrid:
+    """Chunks of the whole call, for kernels that find their tokens themselves; does not wait for the device."""
+    B, T = x.shape[:2]
+    if cu is not None and check.readable(cu):
+        legal_boundaries(op, cu, T)
+    return chunk_grid(B, T, chunk_size, cu)
+
+
 def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:
     """Most chunks of a part: what a state is elsewhere, [heads, chunk_size, width] tiles are here."""
     return split.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
@@ -202,8 +211,12 @@ def _parts(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int
 
 
 def _solve_tril(A: Tensor, cu: Tensor | None, output_dtype: torch.dtype, backend: str) -> Tensor:
-    X = A.new_zeros(A.shape, dtype=output_dtype)
     H, C = A.shape[2:]
+    if backend != "eager":
+        X = A.new_empty(A.shape, dtype=output_dtype)
+        table.launches("solve_tril", backend).solve_tril(A, _grid("solve_tril", A, cu, C), X)
+        return X
+    X = A.new_zeros(A.shape, dtype=output_dtype)
     for part in _parts("solve_tril", A, cu, C, _chunks_per_part(C, H, C, widest(A))):
         table.launches("solve_tril", backend).solve_tril(part.block(A), part.table, part.block(X))
     return X
@@ -225,6 +238,10 @@ def _kkt(
     output_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
+    if backend != "eager":
+        L = k.new_empty(*beta.shape, chunk_size, dtype=output_dtype)
+        table.launches("kkt", backend).kkt(k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size), L)
+        return L
     L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)
     dtype = widest(k, beta, g)
     beta = beta.unsqueeze(-1)

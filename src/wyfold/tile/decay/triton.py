@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
-from wyfold.tile.dot.triton import mm
+from wyfold.tile.dot.triton import mm, self_product
+from wyfold.tile.index.triton import load_token_scalars, load_tokens
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -67,6 +68,21 @@ def load_raw_gate(p_g, s_g, b, t, h, rows, GATE: tl.constexpr, K: tl.constexpr, 
         return tl.load(p_g + o_t[:, None] + o_k.to(tl.int64)[None, :] * s_g[3], mask=mask, other=0.0).to(tl.float32)
     else:
         return tl.load(p_g + o_t, mask=o_r < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_given_gate(
+    p_g, s_g, b, t, h, column, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
+):
+    """Per-token log gate that needs no activation, of the channels from `column` on.   As `load_gate`"""
+    if GATE == "none":
+        return tl.zeros((BT,), tl.float32)
+    else:
+        if GATE == "scalar":
+            g = load_token_scalars(p_g, s_g, b, t, h, rows, BT)
+        else:
+            g = load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
+        return tl.where(g < -104.0, -104.0, g)
 
 
 @triton.jit
@@ -230,25 +246,35 @@ def decayed_grams_transposed(
         return tl.where(after, b_kk, 0.0), tl.where(before, b_kk, 0.0), b_PT
 
 
-@triton.jit
-def decayed_key_gram(b_k, b_g, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """J of `decayed_grams_transposed` alone, for raw rows that are keys as they are.   [BT, BT], [r, s]
+def gram_levels(gate: str, chunk_size: int) -> int:
+    """How many partial grams `add_key_gram` makes J of: the dyadic levels of a channel gate, else one."""
+    return chunk_size.bit_length() - 1 if gate == "channel" else 1
 
-    Nothing is rounded if OP holds the rows exactly; decays of a channel gate need float32. Entries on and above the
-    diagonal are not J's.
+
+@triton.jit
+def add_key_gram(
+    b_J, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """b_J plus what some of the channels give to a level of J, for keys as they are.   [BT, BT], [r, s]
+
+    `level` is a number of the running program, so that one level's tiles are held at a time. OP holds the rows exactly,
+    and is float32 for a channel gate, whose decays stand in the rows.
     """
     if GATE == "channel":
-        b_J = tl.zeros((BT, BT), tl.float32)
-        for level in tl.static_range(6):
-            h = 32 >> level
-            if h < BT:
-                b_kd = b_k.to(tl.float32) * tl.exp(spans(to_anchor(h, BT), b_g, PRECISION))
-                b_J += tl.where(meets_transposed(h, BT), mm(b_kd, tl.trans(b_kd), None, OP, PRECISION), 0.0)
-        return b_J
+        h = BT >> (level + 1)
+        b_k = b_k.to(tl.float32) * tl.exp(spans(to_anchor(h, BT), b_g, PRECISION))
+    return self_product(b_k, b_J, OP, PRECISION)
+
+
+@triton.jit
+def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
+    """A level summed over all channels, as part of J below the diagonal; elsewhere it is anything.   [BT, BT], [r, s]"""
+    if GATE == "channel":
+        h = BT >> (level + 1)
+        return tl.where(meets_transposed(h, BT), b_J, 0.0)
+    elif GATE == "scalar":
+        return b_J * pairwise_decay(running_sum(b_g, GATE), BT)
     else:
-        b_J = mm(b_k, tl.trans(b_k), None, OP, PRECISION)
-        if GATE == "scalar":
-            b_J *= pairwise_decay(tl.cumsum(b_g, axis=0), BT)
         return b_J
 
 

@@ -48,3 +48,26 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
     """acc + a b of float32 operands that are not rounded."""
     return tl.dot(a, b, acc, input_precision=EXACT)
+
+
+@triton.jit
+def self_product(a, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a a^T, operands rounded to OP. Three TF32 products take float32 rows apart once for both sides."""
+    if OP == tl.float32 and PRECISION == "tf32x3":
+        high, low = tf32_parts(a)
+        acc = tl.dot(low, tl.trans(high), acc, input_precision="tf32")
+        acc = tl.dot(high, tl.trans(low), acc, input_precision="tf32")
+        return tl.dot(high, tl.trans(high), acc, input_precision="tf32")
+    else:
+        return mm(a, tl.trans(a), acc, OP, PRECISION)
+
+
+@triton.jit
+def tf32_parts(x):
+    """x as a sum: the nearest number of TF32's 11 bits, and what is left, at most 2^-12 of x and exact.
+
+    A NaN stays one in the second, whatever the carry of its bits makes of the first.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, x - high

@@ -1,0 +1,117 @@
+"""`kkt` in Triton: one program per chunk and value head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.launch import tuned
+from wyfold.tile.decay.triton import add_key_gram, decay_key_gram, gate_kind, gram_levels, load_given_gate
+from wyfold.tile.dot.triton import exact, operand, precision
+from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tokens
+
+
+def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor) -> None:
+    """Write L to out, and zeros past a packed batch's last boundary.
+
+    Args:
+        k: [B, T, H, K], any strides.
+        beta: [B, T, HV].
+        g: [B, T, HV] or [B, T, HV, K]. Natural-log decay per token, <= 0. None: no decay.
+        grid: The call's chunk grid.
+        out: [B, T, HV, C], any strides.
+    """
+    (H, K), HV, C = k.shape[2:], beta.shape[2], grid.chunk_size
+    gate = gate_kind(g)
+    # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
+    rounded = k.dtype != torch.float32 and gate != "channel"
+    config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate), k.device)
+    wyfold_kkt_triton[(grid.chunks * HV,)](
+        k,
+        k.stride(),
+        beta,
+        beta.stride(),
+        g,
+        None if g is None else g.stride(),
+        out,
+        out.stride(),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        H=H,
+        HV=HV,
+        K=K,
+        BT=C,
+        BK=min(max(16, triton.next_power_of_2(K)), config.blocks["BK"]),
+        PACKED=grid.cu is not None,
+        GATE=gate,
+        LEVELS=gram_levels(gate, C),
+        OP=operand(k.dtype) if rounded else tl.float32,
+        PRECISION=precision(k.dtype) if rounded else exact(torch.float32),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> str:
+    """What a launch configuration depends on."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return f"{name} K{K} C{chunk_size} {gate}"
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
+def wyfold_kkt_triton(
+    p_k,
+    s_k,
+    p_beta,
+    s_beta,
+    p_g,
+    s_g,
+    p_L,
+    s_L,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program owns a chunk of one value head: its keys, and the rows of L at its tokens."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = i_tile // HV, i_tile % HV
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
+            return
+    b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
+    b_J = tl.zeros((BT, BT), tl.float32)
+    for level in range(0, LEVELS):
+        b_level = tl.zeros((BT, BT), tl.float32)
+        for column in range(0, K, BK):
+            b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)
+            b_g = load_given_gate(p_g, s_g, b, t, i_hv, column, rows, GATE, K, BT, BK)
+            b_level = add_key_gram(b_level, b_k, b_g, level, GATE, BT, OP, PRECISION)
+        b_g = load_given_gate(p_g, s_g, b, t, i_hv, 0, rows, GATE, K, BT, BK)
+        b_J += decay_key_gram(b_level, b_g, level, GATE, BT)
+    b_L = b_J * b_beta[:, None]
+    o = tl.arange(0, BT)
+    # Selected last: a strength that is not finite must not reach what is zero by definition.
+    store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.where(o[:, None] > o[None, :], b_L, 0.0), BT, BT, BT)
