@@ -103,7 +103,7 @@ def wyfold_kkt_triton(
             return
     b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
     b_J = tl.zeros((BT, BT), tl.float32)
-    for level in range(0, LEVELS):
+    for level in range(LEVELS):
         b_level = tl.zeros((BT, BT), tl.float32)
         for column in range(0, K, BK):
             b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)

@@ -268,7 +268,7 @@ def add_key_gram(
 
 @triton.jit
 def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
-    """A level summed over all channels, as part of J below the diagonal; elsewhere it is anything.   [BT, BT], [r, s]"""
+    """A level summed over all channels, as a part of J below the diagonal, anything elsewhere.   [BT, BT], [r, s]"""
     if GATE == "channel":
         h = BT >> (level + 1)
         return tl.where(meets_transposed(h, BT), b_J, 0.0)
