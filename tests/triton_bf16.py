@@ -4,6 +4,8 @@ The interpreter (3.5 to 3.9) keeps a bfloat16 tile as an array of uint16, adds a
 where a GPU rounds to nearest even; all of that without a word. Here whatever computes gets float32 in place of
 bfloat16, and what it gives is rounded back, which is what a GPU does. Loads, stores and movements stay as they are.
 
+A fused multiply-add, which it rounds twice, is rounded once here: what a kernel writes as one counts on that.
+
 `repair()` changes the interpreter of this process for good. Tests alone use it.
 """
 
@@ -58,6 +60,19 @@ def in_float32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandl
         return narrow(result) if result.data.dtype == np.float32 else result  # a comparison gives truth values
 
     return computed
+
+
+def rounded_once(create_fma: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """x y + z of float32 tiles, in float64, which holds every product of two float32 exactly."""
+
+    @functools.wraps(create_fma)
+    def fused(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        if z.data.dtype != np.float32:
+            return create_fma(self, x, y, z)
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+    return fused
 
 
 def with_wide_operands(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
@@ -135,6 +150,7 @@ def repair() -> None:
     """Make this process's interpreter compute in bfloat16; a second call changes nothing."""
     if hasattr(InterpreterBuilder.create_dot, "__wrapped__"):
         return
+    InterpreterBuilder.create_fma = rounded_once(InterpreterBuilder.create_fma)
     for name in COMPUTING:
         setattr(InterpreterBuilder, name, in_float32(getattr(InterpreterBuilder, name)))
     InterpreterBuilder.create_dot = with_wide_operands(InterpreterBuilder.create_dot)

@@ -34,6 +34,13 @@ def elementwise(p_x, p_y, p_out, OP: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def fused(p_x, p_y, p_out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    x, y = tl.load(p_x + o), tl.load(p_y + o)
+    tl.store(p_out + o, tl.fma(x, y, x * y * -1.0))
+
+
+@triton.jit
 def product(p_x, p_y, p_out, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
     at = o[:, None] * SIZE + o[None, :]
@@ -83,6 +90,14 @@ def test_not_a_number_stays_one(interpreter):
     out = torch.zeros(SIZE, dtype=BF16)
     elementwise[(1,)](x, x, out, OP="add", SIZE=SIZE)
     assert out.isnan().all()
+
+
+def test_a_fused_multiply_add_is_rounded_once(interpreter):
+    """Less the product rounded once, it is what that rounding lost."""
+    x, y, out = torch.randn(SIZE), torch.randn(SIZE), torch.empty(SIZE)
+    fused[(1,)](x, y, out, SIZE=SIZE)
+    assert torch.equal(out.double(), x.double() * y.double() - (x * y).double())
+    assert out.abs().max() > 0
 
 
 def test_a_product_of_tiles(interpreter):

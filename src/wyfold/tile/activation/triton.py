@@ -1,7 +1,7 @@
 """Sigmoid, SiLU and softplus on the device, in float32.
 
-Inside them every exponential is of a number <= 0, so that nothing overflows on the way to a finite result; both sides
-of a sigmoid come from that one exponential without a subtraction, so that neither loses digits near its own zero.
+Inside them every exponential is of a number <= 0, so that nothing overflows on the way to a finite result, and of the
+two sides of a sigmoid the smaller one is computed: the other is 1 less that, which loses nothing.
 Fused multiply-adds are asked for where they are wanted, and `tl.exp2` and `tl.rsqrt` are one instruction each where
 `tl.exp` is five and a division eight; `* -1.0` becomes a sign on an operand where unary minus is a subtraction from
 zero. A kernel that only moves memory has no more than some thirty to spend per number.
@@ -16,16 +16,15 @@ import triton.language as tl
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
-    e = exp_neg_abs(x)
-    return tl.where(x >= 0, 1.0, e) * reciprocal(1.0 + e)
+    s = smaller_side(x)
+    return tl.where(x >= 0, 1.0 - s, s)
 
 
 @triton.jit
 def sigmoid_bwd(x, dy):
-    """Gradient of `sigmoid`: dy * sigmoid(x) * sigmoid(-x)."""
-    e = exp_neg_abs(x)
-    r = reciprocal(1.0 + e)
-    return dy * (e * r * r)
+    """Gradient of `sigmoid`: dy * sigmoid(x) * (1 - sigmoid(x))."""
+    s = smaller_side(x)
+    return dy * tl.fma(s * -1.0, s, s)
 
 
 @triton.jit
@@ -42,11 +41,10 @@ def silu(x):
 
 @triton.jit
 def silu_bwd(x, dy):
-    """Gradient of `silu`: dy * sigmoid(x) * (1 + x * sigmoid(-x))."""
-    e = exp_neg_abs(x)
-    r = reciprocal(1.0 + e)
+    """Gradient of `silu`: dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)))."""
+    s = smaller_side(x)
     above = x >= 0
-    return dy * (tl.where(above, 1.0, e) * r) * tl.fma(x, tl.where(above, e, 1.0) * r, 1.0)
+    return dy * tl.where(above, 1.0 - s, s) * tl.fma(x, tl.where(above, s, 1.0 - s), 1.0)
 
 
 @triton.jit
@@ -81,9 +79,10 @@ def log1p(x):
 
 
 @triton.jit
-def exp_neg_abs(x):
-    """exp(-|x|) to some |x| / 2 ulp, which is little beside the 1 it is added to."""
-    return tl.exp2(tl.abs(x) * -1.4426950408889634)
+def smaller_side(x):
+    """sigmoid(-|x|), at most 1/2. Its exponential's error, some |x| / 2 ulp, is little beside the 1 it is added to."""
+    e = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    return e * reciprocal(1.0 + e)
 
 
 @triton.jit

@@ -17,3 +17,60 @@ def reciprocal_norm(b_x, eps: tl.constexpr = 1e-6):
 def l2norm_bwd(b_y, b_r, b_dy):
     """dx = r (dy - y <y, dy>) of rows y = x r, exact with eps included.   [BT, BK] float32"""
     return b_r[:, None] * (b_dy - b_y * tl.sum(b_y * b_dy, axis=1)[:, None])
+
+
+@triton.jit
+def row_norm(b_x, eps, COUNT: tl.constexpr):
+    """y = x r with r = (sum x^2 / COUNT + eps)^(-1/2); COUNT is 1 for `l2norm`, the width for `rms_norm`.
+
+    Returns:
+        y: [BR, BW] float32.
+        r: [BR, 1].
+    """
+    b_r = inverse_root(tl.div_rn(row_sum(b_x * b_x), COUNT * 1.0) + eps)
+    return b_x * b_r, b_r
+
+
+@triton.jit
+def row_norm_bwd(b_y, b_r, b_dy, COUNT: tl.constexpr):
+    """dx = r (dy - y sum(y dy) / COUNT), exact with eps included."""
+    return b_r * tl.fma(b_y * -1.0, tl.div_rn(row_sum(b_y * b_dy), COUNT * 1.0), b_dy)
+
+
+@triton.jit
+def inverse_root(x):
+    """x^(-1/2) to half an ulp, for an error here is one of the whole row: an approximation and a Newton step.
+
+    The step needs 1 - x r^2 to a few digits, so what the product x r loses is counted too. An infinite x has none.
+    """
+    r = tl.rsqrt(x)
+    product = x * r
+    lost = tl.fma(x, r, product * -1.0)
+    step = tl.fma(product * -1.0, r, 1.0) - lost * r
+    return tl.where(r > 0, tl.fma(0.5 * r, step, r), r)
+
+
+@triton.jit
+def row_sum(b_x):
+    """Sum of each row, in one order however the tile lies in registers.   [BR, BW] -> [BR, 1]
+
+    `tl.sum` first adds what one thread holds, and that follows from how wide its loads are, so from the alignment of
+    the tensor they read. Here neighbours are added, level by level: of two numbers there is one sum.
+    """
+    for _ in tl.static_range(_levels(b_x.shape[1])):
+        b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)), axis=2)
+    return b_x
+
+
+@triton.jit
+def column_sum(b_x):
+    """Sum of each column, in one order like `row_sum`.   [BR, BW] -> [1, BW]"""
+    for _ in tl.static_range(_levels(b_x.shape[0])):
+        b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2, b_x.shape[1])), axis=1)
+    return b_x
+
+
+@triton.constexpr_function
+def _levels(width):
+    """Binary logarithm of a power of two."""
+    return int(width).bit_length() - 1
