@@ -14,11 +14,8 @@ float64, the bound is `float64_bounds`; where bits are promised, the test says `
 """
 
 import functools
-import importlib.util
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -52,20 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("wyfold")
     if interpreting():
-        beside("triton_bf16").repair()
+        from tests import triton_bf16
+
+        triton_bf16.repair()
         # A kernel computes on in rows that are masked later, where numpy has something to say about it.
         for module in ("triton.runtime.interpreter", "numpy"):
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
         # A bound of a loop is an array of one number there.
         config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-
-def beside(name: str) -> ModuleType:
-    """A module of this folder, which is on no path."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @functools.cache

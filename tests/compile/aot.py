@@ -1,0 +1,277 @@
+"""Compiles what a launch would compile, for GPUs that are not there, and reads what it takes of them.
+
+`compiled(call, architecture)` makes a public operator's call on small CPU tensors, forward and backward, with every
+launch of a kernel stopped after its compilation. So what is compiled is what a card of that architecture would run:
+the row of its configurations, the arguments of the real launch and what Triton makes of their values.
+
+    python -m tests.compile.aot                        every call for every architecture, as a table
+    python -m tests.compile.aot -a sm_90 -c bf16       some of them
+    python -m tests.compile.aot --allow                rewrites allowances.json with what was found
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from wyfold.cli.subjects import SUBJECTS
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
+from wyfold.stages import table
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".cache" / "triton"
+ALLOWANCES = HERE / "allowances.json"
+
+KIB = 1024
+SHARED = {
+    "sm_80": 163 * KIB,
+    "sm_86": 99 * KIB,
+    "sm_89": 99 * KIB,
+    "sm_90": 227 * KIB,
+    "sm_100": 227 * KIB,
+    "sm_120": 99 * KIB,
+}
+"""Bytes of shared memory that one block may ask for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: what a user would ask for, small.
+
+    Attributes:
+        subject: Of `wyfold.cli.subjects`: the operator, and the way to use it.
+        dtype: Of the inputs, by torch's name.
+        K, V: Widths.
+        options: Keywords beside the drawn arguments.
+        backward: Whether gradients are asked for.
+    """
+
+    subject: str
+    dtype: str = "bfloat16"
+    K: int = 128
+    V: int = 128
+    options: tuple[tuple[str, Any], ...] = ()
+    packed: bool = False
+
+    def __str__(self) -> str:
+        words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
+        words += [f"{name}={value}" for name, value in self.options] + (["packed"] if self.packed else [])
+        return " ".join(words)
+
+    def run(self) -> None:
+        """Forward, and backward where there is one."""
+        subject = SUBJECTS[self.subject]
+        arguments = subject.arguments(Shape(1, 64, 1, 2, self.K, self.V), getattr(torch, self.dtype), 0)
+        if self.packed:
+            arguments["cu_seqlens"] = torch.tensor([0, 64])
+        for x in arguments.values():
+            if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.requires_grad_()
+        outputs = subject.ours({**arguments, **dict(self.options), "backend": "triton"})
+        if subject.backward:
+            torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes.
+
+    Attributes:
+        kernel: Name.
+        shared: Bytes of shared memory of a block.
+        registers: Of a thread.
+        spilled: Bytes stored to and loaded from memory because registers ran out, counted in the code once each.
+        tensor_memory: Columns, on architectures that have such a memory.
+        serialized: Whether asynchronous matrix products wait for each other because registers ran out.
+    """
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+    tensor_memory: int
+    serialized: bool
+
+
+class PretendDriver:
+    """Answers what a launch asks of a GPU's driver before it compiles; has no device."""
+
+    def __init__(self, architecture: str):
+        from triton.backends.compiler import GPUTarget
+
+        self.number = int(architecture.removeprefix("sm_"))
+        self.target = GPUTarget("cuda", self.number, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.number  # kernels are kept by device: one for each architecture
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[None]:
+    """CPU tensors are served by the kernels, on this architecture; `launched(kernel, *arguments)` in place of a launch."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched(self, *arguments, grid=grid, **options)
+
+    with (
+        mock.patch.object(driver, "_active", PretendDriver(architecture)),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(launch, "architecture", lambda device: architecture),
+        mock.patch.object(table, "_where", lambda device, demand: ""),
+    ):
+        yield
+
+
+def compiled(call: Call, architecture: str) -> list[Usage]:
+    """Every kernel of a call."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    compile_only, found = JITFunction.run, []
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            ready = compile_only(kernel, *arguments, warmup=True, **options)
+        found.append(usage(ready, log.getvalue()))
+
+    with knobs.cache.scope(), knobs.nvidia.scope(), pretending(architecture, launched):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
+        call.run()
+    return found
+
+
+def rows_of(call: Call, architecture: str) -> set[tuple[str, str]]:
+    """(kernel, row) of every configuration that a call takes; nothing is compiled."""
+    found, usual = set(), launch.row
+
+    def row(architecture: str, kernel: str, key: str) -> str:
+        name = usual(architecture, kernel, key)
+        found.add((kernel, name))
+        return name
+
+    with mock.patch.object(launch, "row", row), pretending(architecture, lambda *_, **__: None):
+        call.run()
+    return found
+
+
+def usage(kernel: Any, log: str) -> Usage:
+    """Of a compiled kernel; read once, from the assembler's log, and kept beside the compiler's own cache."""
+    kept = CACHE / f"{kernel.hash}.usage.json"
+    if not kept.exists():
+        log = log if "spill stores" in log else assembled(kernel)
+        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        found = Usage(
+            kernel.metadata.name,
+            kernel.metadata.shared,
+            max(map(int, re.findall(r"Used (\d+) registers", log))),
+            sum(int(stores) + int(loads) for stores, loads in spills),
+            kernel.metadata.tmem_size or 0,
+            "serialized" in log,
+        )
+        kept.write_text(json.dumps(asdict(found)))
+    return Usage(**json.loads(kept.read_text()))
+
+
+def assembled(kernel: Any) -> str:
+    """The assembler's log of a kernel that was compiled before."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        gpu = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)[1]
+        command = [get_ptxas(kernel.metadata.target.arch).path, "-v", f"--gpu-name={gpu}", source]
+        done = subprocess.run([*command, "-o", Path(folder, "kernel")], capture_output=True, text=True, check=True)
+        return done.stderr
+
+
+@functools.cache
+def allowances() -> dict[str, dict[str, dict[str, int]]]:
+    """Triton's minor version -> architecture -> "call: kernel" -> bytes it may spill."""
+    return json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
+
+
+def complaints(call: Call, architecture: str, found: list[Usage]) -> list[str]:
+    """What is wrong with a call's kernels; empty if they fit."""
+    minor = ".".join(launch.version().split(".")[:2])
+    allowed = allowances().get(minor, {}).get(architecture, {})
+    wrong = []
+    for u in found:
+        if u.shared > SHARED[architecture]:
+            wrong.append(f"{u.kernel}: {u.shared} bytes of shared memory, {SHARED[architecture]} are there")
+        if u.spilled > allowed.get(f"{call}: {u.kernel}", 0):
+            wrong.append(f"{u.kernel}: spills {u.spilled} bytes, {allowed.get(f'{call}: {u.kernel}', 0)} are allowed")
+        if u.serialized:
+            wrong.append(f"{u.kernel}: its matrix products are serialized")
+        if u.tensor_memory > 512:
+            wrong.append(f"{u.kernel}: {u.tensor_memory} columns of tensor memory, 512 are there")
+    return wrong
+
+
+CALLS = (
+    Call("chunk_delta_rule"),
+    Call("chunk_gated_delta_rule"),
+    Call("chunk_gated_delta_rule, gate inside", packed=True),
+    Call("chunk_gated_delta_rule", "float16", 64, 64),
+    Call("chunk_gated_delta_rule", "float32"),
+    Call("chunk_gated_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
+    Call("chunk_gated_delta_rule", K=256, V=256),
+    Call("chunk_kda"),
+    Call("chunk_kda, bounded gate"),
+    Call("chunk_kda, gate inside", packed=True),
+    Call("chunk_kda", "float16", 64, 64, options=(("chunk_size", 16),)),
+    Call("chunk_kda", "float32", 256, 256),
+    *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
+    *(Call("chunk_scaled_dot_kkt", dtype) for dtype in ("bfloat16", "float32")),
+    *(Call(norm, dtype) for norm in ("l2norm", "rms_norm_gated") for dtype in ("bfloat16", "float32")),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-a", "--architecture", action="append", choices=SHARED)
+    parser.add_argument("-c", "--call", default="", help="only calls whose name holds this")
+    parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
+    args = parser.parse_args()
+    allowed: dict[str, dict[str, int]] = {}
+    for architecture in args.architecture or SHARED:
+        for call in CALLS:
+            if args.call not in str(call):
+                continue
+            found = compiled(call, architecture)
+            for u in found:
+                marks = f"{u.registers:4d} registers {u.shared:7d} shared {u.spilled:6d} spilled"
+                print(f"{architecture:7} {str(call):60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
+                if u.spilled:
+                    allowed.setdefault(architecture, {})[f"{call}: {u.kernel}"] = u.spilled
+    if args.allow:
+        minor = ".".join(launch.version().split(".")[:2])
+        ALLOWANCES.write_text(json.dumps(allowances() | {minor: allowed}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
