@@ -2,19 +2,28 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from wyfold.cli import bench, contenders, main, memory, peers
-from wyfold.cli.contenders import Case, Contender
+from wyfold.cli import bench, cases, contenders, main, memory, peers, tables, timing
+from wyfold.cli.cases import Case
+from wyfold.cli.contenders import Contender, Judge
 from wyfold.reference.shapes import Shape
 from wyfold.stages.scan import eager as scan_stage
 
 CASE = Case("gdn", Shape(1, 40, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 PEAK = {"above_inputs_mib": 2.0, "process_mib": 300.0, "method": "a stand-in"}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about a CPU, on machines with a GPU too; test_bench_gpu.py is about the other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
@@ -24,7 +33,12 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ours(case: Case = CASE) -> Contender:
-    return contenders.contenders(case.op, [])[0]
+    return contenders.contenders(case, [])[0]
+
+
+def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[peers.Adapter, ...]:
+    """Ways to call a library that is made up: the name of what runs, and what it does."""
+    return tuple(peers.Adapter(lambda ran=ran, call=call: peers.Loaded(ran, call), "", backward) for ran, call in found)
 
 
 # --- the whole command -----------------------------------------------------------------------------------------------
@@ -101,17 +115,45 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
     ("words", "said"),
     [
         (["gru"], "OP: unknown 'gru'; there are delta_rule, gdn, kda"),
-        (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers"),
+        (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers, fla, flash-qla, cudnn"),
+        (["kda", "--peers", "fla:slow"], "--peers: fla has no way 'slow'; there are generic, safe_gate, staged, fused"),
         (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow"),
-        (["gdn", "--mode", "bwd"], "mode: unknown 'bwd'; there are fwd, fwdbwd"),
-        (["gdn", "--shapes", "1,2,3"], "--shapes: must be B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V"),
-        (["gdn", "--shapes", "1,2,3,x"], "--shapes: must be B,T,H,K"),
+        (["gdn", "--mode", "bwd"], "mode: unknown 'bwd'; there are fwd, fwdbwd, graph"),
+        (["gdn", "--mode", "fwd,graph"], "--mode graph: CUDA graphs are of a GPU, and the device is cpu"),
+        (["gdn", "--also", "luck"], "also: unknown 'luck'; there are disable_recompute, safe_gate"),
+        (["solve", "--chunk", "48"], "chunk: unknown '48'; there are 16, 32, 64"),
+        (["gdn", "--shapes", "1,2,3"], "--shapes: must be of h96, b4t4k, "),
+        (["gdn", "--shapes", "h96,1"], "or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got 'h96,1'"),
         (["gdn", "--rounds", "0"], "--rounds: must be a whole number of at least 1"),
     ],
 )
 def test_a_wrong_word_is_named(words, said, capsys):
-    assert main(["bench", *words]) == 2
+    assert main(["bench", *words, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
+    assert bench._shapes("h96,qwen") == [
+        ("h96", Shape(1, 8192, 96, 96, 128, 128)),
+        ("qwen", Shape(1, 8192, 16, 32, 128, 128)),
+    ]
+    assert [name for name, _ in bench._shapes("short")] == ["short", "dense"]
+    assert len(cases.SHORT_LENGTHS) == 256
+    assert min(cases.SHORT_LENGTHS) >= 1
+    assert max(cases.SHORT_LENGTHS) <= 200
+    assert cases.PINNED["short"].T == sum(cases.SHORT_LENGTHS)
+
+
+def test_one_group_of_cases_has_the_same_tensors_and_every_gate_its_own(monkeypatch, no_children, tmp_path):
+    words = "bench gdn delta_rule kkt --shapes 1,20,1,8 --gates mid,slow --rounds 1 --chunk 16,32 --peers none --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    ran = [(row["op"], row["gate"], row["mode"], row["chunk"]) for row in json.loads(file.read_text())["rows"]]
+    assert ran == [
+        *[("gdn", gate, mode, 64) for gate in ("mid", "slow") for mode in ("fwd", "fwdbwd")],
+        *[("delta_rule", "none", mode, 64) for mode in ("fwd", "fwdbwd")],
+        *[("kkt", gate, "fwd", chunk) for chunk in (16, 32) for gate in ("none", "mid", "slow")],
+    ]
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
@@ -119,59 +161,183 @@ def test_a_wrong_word_is_named(words, said, capsys):
 
 def test_a_missing_peer_is_printed_and_the_rest_runs(no_children, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers.Peer, "installed", False)
-    words = "bench gdn --shapes 1,20,1,8 --mode fwd --rounds 1 --out".split()
+    words = "bench gdn --shapes 1,20,1,8 --mode fwd --rounds 1 --device cpu --out".split()
     assert main([*words, str(tmp_path)]) == 0
     assert 'transformers: not installed; pip install "wyfold[bench]"' in capsys.readouterr().out
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
-    assert record["peers"] == {"transformers": "not installed"}
+    assert set(record["peers"]) == set(peers.PEERS)
+    assert record["peers"]["transformers"] == "not installed or not asked for"
     assert [row["contender"] for row in record["rows"]] == ["wyfold"]
 
 
-def test_a_peer_runs_on_our_tensors_and_is_held_to_our_limits(no_children, monkeypatch, tmp_path):
-    """A stand-in for a library: our own token loop, once right and once a little off."""
+def test_one_way_of_calling_a_library_can_be_chosen(monkeypatch):
+    monkeypatch.setattr(peers.Peer, "installed", True)
+    (fla, cudnn) = bench.chosen_peers("fla:safe_gate,cudnn", "cuda")
+    assert [adapter.way for adapter in fla.adapters["chunk_kda"]] == ["safe_gate"]
+    assert fla.adapters["chunk_delta_rule"] == peers.PEERS["fla"].adapters["chunk_delta_rule"]
+    assert cudnn is peers.PEERS["cudnn"]
+    assert [peer.name for peer in bench.chosen_peers("all", "cuda")] == ["fla", "flash-qla", "cudnn", "flashinfer"]
+    assert [peer.name for peer in bench.chosen_peers("all", "cpu")] == ["transformers"]
+
+
+def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkeypatch, tmp_path, capsys):
+    """Stand-ins for libraries: our own token loop, right, less exact than ours may be, and wrong."""
     from wyfold import reference
 
-    def loop(q, k, v, g, beta, off=1.0):
-        return off * reference.gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    def loop(arguments, off):
+        return off * reference.gated_delta_rule(**arguments)[0]
 
-    for name, off in (("right", 1.0), ("wrong", 1.001)):
-        adapter = lambda name=name, off=off: (f"{name}.loop", lambda *tensors: loop(*tensors, off=off))
-        peer = peers.Peer(name, "", {"chunk_gated_delta_rule": adapter})
-        monkeypatch.setitem(peers.PEERS, name, peer)
+    for name, off in (("right", 1.0), ("coarse", 1.001), ("wrong", 1.05)):
+        found = adapters((f"{name}.loop", lambda arguments, off=off: loop(arguments, off)))
+        monkeypatch.setitem(peers.PEERS, name, peers.Peer(name, name, "", {"chunk_gated_delta_rule": found}))
     monkeypatch.setattr(peers.Peer, "installed", True)
-    words = "bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers right,wrong --out".split()
+    words = "bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers right,coarse,wrong --out".split()
     assert main([*words, str(tmp_path)]) == 0  # theirs is wrong, not ours
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
-    ran = [(row["op"], row["ran"], row["correct"]) for row in record["rows"]]
+    ran = [(row["op"], row["ran"], row["correct"], row["within_limits"]) for row in record["rows"]]
     assert ran == [
-        ("gdn", "wyfold.chunk_gated_delta_rule", True),
-        ("gdn", "right.loop", True),
-        ("gdn", "wrong.loop", False),
-        ("kda", "wyfold.chunk_kda", True),
+        ("gdn", "wyfold.chunk_gated_delta_rule", True, True),
+        ("gdn", "right.loop", True, True),
+        ("gdn", "coarse.loop", True, False),
+        ("gdn", "wrong.loop", False, False),
+        ("kda", "wyfold.chunk_kda", True, True),
     ]
-    (ratio,) = record["ratios"]
-    first, second = record["rows"][:2]
-    assert ratio["peer"] == "right.loop"
+    first, second, third, fourth, _ = record["rows"]
+    assert [ratio["peer"] for ratio in record["ratios"]] == ["right.loop", "coarse.loop"]
+    ratio = record["ratios"][0]
     assert ratio["times_faster"] == second["milliseconds"]["median"] / first["milliseconds"]["median"]
     assert ratio["memory_share"] == 1.0
+    assert record["ratios"][1]["error_share"] == first["errors"]["o"]["rms"] / third["errors"]["o"]["rms"]
+    assert fourth["milliseconds"] is None
+    said = capsys.readouterr().out
+    assert "further from the truth than ours may be: gdn 1,40,1,1,8,8 fwd by coarse.loop: o 1.0e-03 (over in" in said
+    assert "wrong: gdn 1,40,1,1,8,8 fwd by wrong.loop: o 5.0e-02" in said
 
 
-def test_a_peer_that_refuses_has_a_row_and_stops_nothing(no_children, monkeypatch, capsys):
-    def refuse(q, k, v, g, beta):
-        raise RuntimeError("shapes do not match")
+def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch, tmp_path, capsys):
+    def refuse(arguments):
+        raise RuntimeError("shapes do not match\n" + "and the compiler says so at length " * 100)
 
     def lacking():
         raise ImportError("no module of that name")
 
-    adapters = {"chunk_gated_delta_rule": lambda: ("some.rule", refuse), "chunk_kda": lacking}
-    monkeypatch.setitem(peers.PEERS, "some", peers.Peer("some", "", adapters))
+    found = {
+        "chunk_gated_delta_rule": adapters(("some.rule", refuse)),
+        "chunk_kda": (peers.Adapter(lacking), *adapters(("some.forward", refuse), backward=False)),
+    }
+    monkeypatch.setitem(peers.PEERS, "some", peers.Peer("some", "some", "", found))
     monkeypatch.setattr(peers.Peer, "installed", True)
-    assert main("bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers some".split()) == 0
-    said = capsys.readouterr()
-    assert "some.rule refused gdn: RuntimeError: shapes do not match" in said.out
-    assert "some is installed, but not with this operator: no module of that name" in said.err
+    words = "bench gdn kda --shapes 1,40,1,8 --mode fwdbwd --rounds 1 --peers some --out".split()
+    assert main([*words, str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "some.rule refused gdn 1,40,1,1,8,8 fwdbwd: RuntimeError: shapes do not match and the compiler" in said
+    assert "some (not loaded) refused kda 1,40,1,1,8,8 fwdbwd: ImportError: no module of that name" in said
+    assert "some.forward refused kda 1,40,1,1,8,8 fwdbwd: has no backward" in said
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["correct"] for row in rows] == [True, False, True, False, False]
+    assert all(len(row["refused"]) < 500 for row in rows)
+
+
+def test_what_ours_cannot_do_is_a_row_and_a_failure_of_the_run(no_children, monkeypatch, tmp_path):
+    def broken(*arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(scan_stage, "scan", broken)
+    words = "bench gdn norm --shapes 1,20,1,8 --mode fwd --rounds 1 --peers none --out".split()
+    assert main([*words, str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.json")
+    rows = {row["op"]: row for row in json.loads(file.read_text())["rows"]}
+    assert (rows["gdn"]["refused"], rows["gdn"]["failed"]) == ("RuntimeError: a bug", True)
+    assert rows["norm"]["correct"]
+
+
+def test_a_backend_that_ours_lacks_is_a_refusal_and_no_failure(no_children, tmp_path, capsys):
+    words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --backend gluon --device cpu --out".split()
+    assert main([*words, str(tmp_path)]) == 0
+    assert "wyfold.rms_norm_gated refused norm 1,20,1,1,8,8 fwd: UnsupportedError" in capsys.readouterr().out
+
+
+def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
+    """Each library is a module that is made up; our own operators compute what it is asked for."""
+    import types
+
+    import wyfold
+
+    def delta(q, k, v, g=None, beta=None, **rest):
+        rest.pop("safe_gate", None)
+        rule = wyfold.chunk_delta_rule if g is None else wyfold.chunk_kda if g.ndim == 4 else wyfold.chunk_gdn
+        return rule(q, k, v, *([] if g is None else [g]), beta, **rest)
+
+    def packed(q, k, v, g, beta, cu_seqlens, use_qk_l2norm_in_kernel, plan_name=None, scale=None):
+        assert q.ndim == 3
+        assert cu_seqlens.dtype == torch.int32
+        if plan_name is None:  # FlashInfer: the factor itself
+            g = g.log()
+        batch = [x[None] for x in (q, k, v, g, beta)]
+        o, state = delta(*batch, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return (o[0], state) if plan_name else o[0]
+
+    def kkt(k, beta, g=None, chunk_size=64):
+        decays = None
+        if g is not None:  # sums within chunks, base 2
+            parts = [torch.cat([part[:, :1], part.diff(dim=1)], 1) for part in g.split(chunk_size, dim=1)]
+            decays = torch.cat(parts, 1) / math.log2(math.e)
+        return wyfold.chunk_scaled_dot_kkt(k, beta, decays, chunk_size=chunk_size)
+
+    made = {
+        "fla.ops.delta_rule": {"chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": delta, "fused_recurrent_gated_delta_rule": delta},
+        "fla.ops.kda": {"chunk_kda": delta, "fused_recurrent_kda": delta},
+        "fla.ops.ttt": {
+            "chunk_ttt_linear": wyfold.chunk_ttt_linear,
+            "fused_chunk_ttt_linear": wyfold.chunk_ttt_linear,
+        },
+        "fla.ops.utils.solve_tril": {"solve_tril": wyfold.solve_tril},
+        "fla.ops.common.chunk_scaled_dot_kkt": {"chunk_scaled_dot_kkt_fwd": kkt},
+        "fla.modules.causal_conv1d": {"causal_conv1d": wyfold.causal_conv1d},
+        "fla.modules.norm.fused_norm_gate": {"rms_norm_gated": wyfold.rms_norm_gated},
+        "fla.modules.norm.l2norm": {"l2norm": wyfold.l2norm},
+        "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": wyfold.fused_gdn_gate},
+        "fla.ops.kda.gate": {"fused_kda_gate": wyfold.fused_kda_gate},
+        "flash_qla": {"chunk_gated_delta_rule": delta},
+        "cudnn.linear_attention": {"kimi_delta_attention": packed},
+        "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": packed},
+    }
+    for name, functions in made.items():
+        for i in range(1, name.count(".") + 2):
+            package = ".".join(name.split(".")[:i])
+            monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or types.ModuleType(package))
+        for function, does in functions.items():
+            monkeypatch.setattr(sys.modules[name], function, does, raising=False)
+
+    tried = 0
+    for op in cases.OPS:
+        for gate in cases.gates_of(op, ["mid"]):
+            case = Case(op, Shape(2, 40, 2, 2, 16, 16), gate, "float32", "fwd", 1, norm="outside", chunk=16)
+            arguments = case.arguments()
+            judge = Judge(case, arguments)
+            others = [peers.PEERS[name] for name in ("fla", "flash-qla", "cudnn", "flashinfer")]
+            for contender in contenders.contenders(case, others)[1:]:
+                found = judge.finding(contender, False, ours=True)
+                assert found.within, (op, gate, contender.ran, [str(verdict) for verdict in found.verdicts])
+                tried += 1
+    ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
+    assert tried == sum(map(len, ways)) + 1  # chunk_scaled_dot_kkt with a gate and without
+
+
+def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
+    import logging
+
+    monkeypatch.setattr(peers, "_heard", {})
+    peers._listen()
+    peers._listen()
+    logger = logging.getLogger("fla.backends")
+    logger.info("[FLA Backend] common.chunk_bwd_dqkwg -> tilelang")
+    assert peers.dispatched() == ["[FLA Backend] common.chunk_bwd_dqkwg -> tilelang"]
+    assert len([handler for handler in logger.handlers if isinstance(handler, peers._Listener)]) == 1
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------
@@ -180,7 +346,7 @@ def test_a_peer_that_refuses_has_a_row_and_stops_nothing(no_children, monkeypatc
 def test_contenders_take_turns_and_each_round_starts_with_another():
     order: list[str] = []
     runs = [lambda name=name: order.append(name) for name in "abc"]
-    times = bench.interleaved(runs, 3)
+    times = timing.interleaved(runs, 3)
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first are the warm runs
     assert [len(each) for each in times] == [3, 3, 3]
 
@@ -188,11 +354,198 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(monkeypatch):
     monkeypatch.setattr(contenders, "CHECKED", 20)
     monkeypatch.setattr(contenders, "CHECKED_FORWARD", 20)
-    arguments = CASE.arguments()
-    assert all(verdict.passed for verdict in contenders.errors(ours(), CASE, arguments))
+    judge = Judge(CASE, CASE.arguments())
+    assert judge.finding(ours(), True, ours=True).within
     peeking = dataclasses.replace(ours(), call=lambda a: ours().call(a) + 1e-9 * a["v"].flip(1))
-    failed = {verdict.name for verdict in contenders.errors(peeking, CASE, arguments) if not verdict.passed}
-    assert failed == {"dv"}
+    found = judge.finding(peeking, True, ours=True)
+    assert {verdict.name for verdict in found.verdicts if not verdict.passed} == {"dv"}
+    assert not found.right
+
+
+def test_a_wrong_row_among_many_is_wrong_for_peers_too():
+    """Its share of the whole error is small; of its own length it is not."""
+    case = dataclasses.replace(CASE, shape=Shape(1, 4000, 1, 1, 8, 8), gate="slow", mode="fwd", dtype="bfloat16")
+    judge = Judge(dataclasses.replace(case, device="cpu"), case.arguments())
+    judge.tokens = judge.shown = 400
+
+    def late(arguments):
+        o = ours(case).call(arguments)
+        o[:, 50] = o[:, 49]
+        return o
+
+    assert judge.finding(ours(case), False, ours=True).within
+    assert not judge.finding(dataclasses.replace(ours(case), call=late), False, ours=False).right
+
+
+class OnGpu(Case):
+    """A case that is judged as on a GPU, while its tensors stay here."""
+
+    on_gpu = True
+
+
+def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
+    case = OnGpu("kda", Shape(1, 70, 8, 16, 8, 8), "mid", "bfloat16", "fwdbwd", 0, norm="outside")
+    judge = Judge(case, case.arguments(), heads=3)
+    assert judge.picked == [0, 4, 7]
+    assert "key heads [0, 4, 7] of 8" in judge.by
+    mine = contenders.contenders(case, [])[0]
+    found = judge.finding(mine, True, ours=True)
+    assert found.within
+    assert {verdict.name for verdict in found.verdicts} == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+    assert set(found.eager) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+
+    def spoiled(head, value):
+        def call(arguments):
+            o = mine.call(arguments).clone()
+            o[:, 3, head] = value
+            return o
+
+        return judge.finding(dataclasses.replace(mine, call=call), False, ours=True)
+
+    assert spoiled(4, 0.0).right  # a head that nobody looks at, and a number
+    assert not spoiled(4, float("nan")).right
+    assert spoiled(4, float("nan")).lost == ("o",)
+    assert not spoiled(9, 0.0).right  # value head 9 reads key head 4
+
+
+class FakeGpu:
+    """A card whose clock is the process's; a call has two kernels, and a peer's cannot be captured."""
+
+    def __init__(self):
+        self.captures = 0
+
+    def copy_rate(self):
+        return 4e12
+
+    def interleaved(self, runs, rounds):
+        return [timing.Turns(times, [time / 2 for time in times]) for times in timing.interleaved(runs, rounds)]
+
+    def kernels(self, run):
+        run()
+        return [timing.Kernel("wyfold_scan_triton", 1.0, 0.25), timing.Kernel("wyfold_prepare_triton", 1.0, 0.125)]
+
+    def captured(self, run):
+        self.captures += 1
+        if self.captures % 2 == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    def peak_mib(self, run):
+        return 12.0
+
+
+def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "Gpu", FakeGpu)
+    monkeypatch.setattr(timing, "card", lambda: {"clocks.sm": "1980 MHz"})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    mine = ours(CASE)
+
+    def failing(arguments):
+        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+
+    library = peers.Peer(
+        "some", "some", "", {"chunk_gated_delta_rule": adapters(("some.rule", mine.call), ("some.other", failing))}
+    )
+    first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")
+    track = bench.Track(2, 4, graph=True, cold=False)
+    rows = bench.race([first, dataclasses.replace(first, mode="fwdbwd")], [library], [], track)
+    assert [(row["mode"], row["ran"], row["correct"]) for row in rows] == [
+        (mode, ran, right)
+        for mode in ("fwd", "fwdbwd")
+        for ran, right in (("wyfold.chunk_gated_delta_rule", True), ("some.rule", True), ("some.other", False))
+    ]
+    row, peer, refused = rows[:3]
+    assert row["kernels"][0] == {"name": "wyfold_scan_triton", "count": 1.0, "milliseconds": 0.25}
+    assert row["kernel_milliseconds"] == 0.375
+    assert row["floor"]["milliseconds"] == row["floor"]["bytes"] / 4e12 * 1e3
+    assert row["times_floor"] == row["milliseconds"]["median"] / row["floor"]["milliseconds"]
+    assert row["host_milliseconds"]["median"] == row["milliseconds"]["median"] / 2
+    assert row["graph_milliseconds"]["rounds"] == 4
+    assert row["peak"]["above_inputs_mib"] == 12.0
+    assert row["card"] == {"clocks.sm": "1980 MHz"}
+    assert set(row["errors"]) == {"o"}
+    assert row["errors"]["o"]["eager"] > 0
+    assert peer["graph_milliseconds"] is None
+    assert peer["graph_refused"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert refused["refused"].startswith("RuntimeError: Triton >= 3.4.0")
+    assert refused["milliseconds"] is None
+    tables.report(rows, tables.against_peers(rows))
+    said = capsys.readouterr().out
+    assert "0.375 (2)" in said
+    assert "no graph of gdn 1,70,2,4,8,8 fwd by some.rule: RuntimeError: operation not permitted" in said
+    assert "some.other refused gdn 1,70,2,4,8,8 fwdbwd: RuntimeError: Triton >= 3.4.0" in said
+
+
+def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeypatch, tmp_path, capsys):
+    usual = bench.race
+
+    def one_lost(group, *rest):
+        if group[0].op == "gdn":
+            raise torch.OutOfMemoryError("no memory left")
+        return usual(group, *rest)
+
+    monkeypatch.setattr(bench, "race", one_lost)
+    words = "bench gdn norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
+    assert main([*words, str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert record["lost"] == [
+        {"case": "gdn 1,20,1,1,8,8 fwd, mid gate, float32", "error": "OutOfMemoryError: no memory left"}
+    ]
+    assert [row["op"] for row in record["rows"]] == ["norm"]
+    assert "lost: gdn 1,20,1,1,8,8 fwd, mid gate, float32: OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_a_floor_counts_what_is_read_and_written():
+    """The bytes per token and value head of docs: GDN 1,032 forward, 3,864 with its backward; KDA 1,540."""
+    shape = Shape(1, 128, 2, 2, 128, 128)
+    for op, mode, expected in [
+        ("gdn", "fwd", 1032),
+        ("gdn", "fwdbwd", 3864),
+        ("kda", "fwd", 1540),
+        ("delta_rule", "fwd", 1028),
+    ]:
+        case = Case(op, shape, "none" if op == "delta_rule" else "mid", "bfloat16", mode, 0)
+        arguments = case.arguments()
+        assert case.floor_bytes(arguments, arguments["v"]) == expected * case.token_heads, (op, mode)
+
+
+def test_flags_of_ours_are_contenders_where_they_mean_something():
+    kda = dataclasses.replace(CASE, op="kda")
+    names = [c.ran for c in contenders.contenders(kda, [], ["disable_recompute", "safe_gate"])]
+    assert names == ["wyfold.chunk_kda", "wyfold.chunk_kda, disable_recompute", "wyfold.chunk_kda, safe_gate"]
+    forward = dataclasses.replace(CASE, mode="fwd")
+    assert len(contenders.contenders(forward, [], ["disable_recompute", "safe_gate"])) == 1
+
+
+def test_the_packed_shape_stands_beside_the_dense_one_per_token():
+    row = {
+        "op": "gdn", "shape": {}, "gate": "mid", "dtype": "bfloat16", "gate_dtype": "float32", "norm": "outside",
+        "chunk": 64, "mode": "fwd", "seed": 0, "contender": "wyfold", "ran": "wyfold.chunk_gated_delta_rule",
+        "milliseconds": {"median": 1.0}, "graph_milliseconds": None, "peak": None, "errors": {},
+    }  # fmt: skip
+    rows = [row | {"name": "short", "ns_per_token_head": 3.0}, row | {"name": "dense", "ns_per_token_head": 2.0}]
+    (ratio,) = tables.against_peers(rows)
+    assert (ratio["peer"], ratio["times_faster"]) == ("dense, per token", 2.0 / 3.0)
+
+
+def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_path):
+    """The child's home is an empty folder, and its caches are in it."""
+    words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --peers none --cold --device cpu --out".split()
+    monkeypatch.setattr(memory, "in_fresh_process", lambda request: PEAK)
+    assert main([*words, str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert 0 < row["first_call_seconds"] < 60
+    asked = []
+    monkeypatch.setattr(memory, "_asked", lambda prefix, request: asked.append((prefix, request)) or {"seconds": 1.0})
+    memory.first_call({"op": "norm"})
+    (prefix, request) = asked[0]
+    assert prefix[0] == "env"
+    homes = {word.partition("=")[0]: word.partition("=")[2] for word in prefix[1:]}
+    assert homes["TRITON_CACHE_DIR"].startswith(homes["HOME"])
+    assert request == {"op": "norm", "what": "first call"}
 
 
 def test_both_forms_get_the_same_tensors():
@@ -203,7 +556,7 @@ def test_both_forms_get_the_same_tensors():
 
 def test_gates_have_the_means_of_their_names():
     means = {}
-    for gate in bench.GATES:
+    for gate in cases.GATES:
         g = dataclasses.replace(CASE, gate=gate, shape=Shape(1, 2000, 1, 2, 8, 8)).arguments()["g"]
         assert g.max() <= 0
         assert g.min() >= -5

@@ -1,51 +1,72 @@
 """Time and memory of the operators beside the peers that are installed, after their results have been checked.
 
-Every contender runs on the same tensors in one process: ours and the peers', all operators of a shape, take turns round
-by round, and the median of a contender's rounds is its time, with the quartiles beside it. Before that, every output
-and gradient is measured against the float64 recurrence; a contender that is wrong gets no time. Memory is the peak of
-resident bytes above the inputs, each in a process of its own. Times are of this machine as busy as it was.
+Every contender runs on the same tensors in one process: ours and the peers' take turns round by round, and the median
+of a contender's calls is its time, with the quartiles beside it. Before that, every output and gradient is measured
+against the float64 recurrence; a contender that is wrong gets no time. On a GPU a call is timed by events with the
+cache flushed before it, kernel by kernel under the profiler, and from a CUDA graph (--mode graph), the host apart; its
+time also stands as a multiple of what its bytes alone would take. A peer that fails has a row that says how. Times are
+of this machine as busy as it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, replace
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import wyfold
-from wyfold.cli import DONE, FAILED, UsageError, memory, results
-from wyfold.cli.arguments import whole
-from wyfold.cli.contenders import GATES, OPS, OURS, Case, Contender, contenders, errors, prepared
-from wyfold.cli.peers import PEERS, Peer
+from wyfold.cli import DONE, FAILED, UsageError, memory, results, tables, timing
+from wyfold.cli.arguments import add_backend, device, whole
+from wyfold.cli.cases import CHUNKED, GATES, NO_GATE, OPS, PINNED, SHORT_LENGTHS, Case, gates_of
+from wyfold.cli.contenders import OURS, VARIANTS, Contender, Judge, contenders, plan, prepared
+from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.subjects import SUBJECTS, Arguments
-from wyfold.reference import error
+from wyfold.ops.delta_call import CHUNK_SIZES
 from wyfold.reference.shapes import Shape
+from wyfold.runtime.check import UnsupportedError
 
-CHUNKED = ("delta_rule", "gdn", "kda", "ttt")
+COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
 
-MODES = ("fwd", "fwdbwd")
+MODES = ("fwd", "fwdbwd", "graph")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+NORMS = ("inside", "outside")
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What is usual on a kind of device, unless the command line says otherwise."""
+
+    shapes: str
+    dtype: str
+    norm: str
+    rounds: int
+
+
+HABITS = {
+    "cpu": Habits("1,2048,4,128", "float32", "inside", 9),
+    "cuda": Habits("h96,b4t4k", "bfloat16", "outside", 10),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold bench`."""
-    parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: {' '.join(CHUNKED)})")
+    usual = HABITS["cpu"], HABITS["cuda"]
+    parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: {' '.join(COMMON)})")
     parser.add_argument(
         "--shapes",
         action="append",
-        type=_shape,
-        metavar="B,T,H[,HV],K[,V]",
-        help="batch, tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
-        "(default: 1,2048,4,128)",
+        type=_shapes,
+        metavar="NAMES|B,T,H[,HV],K[,V]",
+        help=f"names with commas ({', '.join(PINNED)}; short is packed and brings dense with it), or batch, tokens, "
+        "heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
+        f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes})",
     )
     parser.add_argument(
         "--gates",
@@ -56,18 +77,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        default="float32",
-        help="of the tensors given to the operators; gates and states stay float32 or wider (default: %(default)s)",
+        help="of the tensors given to the operators; decays, beta and states are float32 or wider "
+        f"(default: {usual[0].dtype}, on a GPU {usual[1].dtype})",
+    )
+    parser.add_argument("--gate-dtype", choices=DTYPES, default="float32", help="of the decays (default: %(default)s)")
+    parser.add_argument(
+        "--norm",
+        choices=NORMS,
+        help="where the rows of q and k come to unit length, for all contenders alike "
+        f"(default: {usual[0].norm} the operator, on a GPU {usual[1].norm})",
     )
     parser.add_argument(
-        "--mode", default="fwd,fwdbwd", help="fwd, or fwdbwd with its backward; with commas (default: both)"
+        "--mode",
+        default="fwd,fwdbwd",
+        help="fwd, fwdbwd with its backward, graph for times from a CUDA graph as well; with commas (default: "
+        "%(default)s)",
     )
-    parser.add_argument("--peers", default="all", help="names with commas, all, or none (default: all installed)")
+    parser.add_argument("--chunk", default="64", help="rows of a chunk for solve and kkt, with commas")
+    parser.add_argument(
+        "--also", default="", help=f"time ours once more with each of these flags: {', '.join(VARIANTS)}; with commas"
+    )
+    parser.add_argument(
+        "--peers",
+        default="all",
+        help="names with commas, all, or none; fla:safe_gate is one way of calling it (default: all installed)",
+    )
+    parser.add_argument("--device", type=device, help="PyTorch device (default: a GPU if there is one)")
+    add_backend(parser)
     parser.add_argument("--threads", type=whole(1), help="of torch (default: torch's own choice)")
-    parser.add_argument("--rounds", type=whole(1), default=9, help="each contender's timed runs (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=whole(1),
+        help=f"each contender's turns; on a GPU a turn is {timing.BURST} calls (default: {usual[0].rounds}, on a GPU "
+        f"{usual[1].rounds})",
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="also the first call of each contender, in a process without caches"
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, and a chart, into this folder")
-    # How a child of this command is asked to measure memory; a JSON request, answered by one line of JSON.
+    parser.add_argument("--label", default="", help="last word of the file names in --out")
+    parser.add_argument("--commit", default="", help="that the sources are of, where git cannot tell")
+    # How a child of this command is asked for a figure; a JSON request, answered by one line of JSON.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
 
 
@@ -78,275 +129,319 @@ def run(args: argparse.Namespace) -> int:
         return DONE
     if args.threads:
         torch.set_num_threads(args.threads)
-    gates, modes = _words("gates", args.gates, GATES), _words("mode", args.mode, MODES)
-    ops = _words("OP", ",".join(args.op) or ",".join(CHUNKED), OPS)
-    peers = chosen_peers(args.peers)
-    rows: list[dict[str, Any]] = []
-    for shape in args.shapes or [Shape(1, 2048, 4, 4, 128, 128)]:
-        for mode in modes:
-            cases = [
-                Case(op, shape, gate, args.dtype, mode, args.seed)
-                for op in ops
-                if mode == "fwd" or SUBJECTS[OPS[op]].backward
-                for gate in (gates if _gated(op) else ("none",))
-            ]
-            rows += race(cases, peers, args.rounds)
-    ratios = against_peers(rows)
-    report(rows, ratios)
+    kind = _settled(args)
+    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind)
+    track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
+    ops = list(dict.fromkeys(group[0].op for group in cases))
+    record = {
+        **results.provenance("bench", [*ops, *_given(args)]),
+        "threads": torch.get_num_threads(),
+        "peers": {
+            name: peer.versions or "installed"
+            if name in {one.name for one in peers}
+            else "not installed or not asked for"
+            for name, peer in PEERS.items()
+        },
+        "method": timing.METHOD_GPU if kind == "cuda" else timing.METHOD_CPU,
+        "memory": memory.METHOD_GPU if kind == "cuda" else "see each row",
+        "rows": [],
+        "ratios": [],
+        "lost": [],
+    }
+    record["commit"] = record["commit"] or args.commit or None
+    stem = _stem(args, record, cases)
+    for group in cases:
+        try:
+            record["rows"] += race(group, peers, args.also, track)
+        except RuntimeError as error:  # no memory left, or a device that fell over: the other cases may still run
+            results.say(traceback.format_exc())
+            record["lost"].append({"case": group[0].title, "error": _said(error)})
+            track.done += len(group)
+        record["ratios"] = tables.against_peers(record["rows"])
+        record |= {"copy_bytes_per_second": track.copy_rate, "dispatched": dispatched()}
+        if args.out:  # what is measured is kept, whatever happens to the rest
+            results.write(args.out, f"{stem}.json", record)
+    tables.report(record["rows"], record["ratios"])
     if args.out:
-        words = [*ops, *_given(args)]
-        record = {
-            **results.provenance("bench", words),
-            "threads": torch.get_num_threads(),
-            "peers": {peer.name: "installed" if peer.installed else "not installed" for peer in PEERS.values()},
-            "method": "time: contenders alternate in one process, one warm run each, medians; memory: see each row",
-            "rows": rows,
-            "ratios": ratios,
-        }
-        keep(args.out, record, ops)
-    return DONE if all(row["correct"] for row in rows if row["contender"] == OURS) else FAILED
+        results.say(f"wrote {args.out / stem}.json")
+        tables.chart(args.out / f"{stem}.png", record["rows"])
+    for case in record["lost"]:
+        print(f"lost: {case['case']}: {case['error']}")
+    failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
+    return FAILED if failed or record["lost"] else DONE
 
 
-# --- who runs --------------------------------------------------------------------------------------------------------
+# --- what runs -------------------------------------------------------------------------------------------------------
 
 
-def chosen_peers(words: str) -> list[Peer]:
-    """Installed peers among those asked for; says which ones are not installed.
+def _settled(args: argparse.Namespace) -> str:
+    """Type of the device; what the command line leaves open is filled in, and what it names is read."""
+    args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = str(args.device.type)
+    usual = HABITS.get(kind, HABITS["cpu"])
+    args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
+    args.dtype, args.norm = args.dtype or usual.dtype, args.norm or usual.norm
+    args.rounds = args.rounds or usual.rounds
+    args.gates, args.mode = _words("gates", args.gates, (*GATES, NO_GATE)), _words("mode", args.mode, MODES)
+    args.also = _words("also", args.also, VARIANTS)
+    args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
+    args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
+    if kind != "cuda" and "graph" in args.mode:
+        raise UsageError(f"--mode graph: CUDA graphs are of a GPU, and the device is {args.device}")
+    return kind
+
+
+def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
+    """Cases on the same tensors, the forward and the whole step, group by group."""
+    modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
+    for name, shape in args.shapes:
+        for op in args.op:
+            for chunk in args.chunk if op in CHUNKED else [64]:
+                for gate in gates_of(op, args.gates):
+                    first = Case(
+                        op,
+                        shape,
+                        gate,
+                        args.dtype,
+                        modes[0],
+                        args.seed,
+                        name=name,
+                        norm=args.norm,
+                        chunk=chunk,
+                        gate_dtype=args.gate_dtype,
+                        device=str(args.device),
+                        backend=args.backend or "",
+                    )
+                    possible = [mode for mode in modes if mode == "fwd" or SUBJECTS[OPS[op]].backward]
+                    if possible:
+                        yield [replace(first, mode=mode) for mode in possible]
+
+
+def chosen_peers(words: str, kind: str) -> list[Peer]:
+    """Installed peers for a type of device among those asked for; says which ones are not installed.
+
+    Args:
+        words: Names with commas, "all" or "none"; behind a name and a colon one way of calling that library.
+        kind: Type of the device.
 
     Raises:
-        UsageError: a name that no peer has.
+        UsageError: a name that no peer has, or a way that the peer lacks.
     """
-    names = list(PEERS) if words == "all" else [] if words == "none" else [word for word in words.split(",") if word]
-    for name in names:
+    if words == "none":
+        return []
+    everyone = ",".join(name for name, peer in PEERS.items() if peer.device == kind)
+    chosen = []
+    for word in (everyone if words == "all" else words).split(","):
+        name, _, way = word.partition(":")
         if name not in PEERS:
             raise UsageError(f"--peers: unknown peer {name!r}; there are {', '.join(PEERS)}, all and none")
-        if not PEERS[name].installed:
+        if way and way not in PEERS[name].ways:
+            raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
+        if PEERS[name].installed:
+            chosen.append(PEERS[name].narrowed(way))
+        else:
             print(f"{name}: not installed; {PEERS[name].install}")
-    return [PEERS[name] for name in names if PEERS[name].installed]
+    return chosen
 
 
 # --- how long, how much ----------------------------------------------------------------------------------------------
 
 
-def race(cases: Sequence[Case], peers: Sequence[Peer], rounds: int) -> list[dict[str, Any]]:
-    """One row per case and contender; all of them that are right take turns."""
-    rows: list[dict[str, Any]] = []
-    runs: list[Callable[[], object] | None] = []
-    for case in cases:
-        arguments = case.arguments()
-        for contender in contenders(case.op, peers):
-            results.say(f"checking {_title(case)} by {contender.ran}")
-            rows.append(_row(case, contender, arguments))
-            runs.append(prepared(contender, case, arguments) if rows[-1]["correct"] else None)
-    right = [run for run in runs if run is not None]
-    results.say(f"timing {len(right)} contenders, {rounds} rounds of turns")
-    times = iter(interleaved(right, rounds))
-    for row, run in zip(rows, runs, strict=True):
-        if run is not None:
-            row["milliseconds"] = spread(next(times))
-            tokens = row["shape"]["B"] * row["shape"]["T"] * row["shape"]["HV"]
-            row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, tokens)
-    del runs, right, times
-    measured = [(case, contender) for case in cases for contender in contenders(case.op, peers)]
-    for row, (case, contender) in zip(rows, measured, strict=True):
-        if row["correct"]:
-            results.say(f"measuring memory of {_title(case)} by {contender.ran}")
-            try:
-                row["peak"] = memory.in_fresh_process(_request(case, contender))
-            except RuntimeError as failure:  # killed for memory, say: the row stays, without the figure
-                row["peak_missing"] = str(failure)
+Runner = tuple[dict[str, Any], timing.Run]
+"""The row of a contender and its call."""
+
+
+class Track:
+    """Where cases run: the rounds, what is measured, the card if it is one, and how far the whole run has come."""
+
+    def __init__(self, cases: int, rounds: int, graph: bool, cold: bool):
+        self.cases, self.rounds, self.graph, self.cold = cases, rounds, graph, cold
+        self.began, self.done = time.perf_counter(), 0
+        self.gpu: timing.Gpu | None = None
+        self.copy_rate: float | None = None
+
+    def enter(self, case: Case) -> None:
+        """The card, when the first case needs it."""
+        if case.on_gpu and self.gpu is None:
+            self.gpu = timing.Gpu()
+            self.copy_rate = self.gpu.copy_rate()
+
+    def say(self, line: str) -> None:
+        results.say(f"[{self.done + 1}/{self.cases}, {time.perf_counter() - self.began:.0f} s] {line}")
+
+
+def race(group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], track: Track) -> list[dict[str, Any]]:
+    """One row per case of the group and contender; those that are right take turns."""
+    track.enter(group[0])
+    arguments = group[0].arguments()
+    judge, rows = Judge(group[0], arguments), []
+    for case in group:
+        everyone = contenders(case, peers, also)
+        found = [_row(case, contender, arguments, judge, track) for contender in everyone]
+        fed = case.incoming(arguments) if case.backward else None
+        right: list[Runner] = [
+            (row, prepared(c, case, arguments, fed)) for c, row in zip(everyone, found) if row["correct"]
+        ]
+        if track.gpu is not None:
+            right = _that_run(right, case)
+        track.say(f"timing {case.title}: {len(right)} contenders, {track.rounds} rounds of turns")
+        if track.gpu is None:
+            _time_on_cpu(right, track)
+        else:
+            _time_on_gpu(right, track.gpu, track)
+        del right, fed
+        for row, contender in zip(found, everyone):
+            if row["correct"]:
+                row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
+                _in_other_processes(row, case, contender, track)
+        rows += found
+        track.done += 1
     return rows
 
 
-def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Milliseconds of every run in every round; each round starts with another one."""
-    for run in runs:
-        run()
-    times: list[list[float]] = [[] for _ in runs]
-    for turn in range(rounds):
-        for i in range(len(runs)):
-            which = (i + turn) % len(runs)
-            began = time.perf_counter_ns()
-            runs[which]()
-            times[which].append((time.perf_counter_ns() - began) / 1e6)
-    return times
+def _that_run(right: Sequence[Runner], case: Case) -> list[Runner]:
+    """Those whose call does not fail when nothing else of theirs is kept; it has compiled everything by then."""
+    running = []
+    for row, call in right:
+        try:
+            call()
+            running.append((row, call))
+        except Exception as error:  # a library may run out of memory here, ours may not
+            _still_there(case)
+            row |= {"correct": False, "refused": _said(error), "failed": True}
+    return running
 
 
-def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and extremes."""
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
-    return {
-        "median": statistics.median(times),
-        "quartile1": low,
-        "quartile3": high,
-        "least": min(times),
-        "most": max(times),
-        "rounds": len(times),
-    }
+def _time_on_cpu(right: Sequence[Runner], track: Track) -> None:
+    times = timing.interleaved([call for _, call in right], track.rounds)
+    for (row, _), mine in zip(right, times):
+        row["milliseconds"] = timing.spread(mine)
 
 
-def _row(case: Case, contender: Contender, arguments: Arguments) -> dict[str, Any]:
+def _time_on_gpu(right: Sequence[Runner], gpu: timing.Gpu, track: Track) -> None:
+    """Calls, then what they launch and hold, then the same calls from graphs, which may fail."""
+    for (row, _), turns in zip(right, gpu.interleaved([call for _, call in right], track.rounds)):
+        row["milliseconds"], row["host_milliseconds"] = timing.spread(turns.device), timing.spread(turns.host)
+        row["floor"] |= {"milliseconds": row["floor"]["bytes"] / (track.copy_rate or 1) * 1e3}
+        row["times_floor"] = row["milliseconds"]["median"] / row["floor"]["milliseconds"]
+    at_work = timing.card()
+    for row, call in right:
+        row["card"] = at_work
+        kernels = gpu.kernels(call)
+        row["kernels"] = [asdict(kernel) for kernel in kernels]
+        row["kernel_milliseconds"] = sum(kernel.milliseconds for kernel in kernels)
+        row["peak"] = {"above_inputs_mib": gpu.peak_mib(call), "method": memory.METHOD_GPU}
+    if not track.graph:
+        return
+    graphs: list[Runner] = []
+    for row, call in right:
+        try:
+            graphs.append((row, gpu.captured(call)))
+            torch.cuda.synchronize()
+        except Exception as error:  # a peer that waits for the device cannot be captured; that is its answer
+            row["graph_refused"] = _said(error)
+    for (row, _), turns in zip(graphs, gpu.interleaved([replay for _, replay in graphs], track.rounds)):
+        row["graph_milliseconds"] = timing.spread(turns.device)
+
+
+def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, track: Track) -> dict[str, Any]:
     """The row of one contender, checked but not yet timed."""
-    launches: dict[str, Any] = {}
-    found, refused = _checked(contender, case, arguments)
-    if contender.name == OURS:
-        plan = wyfold.explain(getattr(wyfold, OPS[case.op]), **arguments)
-        launches = {
-            "backend": plan.backend,
-            "forward": plan.forward,
-            "backward": plan.backward,
-            "chunk": plan.chunk_size,
-        }
-    return {
+    track.say(f"checking {case.title} by {contender.ran}")
+    row: dict[str, Any] = {
         **asdict(case),
+        "packed_sequences": len(SHORT_LENGTHS) if case.name == "short" else None,
         "contender": contender.name,
         "ran": contender.ran,
-        "launches": launches,
-        "errors": {v.name: {"rms": v.measured.rms, "limit": v.limits.rms, "reason": v.reason} for v in found},
-        "worst_error": found[0].measured.rms if found else None,
-        "worst_tensor": found[0].name if found else None,
-        "correct": bool(found) and all(verdict.passed for verdict in found),
-        "refused": refused,
-        "milliseconds": None,
-        "ns_per_token_head": None,
-        "peak": None,
-        "peak_missing": "",
+        "launches": {},
+        "judged": judge.by,
+        **dict.fromkeys(("errors", "worst_error", "worst_tensor", "kernels", "kernel_milliseconds", "card")),
+        **dict.fromkeys(("milliseconds", "host_milliseconds", "graph_milliseconds", "ns_per_token_head")),
+        **dict.fromkeys(("times_floor", "first_call_seconds", "peak")),
+        **dict.fromkeys(("refused", "graph_refused", "peak_missing", "first_call_missing"), ""),
+        "floor": {"bytes": case.floor_bytes(arguments, arguments.get("v", next(iter(arguments.values()))))},
+        "correct": False,
+        "within_limits": False,
+        "failed": False,
+    }
+    if case.backward and not contender.backward:
+        return row | {"refused": "has no backward"}
+    try:
+        found = judge.finding(contender, case.backward, ours=contender.name == OURS)
+        row["launches"] = plan(contender, case, arguments)
+    except UnsupportedError as refusal:
+        return row | {"refused": _said(refusal)}
+    except Exception as error:  # another library's way to say no is its own; a bug of ours fails the run, at its end
+        if contender.name == OURS:
+            results.say(traceback.format_exc())
+        _still_there(case)
+        return row | {"refused": _said(error), "failed": True}
+    worst = found.verdicts[0]
+    return row | {
+        "errors": {
+            v.name: {
+                "rms": v.measured.rms,
+                "limit": v.limits.rms,
+                "eager": found.eager.get(v.name),
+                "row": v.measured.row,
+                "reason": v.reason,
+            }
+            for v in found.verdicts
+        },
+        "worst_error": worst.measured.rms,
+        "worst_tensor": worst.name,
+        "not_finite_elsewhere": found.lost,
+        "correct": found.right,
+        "within_limits": found.within,
+        "failed": not found.right,
     }
 
 
-def _checked(contender: Contender, case: Case, arguments: Arguments) -> tuple[list[error.Verdict], str]:
-    """Verdicts, the worst first; or none, and why a peer does not take these arguments."""
-    try:
-        found = errors(contender, case, arguments)
-    except Exception as refusal:  # another library's way to say no is its own; ours is a bug and goes on
-        if contender.name == OURS:
-            raise
-        return [], f"{type(refusal).__name__}: {refusal}"
-    return sorted(found, key=lambda verdict: verdict.measured.rms, reverse=True), ""
+def _still_there(case: Case) -> None:
+    """Nothing, if the device still answers after a failure; it frees what the failure left behind."""
+    if case.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
-def _request(case: Case, contender: Contender) -> dict[str, Any]:
-    return {**asdict(case), "contender": contender.name, "threads": torch.get_num_threads()}
+def _said(error: BaseException) -> str:
+    """An error in one line; a compiler's may be thousands."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
+
+
+def _in_other_processes(row: dict[str, Any], case: Case, contender: Contender, track: Track) -> None:
+    """What only a process without a past can tell: peak memory on a CPU, and how long a first call takes."""
+    wanted = [] if case.on_gpu else [("peak", "peak_missing", memory.in_fresh_process)]
+    if track.cold:
+        wanted.append(("first_call_seconds", "first_call_missing", memory.first_call))
+    for figure, missing, ask in wanted:
+        track.say(f"measuring {figure} of {case.title} by {contender.ran}")
+        request = {**asdict(case), "ran": contender.ran, "contender": contender.name}
+        try:
+            answer = ask(request | {"threads": torch.get_num_threads()})
+            row[figure] = answer["seconds"] if figure == "first_call_seconds" else answer
+        except RuntimeError as failure:  # killed for memory, say: the row stays, without the figure
+            row[missing] = str(failure)
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Peak memory of the request's case, in this process, which should be fresh."""
+    """The figure that is asked for, of the request's case in this process, which should be fresh."""
     torch.set_num_threads(request.pop("threads"))
-    name = request.pop("contender")
+    name, ran, what = request.pop("contender"), request.pop("ran"), request.pop("what", "peak")
     case = Case(**{**request, "shape": Shape(**request["shape"])})
-    (contender,) = (c for c in contenders(case.op, list(PEERS.values()) if name != OURS else []) if c.name == name)
-    few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
+    peers = [PEERS[name]] if name != OURS else []
+    (contender,) = (c for c in contenders(case, peers, list(VARIANTS)) if c.ran == ran)
     call = prepared(contender, case, case.arguments())
+    if what == "first call":
+        _wait(case)
+        return memory.seconds(call, lambda: _wait(case))
+    few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
     return memory.peak(prepared(contender, few, few.arguments()), call)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def against_peers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours beside each peer on the same tensors: how many times faster, and which share of its memory."""
-    keys = ("op", "shape", "gate", "dtype", "mode")
-    found = []
-    for ours in (row for row in rows if row["contender"] == OURS and row["correct"]):
-        for peer in rows:
-            if peer["contender"] == OURS or not peer["correct"] or any(peer[key] != ours[key] for key in keys):
-                continue
-            found.append(
-                {key: ours[key] for key in keys}
-                | {
-                    "peer": peer["ran"],
-                    "times_faster": peer["milliseconds"]["median"] / ours["milliseconds"]["median"],
-                    "memory_share": _share(ours["peak"], peer["peak"]),
-                }
-            )
-    return found
-
-
-def _share(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> float | None:
-    if not ours or not theirs or theirs["above_inputs_mib"] <= 0:
-        return None
-    return ours["above_inputs_mib"] / theirs["above_inputs_mib"]
-
-
-def report(rows: Sequence[dict[str, Any]], ratios: Sequence[dict[str, Any]]) -> None:
-    """The tables on the screen."""
-    columns = ("op", "shape B,T,H,HV,K,V", "gates", "mode", "ran", "worst error", "median ms", "quartiles ms")
-    results.show(
-        "time and memory",
-        (*columns, "ns/token-head", "peak MiB above inputs", "process MiB"),
-        [_cells(row) for row in rows],
-    )
-    if ratios:
-        keys = ("op", "gate", "mode", "peer")
-        results.show(
-            "ours beside the peers",
-            (*keys, "times faster", "share of its memory"),
-            [
-                (r["op"], r["gate"], r["mode"], r["peer"], _two(r["times_faster"]), _two(r["memory_share"]))
-                for r in ratios
-            ],
-        )
-    for row in rows:
-        if row["refused"]:
-            print(f"{row['ran']} refused {row['op']}: {row['refused']}")
-        if row["peak_missing"]:
-            print(f"no memory figure for {row['op']} by {row['ran']}: {row['peak_missing']}")
-
-
-def _two(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    shape = ",".join(map(str, row["shape"].values()))
-    ran = row["ran"] if row["contender"] != OURS else f"{row['ran']} ({row['launches']['backend']})"
-    head: tuple[str, ...] = (row["op"], shape, row["gate"], row["mode"], ran)
-    if row["refused"]:
-        return (*head, "", "refused", "", "", "", "")
-    head = (*head, f"{row['worst_error']:.1e} {row['worst_tensor']}")
-    if not row["correct"]:
-        return (*head, "wrong", "", "", "", "")
-    ms, peak = row["milliseconds"], row["peak"]
-    quartiles = f"{ms['quartile1']:.1f} - {ms['quartile3']:.1f}"
-    sizes = (f"{peak['above_inputs_mib']:.0f}", f"{peak['process_mib']:.0f}") if peak else ("", "")
-    return (*head, f"{ms['median']:.1f}", quartiles, f"{row['ns_per_token_head']:.0f}", *sizes)
-
-
-def keep(folder: Path, record: dict[str, Any], ops: Sequence[str]) -> None:
-    """JSON and chart in the folder."""
-    lengths = dict.fromkeys(f"T{row['shape']['T']}" for row in record["rows"])
-    stem = "-".join(["cpu", record["date"][:10], "bench", *ops, *lengths])
-    results.say(f"wrote {results.write(folder, f'{stem}.json', record)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
-        return
-    chart(folder / f"{stem}.png", record["rows"])
-    results.say(f"wrote {folder / f'{stem}.png'}")
-
-
-def chart(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of median time, with quartiles, and of peak memory; logarithmic, since contenders differ by orders."""
-    from matplotlib.figure import Figure
-
-    timed = [row for row in rows if row["correct"]]
-    figure = Figure(figsize=(10, 1.2 + 0.35 * max(1, len(timed))), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    labels = [f"{row['op']} {row['gate']} {row['mode']} T={row['shape']['T']}: {row['contender']}" for row in timed]
-    colours = ["tab:blue" if row["contender"] == OURS else "tab:orange" for row in timed]
-    medians = [row["milliseconds"]["median"] for row in timed]
-    whiskers = [
-        [row["milliseconds"]["median"] - row["milliseconds"]["quartile1"] for row in timed],
-        [row["milliseconds"]["quartile3"] - row["milliseconds"]["median"] for row in timed],
-    ]
-    at = range(len(timed))
-    left.barh(at, medians, xerr=whiskers, color=colours, log=True)
-    left.set(xlabel="median ms, whiskers at the quartiles", yticks=list(at), yticklabels=labels)
-    left.invert_yaxis()
-    right.barh(at, [row["peak"]["above_inputs_mib"] if row["peak"] else 0 for row in timed], color=colours, log=True)
-    right.set(xlabel="peak MiB above inputs")
-    for axes in (left, right):
-        axes.set_xlim(left=min(1.0, axes.get_xlim()[0]))  # else the shortest bar would look like nothing
-    figure.savefig(file, format="png")
+def _wait(case: Case) -> None:
+    if case.on_gpu:
+        torch.cuda.synchronize()
 
 
 # --- the command line's words ----------------------------------------------------------------------------------------
@@ -360,29 +455,53 @@ def _words(option: str, given: str, known: Sequence[str] | dict[str, Any]) -> li
     return words
 
 
-def _shape(word: str) -> Shape:
+def _shapes(word: str) -> list[tuple[str, Shape]]:
+    """Names and sizes; what is given in numbers has no name."""
+    names = [name for name in word.split(",") if name]
+    if names and all(name in PINNED for name in names):
+        if "short" in names and "dense" not in names:
+            names.append("dense")
+        return [(name, PINNED[name]) for name in names]
     try:
         sizes = [int(size) for size in word.split(",")]
     except ValueError:
         sizes = []
     if len(sizes) not in (4, 5, 6) or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"must be B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got {word!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be of {', '.join(PINNED)}, or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got {word!r}"
+        )
     B, T, H, *rest = sizes
     HV = rest.pop(0) if len(rest) > 1 else H
-    return Shape(B, T, H, HV, rest[0], rest[-1])
-
-
-def _gated(op: str) -> bool:
-    return op.endswith(("gdn", "kda", "kkt"))
-
-
-def _title(case: Case) -> str:
-    return f"{case.op} {case.mode}, {case.gate} gate, {case.dtype}, {','.join(map(str, astuple(case.shape)))}"
+    return [("", Shape(B, T, H, HV, rest[0], rest[-1]))]
 
 
 def _given(args: argparse.Namespace) -> list[str]:
     """The options that repeat this run."""
-    shapes = [word for shape in args.shapes or [] for word in ("--shapes", ",".join(map(str, astuple(shape))))]
-    plain = {"gates": args.gates, "dtype": args.dtype, "mode": args.mode, "peers": args.peers, "rounds": args.rounds}
-    options = [word for name, value in plain.items() for word in (f"--{name}", str(value))]
-    return [*shapes, *options, "--threads", str(torch.get_num_threads()), "--seed", str(args.seed)]
+    shapes = [word for name, s in args.shapes for word in ("--shapes", name or ",".join(map(str, astuple(s))))]
+    plain = {
+        "gates": ",".join(args.gates),
+        "dtype": args.dtype,
+        "gate-dtype": args.gate_dtype,
+        "norm": args.norm,
+        "mode": ",".join(args.mode),
+        "chunk": ",".join(map(str, args.chunk)),
+        "also": ",".join(args.also),
+        "peers": args.peers,
+        "device": args.device,
+        "backend": args.backend or "",
+        "rounds": args.rounds,
+        "label": args.label,
+        "commit": args.commit,
+    }
+    options = [word for name, value in plain.items() if str(value) for word in (f"--{name}", str(value))]
+    cold = ["--cold"] if args.cold else []
+    return [*shapes, *options, *cold, "--threads", str(torch.get_num_threads()), "--seed", str(args.seed)]
+
+
+def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequence[Case]]) -> str:
+    """First part of the names of the files that are written."""
+    kind = args.device.type
+    machine = torch.cuda.get_device_name(args.device).split()[-1].lower() if kind == "cuda" else kind
+    sizes = dict.fromkeys(group[0].name or f"T{group[0].shape.T}" for group in cases)
+    words = [machine, record["date"][:10], "bench", *args.op, *sizes, args.label]
+    return "-".join(word for word in words if word)

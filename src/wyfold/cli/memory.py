@@ -1,8 +1,12 @@
-"""Peak memory of one call, measured in a process of its own.
+"""What has to be measured in a process of its own: peak memory of a call on a CPU, and the time of a first call.
 
-A child process makes the inputs, runs the call once on a small input so that libraries have set themselves up, gives
-freed memory back to the system, resets the kernel's record of its peak, notes what is resident, runs the call once, and
-reads the peak. Resident bytes are what the machine pays: allocator slack and temporary copies count.
+For memory a child process makes the inputs, runs the call once on a small input so that libraries have set themselves
+up, gives freed memory back to the system, resets the kernel's record of its peak, notes what is resident, runs the call
+once, and reads the peak. Resident bytes are what the machine pays: allocator slack and temporary copies count. (On a
+GPU the allocator knows its peak: `timing.Gpu.peak_mib`.)
+
+For a first call the child's home, and with it every cache of compiled kernels, is an empty folder. Its tensors exist
+and the library is imported before the clock starts; whatever a library does on being called for the first time counts.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,21 @@ METHOD_WITHOUT_RESET = (
     "a fresh process each: inputs made, one small call, one call; the process's peak after it minus the peak before "
     "it, which counts too little where making the inputs took more than they keep. process: its peak"
 )
+METHOD_GPU = (
+    "most memory that PyTorch's allocator holds during one call above what it holds before it, results and gradients "
+    "included, after calls that compiled and tuned"
+)
+
+COMPILED = {
+    "HOME": "",
+    "XDG_CACHE_HOME": "cache",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "CUDNN_FRONTEND_CAKE_CACHE_DIR": "cake",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Where libraries keep compiled kernels, as environment variable -> folder below the empty one."""
 
 
 def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +56,30 @@ def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: the child failed; the text is the last line it said.
     """
-    command = [sys.executable, "-m", "wyfold", "bench", "--measure", json.dumps(request)]
+    return _asked([], request)
+
+
+def first_call(request: dict[str, Any]) -> dict[str, Any]:
+    """The same from a child that finds no compiled kernel.
+
+    Raises:
+        RuntimeError: the child failed; the text is the last line it said.
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        settings = [f"{name}={Path(empty, folder)}" for name, folder in COMPILED.items()]
+        return _asked(["env", *settings], request | {"what": "first call"})
+
+
+def seconds(call: Callable[[], object], finish: Callable[[], None]) -> dict[str, float]:
+    """Time of one call until `finish` returns."""
+    began = time.perf_counter()
+    call()
+    finish()
+    return {"seconds": time.perf_counter() - began}
+
+
+def _asked(prefix: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    command = [*prefix, sys.executable, "-m", "wyfold", "bench", "--measure", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()

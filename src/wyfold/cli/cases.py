@@ -1,0 +1,267 @@
+"""What `bench` runs: operators, sizes, gates, and the tensors of one case, drawn where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wyfold
+from wyfold.cli.subjects import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
+from wyfold.reference.shapes import Shape
+
+OPS = {
+    "delta_rule": "chunk_delta_rule",
+    "gdn": "chunk_gated_delta_rule",
+    "kda": "chunk_kda",
+    "ttt": "chunk_ttt_linear",
+    "recurrent_delta_rule": "fused_recurrent_delta_rule",
+    "recurrent_gdn": "fused_recurrent_gated_delta_rule",
+    "recurrent_kda": "fused_recurrent_kda",
+    "recurrent_ttt": "fused_recurrent_ttt_linear",
+    "solve": "solve_tril",
+    "kkt": "chunk_scaled_dot_kkt",
+    "conv": "causal_conv1d",
+    "norm": "rms_norm_gated",
+    "l2norm": "l2norm",
+    "gdn_gate": "fused_gdn_gate",
+    "kda_gate": "fused_kda_gate",
+}
+"""What the command line calls an operator -> its public name, also the name of its subject."""
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "fast": lambda x: -5 * torch.special.ndtr(x),  # uniform, mean -2.5 per token
+    "mid": lambda x: F.logsigmoid(x).clamp(min=-5),
+    "slow": lambda x: -2e-3 * torch.special.ndtr(x),  # uniform, mean -0.001
+}
+"""Standard normal numbers -> natural-log decays per token."""
+
+NO_GATE = "none"
+DELTA_RULES = ("delta_rule", "gdn", "kda")
+CHUNKED = ("solve", "kkt")
+"""Operators that `--chunk` is for."""
+
+SEQUENCES, LONGEST = 256, 200
+_DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))
+SHORT_LENGTHS: tuple[int, ...] = tuple(_DRAWN_LENGTHS.tolist())
+"""Tokens of each sequence of the packed shape `short`."""
+
+PINNED = {
+    "h96": Shape(1, 8192, 96, 96, 128, 128),
+    "b4t4k": Shape(4, 4096, 64, 64, 128, 128),
+    "t64kh8": Shape(1, 65536, 8, 8, 128, 128),
+    "t32k": Shape(1, 32768, 32, 32, 128, 128),
+    "qwen": Shape(1, 8192, 16, 32, 128, 128),
+    "ttt": Shape(4, 4096, 32, 32, 64, 64),
+    "short": Shape(1, sum(SHORT_LENGTHS), 32, 32, 128, 128),
+    "dense": Shape(SEQUENCES, 128, 32, 32, 128, 128),
+}
+"""Shapes by name. `short` is packed, many sequences of 1 to 200 tokens; `dense` is what it is compared with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator on one set of tensors.
+
+    Attributes:
+        op: As the command line has it.
+        shape: Sizes.
+        gate: One of `GATES`, or "none".
+        dtype: Of q, k, v and what is as large; beta and decays are float32 or wider.
+        mode: "fwd", or "fwdbwd" with the gradients of every floating argument.
+        seed: Of the tensors.
+        name: Of the shape, where it has one; "short" is packed.
+        norm: Who brings the rows of q and k to unit length: "inside" the operator, or whoever drew them, "outside".
+        chunk: Rows of a chunk, for solve and kkt.
+        gate_dtype: Of the decays.
+        device: Where everything lies.
+        backend: That ours is asked for; empty: the table's choice.
+    """
+
+    op: str
+    shape: Shape
+    gate: str
+    dtype: str
+    mode: str
+    seed: int
+    name: str = ""
+    norm: str = "inside"
+    chunk: int = 64
+    gate_dtype: str = "float32"
+    device: str = "cpu"
+    backend: str = ""
+
+    @property
+    def backward(self) -> bool:
+        return self.mode == "fwdbwd"
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def subject(self) -> Subject:
+        return SUBJECTS[OPS[self.op]]
+
+    @property
+    def recurrence(self) -> bool:
+        """Whether it is one of the rules, in either form, whose accuracy has absolute targets."""
+        return self.op.removeprefix("recurrent_") in (*DELTA_RULES, "ttt")
+
+    @property
+    def token_heads(self) -> int:
+        """Units of work: one token of one value head."""
+        return self.shape.B * self.shape.T * self.shape.HV
+
+    @property
+    def title(self) -> str:
+        size = self.name or ",".join(str(n) for n in vars(self.shape).values())
+        rows = f" C{self.chunk}" if self.op in CHUNKED else ""
+        return f"{self.op}{rows} {size} {self.mode}, {self.gate} gate, {self.dtype}"
+
+    def arguments(self) -> Arguments:
+        """Keyword arguments of the operator, the same whenever they are drawn on one kind of device."""
+        tensors = _Tensors(self)
+        kind = self.op.removeprefix("recurrent_")  # both forms on the same tensors
+        draw: Callable[[], Arguments] = getattr(tensors, "rule" if kind in DELTA_RULES else kind)
+        return draw()
+
+    def incoming(self, arguments: Arguments) -> Tensor:
+        """A gradient to feed back into the output, which has the shape of v, or of the first argument."""
+        like = arguments.get("v", next(iter(arguments.values())))
+        dtype = torch.promote_types(like.dtype, torch.float32) if self.op.endswith("_gate") else like.dtype
+        return _Tensors(replace(self, seed=self.seed + (1 << 20))).normal(*like.shape).to(dtype)
+
+    def floor_bytes(self, arguments: Arguments, output: Tensor) -> int:
+        """Bytes that no implementation can do without: inputs read once, outputs written once.
+
+        With a backward: inputs read twice, the output written and its gradient read, a gradient written per floating
+        input; and for the delta rules one state of 16 bits per 64 tokens, written and read.
+        """
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+        read, written = sum(map(_bytes, tensors)), _bytes(output)
+        if not self.backward:
+            return read + written
+        gradients = sum(_bytes(x) for x in tensors if x.is_floating_point())
+        states = 0
+        if self.op.removeprefix("recurrent_") in DELTA_RULES:
+            states = self.token_heads * self.shape.K * self.shape.V * 2 // 64
+        return 2 * read + 2 * written + gradients + 2 * states
+
+
+def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
+    """The gates an operator is run with."""
+    if op == "kkt":
+        return (NO_GATE, *(gate for gate in gates if gate != NO_GATE))
+    return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
+
+
+def cu_seqlens(device: str) -> Tensor:
+    """[N+1] int64 boundaries of the shape `short`."""
+    return torch.tensor([0, *accumulate(SHORT_LENGTHS)], device=device)
+
+
+def leaves(arguments: Arguments) -> Named:
+    """Every floating argument, by name, as a tensor that asks for a gradient and shares the argument's memory."""
+    return {
+        name: value.detach().requires_grad_()
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+def gradient_name(argument: str) -> str:
+    return GRADIENT_OF.get(argument, f"d{argument}")
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class _Tensors:
+    """Draws the arguments of one case, an operator a method, from one generator on the case's device."""
+
+    def __init__(self, case: Case):
+        self.case, self.shape, self.device = case, case.shape, case.device
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.generator = torch.Generator(case.device).manual_seed(case.seed)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device, dtype=self.wide)
+
+    def per_token(self, *size: int) -> Tensor:
+        return self.normal(self.shape.B, self.shape.T, *size)
+
+    def unit(self, x: Tensor) -> Tensor:
+        return x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+
+    def decay(self, *size: int) -> Tensor:
+        """Natural-log decays of the case's gate, in its dtype, or in float64 with everything else."""
+        dtype = self.wide if self.wide == torch.float64 else getattr(torch, self.case.gate_dtype)
+        return GATES[self.case.gate](self.per_token(*size)).to(dtype)
+
+    def rule(self) -> Arguments:
+        s, case = self.shape, self.case
+        q, k = (self.unit(self.per_token(s.H, s.K)).to(self.dtype) for _ in range(2))
+        drawn: Arguments = {"q": q, "k": k, "v": self.per_token(s.HV, s.V).to(self.dtype)}
+        if case.gate != NO_GATE:
+            drawn["g"] = self.decay(s.HV, s.K) if case.op.endswith("kda") else self.decay(s.HV)
+        drawn["beta"] = self.per_token(s.HV).sigmoid_()
+        if case.norm == "inside":
+            drawn["use_qk_l2norm_in_kernel"] = True
+        return drawn | self.packing()
+
+    def packing(self) -> Arguments:
+        return {"cu_seqlens": cu_seqlens(self.device)} if self.case.name == "short" else {}
+
+    def ttt(self) -> Arguments:
+        s = self.shape
+        q, k = (self.unit(self.per_token(s.H, s.K)).to(self.dtype) for _ in range(2))
+        w, b = 1 + 0.1 * self.normal(s.HV, s.K), 0.1 * self.normal(s.HV, s.K)
+        eta = 0.1 * torch.special.ndtr(self.per_token(s.HV, 1))
+        drawn = {"v": self.per_token(s.HV, s.K), "w": w, "b": b, "eta": eta}
+        return {"q": q, "k": k} | {name: x.to(self.dtype) for name, x in drawn.items()} | self.packing()
+
+    def solve(self) -> Arguments:
+        """L of correlated keys, whose powers explode though its inverse is small."""
+        s, device = self.shape, self.device
+        one = self.unit(self.normal(s.B, 1, s.H, s.K))
+        k = self.unit(one + 1e-2 * s.K**-0.5 * self.per_token(s.H, s.K))
+        beta, g = (torch.full((s.B, s.T, s.H), x, device=device, dtype=self.wide) for x in (0.835, -1e-3))
+        A = wyfold.chunk_scaled_dot_kkt(k, beta, g, chunk_size=self.case.chunk, backend="eager")
+        return {"A": A.to(self.dtype), "output_dtype": self.dtype}
+
+    def kkt(self) -> Arguments:
+        s = self.shape
+        k = self.unit(self.per_token(s.H, s.K)).to(self.dtype)
+        drawn: dict[str, Any] = {"k": k, "beta": self.per_token(s.HV).sigmoid_()}
+        if self.case.gate != NO_GATE:
+            drawn["g"] = self.decay(s.HV)
+        return drawn | {"chunk_size": self.case.chunk} | self.packing()
+
+    def conv(self) -> Arguments:
+        D, W = self.shape.H * self.shape.K, 4
+        drawn = {"x": self.per_token(D), "weight": self.normal(D, W), "bias": self.normal(D)}
+        return {name: x.to(self.dtype) for name, x in drawn.items()} | {"activation": "silu"} | self.packing()
+
+    def norm(self) -> Arguments:
+        s = self.shape
+        drawn = {"x": self.per_token(s.HV, s.V), "g": self.per_token(s.HV, s.V), "weight": self.normal(s.V)}
+        return {name: x.to(self.dtype) for name, x in drawn.items()}
+
+    def l2norm(self) -> Arguments:
+        return {"x": self.per_token(self.shape.H, self.shape.K).to(self.dtype)}
+
+    def gdn_gate(self) -> Arguments:
+        HV = self.shape.HV
+        return {"g": self.per_token(HV).to(self.dtype), "A_log": self.normal(HV), "dt_bias": self.normal(HV)}
+
+    def kda_gate(self) -> Arguments:
+        HV, K = self.shape.HV, self.shape.K
+        return {"g": self.per_token(HV, K).to(self.dtype), "A_log": self.normal(HV), "dt_bias": self.normal(HV * K)}

@@ -1,0 +1,185 @@
+"""What `bench` shows: tables on the screen, ratios between contenders, a chart."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wyfold.cli import results
+from wyfold.cli.contenders import OURS
+
+Row = dict[str, Any]
+
+SAME = ("op", "name", "shape", "gate", "dtype", "gate_dtype", "norm", "chunk", "mode", "seed")
+"""What two rows agree in whose contenders ran side by side."""
+
+
+def against_peers(rows: Sequence[Row]) -> list[Row]:
+    """Each of ours beside each peer on the same tensors: how many times faster, with which shares of memory and error.
+
+    And the packed shape `short` beside the dense one: time per token.
+    """
+    timed = [row for row in rows if row["milliseconds"]]
+    ours = [row for row in timed if row["contender"] == OURS]
+    found = [
+        _ratio(mine, theirs)
+        for mine in ours
+        for theirs in timed
+        if theirs["contender"] != OURS and all(mine[key] == theirs[key] for key in SAME)
+    ]
+    for packed in (row for row in timed if row["name"] == "short"):
+        for dense in (row for row in timed if row["name"] == "dense" and row["ran"] == packed["ran"]):
+            if all(packed[key] == dense[key] for key in SAME if key not in ("name", "shape")):
+                found.append(
+                    {key: packed[key] for key in SAME}
+                    | {"ran": packed["ran"], "peer": "dense, per token", "memory_share": None, "error_share": None}
+                    | {"times_faster": dense["ns_per_token_head"] / packed["ns_per_token_head"], "graph": None}
+                )
+    return found
+
+
+def _ratio(mine: Row, theirs: Row) -> Row:
+    graphs = mine["graph_milliseconds"], theirs["graph_milliseconds"]
+    errors = [
+        mine["errors"][name]["rms"] / theirs["errors"][name]["rms"]
+        for name in mine["errors"]
+        if name in theirs["errors"] and theirs["errors"][name]["rms"]
+    ]
+    return {key: mine[key] for key in SAME} | {
+        "ran": mine["ran"],
+        "peer": theirs["ran"],
+        "times_faster": theirs["milliseconds"]["median"] / mine["milliseconds"]["median"],
+        "graph": graphs[1]["median"] / graphs[0]["median"] if all(graphs) else None,
+        "memory_share": _share(mine["peak"], theirs["peak"]),
+        "error_share": max(errors, default=None),
+    }
+
+
+def _share(ours: Row | None, theirs: Row | None) -> float | None:
+    if not ours or not theirs or theirs["above_inputs_mib"] <= 0:
+        return None
+    share: float = ours["above_inputs_mib"] / theirs["above_inputs_mib"]
+    return share
+
+
+def report(rows: Sequence[Row], ratios: Sequence[Row]) -> None:
+    """The tables on the screen."""
+    on_gpu = any(row["host_milliseconds"] for row in rows)
+    figures: tuple[str, ...] = ("median ms", "quartiles ms", "ns/token-head", "peak MiB above inputs", "process MiB")
+    if on_gpu:
+        figures = ("ms", "graph ms", "kernels ms", "host us", "x floor", "ns/token-head", "peak MiB")
+    columns = ("op", "shape", "gates", "mode", "ran", "worst error", *figures, "first s")
+    results.show("time and memory", columns, [_cells(row, on_gpu, len(columns)) for row in rows])
+    if ratios:
+        shares = ("times faster", "in graphs", "memory", "error")
+        pairs = [_pair(ratio) for ratio in ratios]
+        title = "ours beside the peers; memory and error as shares of theirs"
+        results.show(title, ("op", "shape", "gates", "mode", "ours", "beside", *shares), pairs)
+    for row in rows:
+        what = f"{row['op']} {_size(row)} {row['mode']} by {row['ran']}"
+        if row["refused"]:
+            print(f"{row['ran']} refused {row['op']} {_size(row)} {row['mode']}: {row['refused']}")
+        elif not row["correct"]:
+            print(f"wrong: {what}: {_reasons(row)}")
+        elif not row["within_limits"]:
+            print(f"further from the truth than ours may be: {what}: {_reasons(row)}")
+        if row["peak_missing"]:
+            print(f"no memory figure for {row['op']} by {row['ran']}: {row['peak_missing']}")
+        if row["graph_refused"]:
+            print(f"no graph of {what}: {row['graph_refused']}")
+        if row["first_call_missing"]:
+            print(f"no first call of {what}: {row['first_call_missing']}")
+
+
+def _reasons(row: Row) -> str:
+    found = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
+    lost = [f"{name} not finite outside of what was compared" for name in row["not_finite_elsewhere"]]
+    return "; ".join(found + lost)
+
+
+def _size(row: Row) -> str:
+    size = row["name"] or ",".join(map(str, row["shape"].values()))
+    return f"{size} C{row['chunk']}" if row["op"] in ("solve", "kkt") else size
+
+
+def _pair(ratio: Row) -> tuple[str, ...]:
+    shares = (ratio["times_faster"], ratio["graph"], ratio["memory_share"], ratio["error_share"])
+    return (ratio["op"], _size(ratio), ratio["gate"], ratio["mode"], ratio["ran"], ratio["peer"], *map(_two, shares))
+
+
+def _two(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _median(figure: Row | None, form: str = ".3f", times: float = 1.0) -> str:
+    return format(figure["median"] * times, form) if figure else ""
+
+
+def _cells(row: Row, on_gpu: bool, width: int) -> tuple[str, ...]:
+    ran = row["ran"] if row["contender"] != OURS else f"{row['ran']} ({row['launches'].get('backend', 'none')})"
+    head = [row["op"], _size(row), row["gate"], row["mode"], ran]
+    if row["refused"]:
+        head += ["", "refused"]
+    else:
+        head.append(f"{row['worst_error']:.1e} {row['worst_tensor']}")
+        head += (_gpu_figures(row) if on_gpu else _cpu_figures(row)) if row["correct"] else ["wrong"]
+    return (*head, *[""] * (width - len(head)))
+
+
+def _gpu_figures(row: Row) -> list[str]:
+    launches = sum(kernel["count"] for kernel in row["kernels"])
+    return [
+        _median(row["milliseconds"]),
+        _median(row["graph_milliseconds"]),
+        f"{row['kernel_milliseconds']:.3f} ({launches:.0f})",
+        _median(row["host_milliseconds"], ".0f", 1e3),
+        f"{row['times_floor']:.2f}",
+        f"{row['ns_per_token_head']:.3f}",
+        f"{row['peak']['above_inputs_mib']:.0f}",
+        _first(row),
+    ]
+
+
+def _cpu_figures(row: Row) -> list[str]:
+    ms, peak = row["milliseconds"], row["peak"]
+    sizes = [f"{peak['above_inputs_mib']:.0f}", f"{peak['process_mib']:.0f}"] if peak else ["", ""]
+    quartiles = f"{ms['quartile1']:.1f} - {ms['quartile3']:.1f}"
+    return [f"{ms['median']:.1f}", quartiles, f"{row['ns_per_token_head']:.0f}", *sizes, _first(row)]
+
+
+def _first(row: Row) -> str:
+    return "" if row["first_call_seconds"] is None else f"{row['first_call_seconds']:.1f}"
+
+
+def chart(file: Path, rows: Sequence[Row]) -> None:
+    """Bars of median time, with quartiles, and of peak memory, as PNG; logarithmic, for contenders differ by orders."""
+    if importlib.util.find_spec("matplotlib") is None:
+        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
+        return
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row["milliseconds"]]
+    figure = Figure(figsize=(12, 1.2 + 0.3 * max(1, len(timed))), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    labels = [f"{row['op']} {row['gate']} {row['mode']} {_size(row)}: {row['ran']}" for row in timed]
+    colours = ["tab:blue" if row["contender"] == OURS else "tab:orange" for row in timed]
+    medians = [row["milliseconds"]["median"] for row in timed]
+    whiskers = [
+        [row["milliseconds"]["median"] - row["milliseconds"]["quartile1"] for row in timed],
+        [row["milliseconds"]["quartile3"] - row["milliseconds"]["median"] for row in timed],
+    ]
+    at = range(len(timed))
+    left.barh(at, medians, xerr=whiskers, color=colours, log=True)
+    left.set(xlabel="median ms, whiskers at the quartiles", yticks=list(at), yticklabels=labels)
+    for place, row in zip(at, timed):
+        if row["floor"].get("milliseconds"):
+            left.plot([row["floor"]["milliseconds"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
+    left.invert_yaxis()
+    right.barh(at, [row["peak"]["above_inputs_mib"] if row["peak"] else 0 for row in timed], color=colours, log=True)
+    right.set(xlabel="peak MiB above inputs")
+    for axes in (left, right):
+        axes.set_xlim(left=min(1.0, axes.get_xlim()[0]))  # else the shortest bar would look like nothing
+    figure.savefig(file, format="png")
+    results.say(f"wrote {file}")

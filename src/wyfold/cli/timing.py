@@ -1,0 +1,200 @@
+"""How long runs take, in turns: on a CPU by its clock; on a GPU by events, kernel by kernel, and from a CUDA graph.
+
+On a GPU every timed call finds the L2 cache flushed by a write of 256 MiB. A contender's turn is a short burst of
+calls, queued without waiting, so that a host which is faster than the device is as far ahead of it as in a training
+step; turns alternate, and each round starts with another contender.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+
+BURST = 3
+"""Calls of one turn."""
+FLUSHED = 256 * 2**20
+"""Bytes written between two calls, several times the cache."""
+COPIED = 2**30
+"""Bytes copied to measure what the memory does at best."""
+PROFILED = 3
+"""Calls whose kernels are added up."""
+
+METHOD_CPU = "contenders alternate in one process, one warm run each; medians"
+METHOD_GPU = (
+    f"contenders alternate in one process, on the same tensors; bursts of {BURST} calls, L2 flushed before each; CUDA "
+    "events; medians. host: the process's clock around the same calls. kernels: durations added up by torch.profiler, "
+    f"mean of {PROFILED} calls. graph: replays of one captured call, timed like the calls"
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that a call launched: how often, and the device time of all its launches in milliseconds."""
+
+    name: str
+    count: float
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Times of one run in milliseconds, a number per call: on the device, and on the host that asked for it."""
+
+    device: list[float]
+    host: list[float]
+
+
+def order(count: int, rounds: int) -> list[list[int]]:
+    """Who runs when: every round has all of them, and starts with another one."""
+    return [[(i + turn) % count for i in range(count)] for turn in range(rounds)]
+
+
+def interleaved(runs: Sequence[Run], rounds: int) -> list[list[float]]:
+    """Milliseconds of every run in every round, by the process's clock."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in order(len(runs), rounds):
+        for which in turn:
+            began = time.perf_counter_ns()
+            runs[which]()
+            times[which].append((time.perf_counter_ns() - began) / 1e6)
+    return times
+
+
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles and extremes."""
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
+    return {
+        "median": statistics.median(times),
+        "quartile1": low,
+        "quartile3": high,
+        "least": min(times),
+        "most": max(times),
+        "rounds": len(times),
+    }
+
+
+class Gpu:
+    """The current CUDA device as a place to measure on."""
+
+    def __init__(self) -> None:
+        # No other code fills 16-bit integers, so the profiler's rows of this kernel can be told from a contender's.
+        self.cache = torch.empty(FLUSHED // 2, dtype=torch.int16, device="cuda")
+        self.flushing = self._names(self.flush)
+
+    def flush(self) -> None:
+        """Write more than the cache holds."""
+        self.cache.fill_(1)
+
+    def interleaved(self, runs: Sequence[Run], rounds: int) -> list[Turns]:
+        """Times of every run, in bursts; one warm run each."""
+        for run in runs:
+            run()
+        turns = [Turns([], []) for _ in runs]
+        torch.cuda.synchronize()
+        for turn in order(len(runs), rounds):
+            for which in turn:
+                self._burst(runs[which], turns[which])
+        return turns
+
+    def _burst(self, run: Run, turns: Turns) -> None:
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(BURST)]
+        for begin, end in marks:
+            self.flush()
+            begin.record()
+            began = time.perf_counter_ns()
+            run()
+            turns.host.append((time.perf_counter_ns() - began) / 1e6)
+            end.record()
+        torch.cuda.synchronize()
+        turns.device.extend(begin.elapsed_time(end) for begin, end in marks)
+
+    def kernels(self, run: Run) -> list[Kernel]:
+        """What one call launches, the longest first; copies and fills of memory by the driver are among them."""
+
+        def calls() -> None:
+            for _ in range(PROFILED):
+                self.flush()
+                run()
+
+        found = [
+            Kernel(event.key, event.count / PROFILED, event.device_time_total / 1e3 / PROFILED)
+            for event in self._profile(calls)
+            if event.key not in self.flushing
+        ]
+        return sorted(found, key=lambda kernel: kernel.milliseconds, reverse=True)
+
+    def captured(self, run: Run) -> Run:
+        """One call as a CUDA graph; every replay writes the same results.
+
+        Raises:
+            RuntimeError: the call waits for the device, or does something else that no graph can hold.
+        """
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = run()
+
+        def replay() -> object:
+            graph.replay()
+            return kept
+
+        return replay
+
+    def peak_mib(self, run: Run) -> float:
+        """Most memory that PyTorch's allocator holds during a call above what it holds before it, results included."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del results
+        return peak / 2**20
+
+    def copy_rate(self) -> float:
+        """Bytes per second, read and written, of a large copy: what a byte floor is counted with."""
+        source, target = (torch.empty(COPIED, dtype=torch.int8, device="cuda") for _ in range(2))
+        (turns,) = self.interleaved([lambda: target.copy_(source)], 10)
+        return 2 * COPIED / (statistics.median(turns.device) / 1e3)
+
+    def _names(self, run: Run) -> frozenset[str]:
+        return frozenset(event.key for event in self._profile(run))
+
+    def _profile(self, run: Run) -> list[Any]:
+        """Device rows of the profiler, added up by kernel name."""
+        from torch.profiler import ProfilerActivity, profile
+
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        return [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def card() -> dict[str, str]:
+    """Driver, clocks, temperature and power of the first GPU as its driver tells them; empty where it cannot."""
+    clocks = ("clocks.sm", "clocks.mem", "clocks_event_reasons.active")
+    fields = ("name", "driver_version", *clocks, "temperature.gpu", "power.draw")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, (word.strip() for word in said.split(","))))

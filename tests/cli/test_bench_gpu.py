@@ -1,0 +1,53 @@
+"""bench on a GPU: what only a card can show."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from wyfold.cli import main, timing
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it() -> Iterator[None]:
+    """Without the suite's poisoned memory and deterministic algorithms, which have kernels of their own."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+def test_a_run_on_a_card_times_calls_graphs_and_kernels(tmp_path):
+    words = "bench gdn l2norm --shapes 1,300,4,64 --mode fwd,fwdbwd,graph --rounds 2 --peers none --backend eager --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert record["copy_bytes_per_second"] > 1e10
+    assert len(record["rows"]) == 4
+    for row in record["rows"]:
+        assert row["correct"], row
+        assert row["milliseconds"]["rounds"] == 2 * timing.BURST
+        assert row["kernels"]
+        assert row["kernel_milliseconds"] > 0
+        assert row["peak"]["above_inputs_mib"] > 0
+        assert row["graph_milliseconds"] or row["graph_refused"]  # eager may wait for the device
+
+
+def test_a_flush_is_no_kernel_of_a_contender_and_a_copy_is_one_per_call():
+    gpu = timing.Gpu()
+    source, target = torch.ones(2**22, device="cuda"), torch.empty(2**22, device="cuda")
+    (kernel,) = gpu.kernels(lambda: target.copy_(source))
+    assert kernel.count == 1
+    (fill,) = gpu.kernels(lambda: target.fill_(2.0))
+    assert fill.name not in gpu.flushing
+    assert gpu.peak_mib(lambda: torch.empty(2**20, dtype=torch.float32, device="cuda")) == 4.0
+
+
+def test_a_graph_repeats_a_call():
+    x = torch.ones(1000, device="cuda")
+    replay = timing.Gpu().captured(lambda: x.mul_(2.0))
+    before = x.clone()
+    replay()
+    assert torch.equal(x, 2 * before)
