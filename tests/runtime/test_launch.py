@@ -37,7 +37,7 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
                 "fp32": {"warps": 2, "stages": 1},
                 "fp32 BK256": {"warps": 3, "stages": 1},
                 "fp32 K200 C64": {"warps": 4, "stages": 1},
-                "bf16 K128 V128 C64 scalar AF": {"warps": 5, "stages": 3, "BV": 64},
+                "bf16 K128 V128 C64 scalar AF": {"warps": 5, "stages": 3, "BV": 64, "registers": 168},
             }
         }
     )
@@ -50,7 +50,9 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
     assert warps("fp32 K136 V8 C64 none AF") == warps("fp32 K256 V8 C64 none AF") == 3
     assert warps("fp32 K200 V8 C64 none AF") == 4
     exact = launch.tuned("scan.triton", "bf16 K128 V128 C64 scalar AF", CPU)
-    assert exact == Config(5, 3, {"BV": 64})
+    assert exact == Config(5, 3, {"BV": 64}, 168)
+    assert exact.options() == {"num_warps": 5, "num_stages": 3, "enable_fp_fusion": True, "maxnreg": 168}
+    assert "maxnreg" not in launch.tuned("scan.triton", "bf16", CPU).options()
 
 
 @pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])
@@ -70,7 +72,8 @@ def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(archit
     for kernel, shipped in table.items():
         assert "default" in shipped, kernel
         for name, config in shipped.items():
-            assert config.warps in (1, 2, 4, 8) and 1 <= config.stages <= 8, (kernel, name)
+            assert config.warps in (1, 2, 4, 8, 16) and 1 <= config.stages <= 8, (kernel, name)
+            assert 32 * config.warps * (config.registers or 0) <= 65_536, (kernel, name)
             tiles = [size for block, size in config.blocks.items() if block != "PROGRAMS"]
             assert all(size & (size - 1) == 0 for size in tiles), (kernel, name)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,19 @@ class Config:
         warps: Warps of a program.
         stages: Iterations of a loop whose loads are in flight.
         blocks: Tile extents by name, such as BV.
+        registers: Most of a thread, or None for the assembler's own choice, which looks for occupancy, and where a kernel
+            needs more than there are can end at 32 (docs/facts.md, PTXAS-1).
     """
 
     warps: int = 4
     stages: int = 1
     blocks: Mapping[str, int] = field(default_factory=dict)
+    registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of a kernel's launch."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **limit}
 
 
 def tuned(kernel: str, key: str, device: torch.device) -> Config:
@@ -155,8 +163,13 @@ def _table(architecture: str) -> dict[str, dict[str, Config]]:
     text = _data(architecture)
     return {
         kernel: {
-            key: Config(row["warps"], row["stages"], {name: n for name, n in row.items() if name.isupper()})
-            for key, row in rows.items()
+            name: Config(
+                row["warps"],
+                row["stages"],
+                {block: size for block, size in row.items() if block.isupper()},
+                row.get("registers"),
+            )
+            for name, row in rows.items()
         }
         for kernel, rows in json.loads(text).items()
     }
