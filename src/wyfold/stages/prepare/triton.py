@@ -106,9 +106,7 @@ def prepare(
     return found
 
 
-def empty(
-    q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool
-) -> Prepared:
+def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool) -> Prepared:
     """Unwritten factors of so many tiles; sizes come from metadata alone."""
     C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
     stored = workspace(q.dtype)
@@ -195,7 +193,7 @@ def wyfold_prepare_triton(
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
     _, b_g = load_gate(
-        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
+        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
     )
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
     b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
@@ -236,4 +234,3 @@ def wyfold_prepare_triton(
     tl.store(p_row + BT, b_in * b_rq)
     tl.store(p_row + 2 * BT, b_out * b_rk)
     tl.store(p_row + 3 * BT, b_beta)
-

@@ -31,6 +31,7 @@ def load_gate(
     b,
     t,
     h,
+    column,
     rows,
     lower_bound,
     clamp,
@@ -40,34 +41,32 @@ def load_gate(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The gate as the caller passed it, and the log gate, activated, floored, and zero in padding.
+    """The gate as the caller passed it, from a channel on, and the log gate: activated, floored, zero in padding.
 
     Both [BT, BK] for a channel gate, [BT] for a scalar one, zeros [BT] without one; float32.
     """
     if GATE == "none":
         return tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     else:
-        x = load_raw_gate(p_g, s_g, b, t, h, rows, GATE, K, BT, BK)
-        g = log_gate(x, p_A_log, p_dt_bias, h, lower_bound, clamp, GATE, ACTIVATION, K, BK)
+        x = load_raw_gate(p_g, s_g, b, t, h, column, rows, GATE, K, BT, BK)
+        g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, GATE, ACTIVATION, K, BK)
         o_r = tl.arange(0, BT)
         if GATE == "channel":
-            o_k = tl.arange(0, BK)
+            o_k = column + tl.arange(0, BK)
             return x, tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], g, 0.0)
         else:
             return x, tl.where(o_r < rows, g, 0.0)
 
 
 @triton.jit
-def load_raw_gate(p_g, s_g, b, t, h, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """The gate as the caller passed it, float32.   [BT] or [BT, BK]"""
-    o_r = tl.arange(0, BT)
-    o_t = b * s_g[0] + (t + o_r.to(tl.int64)) * s_g[1] + h * s_g[2]
+def load_raw_gate(
+    p_g, s_g, b, t, h, column, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
+):
+    """The gate as the caller passed it, float32.   [BT, BK] of a channel gate's columns from `column` on, or [BT]"""
     if GATE == "channel":
-        o_k = tl.arange(0, BK)
-        mask = (o_r < rows)[:, None] & (o_k < K)[None, :]
-        return tl.load(p_g + o_t[:, None] + o_k.to(tl.int64)[None, :] * s_g[3], mask=mask, other=0.0).to(tl.float32)
+        return load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
     else:
-        return tl.load(p_g + o_t, mask=o_r < rows, other=0.0).to(tl.float32)
+        return load_token_scalars(p_g, s_g, b, t, h, rows, BT)
 
 
 @triton.jit
@@ -86,7 +85,7 @@ def load_given_gate(
 
 
 @triton.jit
-def load_gate_parameters(p_A_log, p_dt_bias, h, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """exp(A_log) of the head, and dt_bias ([BK] for a channel gate); 1 and 0 where a parameter is None."""
     rate = 1.0
     if p_A_log is not None:
@@ -94,7 +93,7 @@ def load_gate_parameters(p_A_log, p_dt_bias, h, GATE: tl.constexpr, K: tl.conste
     bias = 0.0
     if p_dt_bias is not None:
         if GATE == "channel":
-            o_k = tl.arange(0, BK)
+            o_k = column + tl.arange(0, BK)
             bias = tl.load(p_dt_bias + h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
         else:
             bias = tl.load(p_dt_bias + h).to(tl.float32)
@@ -107,6 +106,7 @@ def log_gate(
     p_A_log,
     p_dt_bias,
     h,
+    column,
     lower_bound,
     clamp,
     GATE: tl.constexpr,
@@ -118,7 +118,7 @@ def log_gate(
     if ACTIVATION == "given":
         g = x
     else:
-        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, GATE, K, BK)
+        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
         u = x + bias
         if ACTIVATION == "softplus":
             g = -rate * softplus(u)
@@ -252,9 +252,7 @@ def gram_levels(gate: str, chunk_size: int) -> int:
 
 
 @triton.jit
-def add_key_gram(
-    b_J, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
-):
+def add_key_gram(b_J, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
     """b_J plus what some of the channels give to a level of J, for keys as they are.   [BT, BT], [r, s]
 
     `level` is a number of the running program, so that one level's tiles are held at a time. OP holds the rows exactly,
