@@ -9,7 +9,6 @@ each, and their partial sums are added in one order.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd, silu, silu_bwd
 from wyfold.tile.norm.triton import column_sum, row_norm, row_norm_bwd
+from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_unit, store_rows
 
 WIDEST = 65_536  # columns: 64 numbers of each tensor in a thread's registers
 
@@ -92,7 +92,7 @@ def rms_norm_gated_bwd(
     if partial is not None:
         for total, parts in zip((out.weight, out.bias), partial):
             if total is not None:
-                total += parts.sum(0)
+                total.add_(parts.sum(0))
 
 
 class _Tiles(NamedTuple):
@@ -136,8 +136,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
     size, BW = config.blocks["TILE"], triton.next_power_of_2(W)
     BR = max(1, size // BW)
     warps = config.warps * max(1, min(32 // config.warps, BW // size))
-    # An integer is known to the compiler as a multiple of 16 or not at all; 16-byte loads of 40 columns need to know 8.
-    unit = math.gcd(16, *(t.stride(0) for t in (x, *others) if t is not None))
+    unit = row_unit(x, *others)
     return _Tiles(triton.cdiv(n, BR), W, BR, BW, unit, warps, config.stages, config.blocks.get("PROGRAMS", 1))
 
 
@@ -152,19 +151,9 @@ def _choices(options: RmsNormOptions) -> dict[str, bool]:
 @triton.jit
 def _offsets(tile, n, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Rows [BR, 1] and columns [1, BW] of a tile, and which of them exist."""
-    o_r = (tl.zeros((BR, 1), tl.int64) + tile) * BR + tl.arange(0, BR)[:, None]
+    o_r = row_offsets(tile, BR)
     o_c = tl.arange(0, BW)[None, :]
     return o_r, o_c, (o_r < n) & (o_c < W)
-
-
-@triton.jit
-def _load(p, s_row, s_column, o_r, o_c, mask, UNIT: tl.constexpr):
-    return tl.load(p + o_r * s_row * UNIT + o_c * s_column, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(p, s_row, s_column, o_r, o_c, mask, x, UNIT: tl.constexpr):
-    tl.store(p + o_r * s_row * UNIT + o_c * s_column, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -173,8 +162,8 @@ def wyfold_l2norm_triton(
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = _load(p_x, s_x, s_xc, o_r, o_c, mask, UNIT)
-    _store(p_y, s_y, s_yc, o_r, o_c, mask, row_norm(b_x, eps, 1)[0], UNIT)
+    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
+    store_rows(p_y, s_y, o_r, o_c * s_yc, mask, row_norm(b_x, eps, 1)[0], UNIT)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -183,10 +172,10 @@ def wyfold_l2norm_bwd_triton(
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = _load(p_x, s_x, s_xc, o_r, o_c, mask, UNIT)
-    b_dy = _load(p_dy, s_dy, s_dyc, o_r, o_c, mask, UNIT)
+    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
+    b_dy = load_rows(p_dy, s_dy, o_r, o_c * s_dyc, mask, UNIT)
     b_y, b_r = row_norm(b_x, eps, 1)
-    _store(p_dx, s_dx, s_dxc, o_r, o_c, mask, row_norm_bwd(b_y, b_r, b_dy, 1), UNIT)
+    store_rows(p_dx, s_dx, o_r, o_c * s_dxc, mask, row_norm_bwd(b_y, b_r, b_dy, 1), UNIT)
 
 
 @triton.jit
@@ -204,15 +193,6 @@ def _forward(
     return gate, normed, r, rounded, affine
 
 
-@triton.jit
-def _load_columns(p, o_c, W: tl.constexpr):
-    """A vector beside the tile's columns; zeros for none."""
-    if p is None:
-        return o_c * 0.0
-    else:
-        return tl.load(p + o_c, mask=o_c < W, other=0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["n"])
 def wyfold_rms_norm_gated_triton(
     p_x, s_x, s_xc, p_z, s_z, s_zc, p_w, p_bias, p_y, s_y, s_yc, n, eps,
@@ -220,15 +200,15 @@ def wyfold_rms_norm_gated_triton(
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = _load(p_x, s_x, s_xc, o_r, o_c, mask, UNIT)
-    b_z = _load(p_z, s_z, s_zc, o_r, o_c, mask, UNIT)
-    b_w, b_bias = _load_columns(p_w, o_c, W), _load_columns(p_bias, o_c, W)
+    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
+    b_z = load_rows(p_z, s_z, o_r, o_c * s_zc, mask, UNIT)
+    b_w, b_bias = load_columns(p_w, o_c, W), load_columns(p_bias, o_c, W)
     gate, _, _, _, b_y = _forward(
         b_x, b_z, b_w, b_bias, eps, p_x.dtype.element_ty, p_bias is not None, SIGMOID, NORM_FIRST, ROUND, W
     )
     if NORM_FIRST:
         b_y *= gate
-    _store(p_y, s_y, s_yc, o_r, o_c, mask, b_y, UNIT)
+    store_rows(p_y, s_y, o_r, o_c * s_yc, mask, b_y, UNIT)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "programs"])
@@ -242,12 +222,12 @@ def wyfold_rms_norm_gated_bwd_triton(
     b_dw = tl.zeros((BR, BW), tl.float32)
     b_dbias = tl.zeros((BR, BW), tl.float32)
     o_c = tl.arange(0, BW)[None, :]
-    b_w, b_bias = _load_columns(p_w, o_c, W), _load_columns(p_bias, o_c, W)
+    b_w, b_bias = load_columns(p_w, o_c, W), load_columns(p_bias, o_c, W)
     for i_tile in range(i_program, tiles, programs):
         o_r, o_c, mask = _offsets(i_tile, n, W, BR, BW)
-        b_x = _load(p_x, s_x, s_xc, o_r, o_c, mask, UNIT)
-        b_z = _load(p_z, s_z, s_zc, o_r, o_c, mask, UNIT)
-        b_dy = _load(p_dy, s_dy, s_dyc, o_r, o_c, mask, UNIT)
+        b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
+        b_z = load_rows(p_z, s_z, o_r, o_c * s_zc, mask, UNIT)
+        b_dy = load_rows(p_dy, s_dy, o_r, o_c * s_dyc, mask, UNIT)
         gate, normed, r, rounded, affine = _forward(
             b_x, b_z, b_w, b_bias, eps, p_x.dtype.element_ty, p_bias is not None, SIGMOID, NORM_FIRST, ROUND, W
         )
@@ -258,11 +238,11 @@ def wyfold_rms_norm_gated_bwd_triton(
         if DBIAS:
             b_dbias += d_affine
         if p_dx is not None:
-            _store(p_dx, s_dx, s_dxc, o_r, o_c, mask, d_normed if NORM_FIRST else d_normed * gate, UNIT)
+            store_rows(p_dx, s_dx, o_r, o_c * s_dxc, mask, d_normed if NORM_FIRST else d_normed * gate, UNIT)
         if p_dz is not None:
             d_gate = b_dy * affine if NORM_FIRST else d_normed * b_x
             b_dz = sigmoid_bwd(b_z, d_gate) if SIGMOID else silu_bwd(b_z, d_gate)
-            _store(p_dz, s_dz, s_dzc, o_r, o_c, mask, b_dz, UNIT)
+            store_rows(p_dz, s_dz, o_r, o_c * s_dzc, mask, b_dz, UNIT)
     o_partial = i_program.to(tl.int64) * W + o_c
     if DWEIGHT:
         tl.store(p_partial + o_partial, column_sum(b_dw), mask=o_c < W)

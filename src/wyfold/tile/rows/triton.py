@@ -1,0 +1,45 @@
+"""Tiles of whole or partial rows on the device, for steps in which rows have nothing to do with each other."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def row_unit(*tensors: Tensor | None) -> int:
+    """UNIT of `load_rows`: what divides the distance between rows of every tensor, 1 to 16.
+
+    The compiler knows an integer for a multiple of 16 or not at all, and must know one of 8 to load 16 bytes at a time
+    from rows of 40 columns.
+    """
+    return math.gcd(16, *(x.stride(0) for x in tensors if x is not None))
+
+
+@triton.jit
+def row_offsets(i_tile, BR: tl.constexpr):
+    """Rows of a tile, [BR, 1] int64."""
+    return (tl.zeros((BR, 1), tl.int64) + i_tile) * BR + tl.arange(0, BR)[:, None]
+
+
+@triton.jit
+def load_rows(p, s_row, o_r, o_column, mask, UNIT: tl.constexpr):
+    """Tile in float32, zeros where masked; s_row is the distance between rows in UNITs."""
+    return tl.load(p + o_r * s_row * UNIT + o_column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(p, s_row, o_r, o_column, mask, b_x, UNIT: tl.constexpr):
+    """Write a tile, rounded to the tensor's dtype."""
+    tl.store(p + o_r * s_row * UNIT + o_column, b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_columns(p, o_c, W: tl.constexpr):
+    """The part of a contiguous vector [W] beside a tile's columns, float32; zeros for None."""
+    if p is None:
+        return o_c * 0.0
+    else:
+        return tl.load(p + o_c, mask=o_c < W, other=0.0).to(tl.float32)
