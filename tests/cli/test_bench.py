@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wyfold.cli import bench, cases, contenders, main, memory, peers, tables, timing
+from wyfold.cli import bench, cases, contenders, main, memory, peers, race, tables, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.contenders import Contender, Judge
 from wyfold.reference.shapes import Shape
@@ -448,8 +448,8 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
         "some", "some", "", {"chunk_gated_delta_rule": adapters(("some.rule", mine.call), ("some.other", failing))}
     )
     first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")
-    track = bench.Track(2, 4, graph=True, cold=False)
-    rows = bench.race([first, dataclasses.replace(first, mode="fwdbwd")], [library], [], track)
+    track = race.Track(2, 4, graph=True, cold=False)
+    rows = race.race([first, dataclasses.replace(first, mode="fwdbwd")], [library], [], track)
     assert [(row["mode"], row["ran"], row["correct"]) for row in rows] == [
         (mode, ran, right)
         for mode in ("fwd", "fwdbwd")

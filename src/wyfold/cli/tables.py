@@ -12,6 +12,9 @@ from wyfold.cli.contenders import OURS
 
 Row = dict[str, Any]
 
+LEAST = 1e-3
+"""MiB that a chart of logarithms shows for nothing."""
+
 SAME = ("op", "name", "shape", "gate", "dtype", "gate_dtype", "norm", "chunk", "mode", "seed")
 """What two rows agree in whose contenders ran side by side."""
 
@@ -161,7 +164,7 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
     from matplotlib.figure import Figure
 
     timed = [row for row in rows if row["milliseconds"]]
-    figure = Figure(figsize=(12, 1.2 + 0.3 * max(1, len(timed))), dpi=120, layout="constrained")
+    figure = Figure(figsize=(14, 2 + 0.3 * max(1, len(timed))), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     labels = [f"{row['op']} {row['gate']} {row['mode']} {_size(row)}: {row['ran']}" for row in timed]
     colours = ["tab:blue" if row["contender"] == OURS else "tab:orange" for row in timed]
@@ -170,16 +173,19 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
         [row["milliseconds"]["median"] - row["milliseconds"]["quartile1"] for row in timed],
         [row["milliseconds"]["quartile3"] - row["milliseconds"]["median"] for row in timed],
     ]
+    peaks = [max(LEAST, row["peak"]["above_inputs_mib"]) if row["peak"] else LEAST for row in timed]
     at = range(len(timed))
     left.barh(at, medians, xerr=whiskers, color=colours, log=True)
     left.set(xlabel="median ms, whiskers at the quartiles", yticks=list(at), yticklabels=labels)
-    for place, row in zip(at, timed):
-        if row["floor"].get("milliseconds"):
-            left.plot([row["floor"]["milliseconds"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
+    floors = [row["floor"].get("milliseconds") for row in timed]
+    for place, floor in zip(at, floors):
+        if floor:
+            left.plot([floor] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1)
     left.invert_yaxis()
-    right.barh(at, [row["peak"]["above_inputs_mib"] if row["peak"] else 0 for row in timed], color=colours, log=True)
+    right.barh(at, peaks, color=colours, log=True)
     right.set(xlabel="peak MiB above inputs")
-    for axes in (left, right):
-        axes.set_xlim(left=min(1.0, axes.get_xlim()[0]))  # else the shortest bar would look like nothing
+    for axes, values in ((left, [*medians, *filter(None, floors)]), (right, peaks)):
+        # From where the shortest bar still looks like something.
+        axes.set_xlim(min([1.0, *values]) / 2, max([1.0, *values]) * 2)
     figure.savefig(file, format="png")
     results.say(f"wrote {file}")
