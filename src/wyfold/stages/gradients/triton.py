@@ -6,22 +6,35 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
-from wyfold.tile.decay.triton import decayed_bwd, gate_kind, load_gate, log_gate_bwd, store_gate_gradient
+from wyfold.tile.decay.triton import (
+    channel_bwd,
+    gate_kind,
+    interval_sum,
+    load_gate,
+    log_gate_bwd,
+    pair_decay,
+    running_sum,
+    scalar_rows,
+    state_gate_gradient,
+    store_gate_gradient,
+)
 from wyfold.tile.dot.triton import exact, mm, operand, precision
 from wyfold.tile.index.triton import (
     chunk_span,
+    fetch_tile,
     load_strength,
     load_tile,
     load_tokens,
+    store_tile,
     store_token_scalars,
     store_tokens,
 )
-from wyfold.tile.norm.triton import l2norm_bwd, reciprocal_norm
 
 
 def gradients(
@@ -52,76 +65,95 @@ def gradients(
     """
     (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
     gate = gate_kind(g)
+    config = tuned("gradients.triton", key, q.device)
+    BK = min(config.blocks["BK"], max(16, triton.next_power_of_2(K)))
+    BV = min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    floats = {"dtype": torch.float32, "device": q.device}
     dA_log = ddt_bias = None
     if out.A_log is not None:
-        dA_log = q.new_empty(grid.chunks, HV, dtype=torch.float32)
+        dA_log = torch.empty(grid.chunks, HV, -(-K // BK) if gate == "channel" else 1, **floats)
     if out.dt_bias is not None:
-        ddt_bias = q.new_empty(grid.chunks, HV, K if gate == "channel" else 1, dtype=torch.float32)
-    config = tuned("gradients.triton", key, q.device)
+        ddt_bias = torch.empty(grid.chunks, HV, K if gate == "channel" else 1, **floats)
+    gathered = HV > H or options.qk_l2norm
+    wide = torch.empty(2, grid.chunks * H, C, K, **floats) if gathered else None
+    copied = V % BV == 0
+    tiles = [_descriptor(x, rows, width) if copied else x for x, rows, width in _boxes(borders, C, BV, BK)]
 
     def strides(x: Tensor | None) -> tuple[int, ...] | None:
         return None if x is None else x.stride()
 
-    wyfold_gradients_triton[(grid.chunks * H,)](
-        q,
-        q.stride(),
-        k,
-        k.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        do,
-        do.stride(),
-        *borders,
-        out.q,
-        strides(out.q),
-        out.k,
-        strides(out.k),
-        out.v,
-        strides(out.v),
-        out.g,
-        strides(out.g),
-        out.beta,
-        strides(out.beta),
-        dA_log,
-        ddt_bias,
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        options.lower_bound,
-        options.clamp or -104.0,
-        options.beta_most,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BK=max(16, triton.next_power_of_2(K)),
-        BV=max(16, triton.next_power_of_2(V)),
-        PACKED=grid.cu is not None,
-        GATE=gate,
-        ACTIVATION=options.activation,
-        CLAMPED=options.clamp != 0,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
-        OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
-        EXACT=exact(q.dtype),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(q):
+        wyfold_gradients_triton[(grid.chunks * H,)](
+            q,
+            q.stride(),
+            k,
+            k.stride(),
+            g,
+            strides(g),
+            beta,
+            strides(beta),
+            A_log,
+            dt_bias,
+            do,
+            do.stride(),
+            *tiles,
+            out.q,
+            strides(out.q),
+            out.k,
+            strides(out.k),
+            out.v,
+            strides(out.v),
+            out.g,
+            strides(out.g),
+            out.beta,
+            strides(out.beta),
+            dA_log,
+            ddt_bias,
+            None if wide is None else wide[0],
+            None if wide is None else wide[1],
+            grid.cu,
+            grid.first,
+            grid.sequence,
+            grid.sequences,
+            grid.tokens,
+            grid.per_sequence,
+            options.scale,
+            options.lower_bound,
+            options.clamp or -104.0,
+            options.beta_most,
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BT=C,
+            BK=BK,
+            BV=BV,
+            PACKED=grid.cu is not None,
+            GATE=gate,
+            CHANNEL=gate == "channel",
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+            COPIED=copied,
+            OP=operand(q.dtype),
+            PRECISION=precision(q.dtype),
+            EXACT=exact(q.dtype),
+            **config.options(),
+        )
     if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
+        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+
+
+def _boxes(borders: TokenBorders, C: int, BV: int, BK: int) -> list[tuple[Tensor, int, int]]:
+    """Each tile tensor with the box that is read at once."""
+    return [(borders.S, BV, BK), (borders.dS, BV, BK), (borders.e, C, BV), (borders.X, C, BV)]
+
+
+def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, width])
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
@@ -154,6 +186,8 @@ def wyfold_gradients_triton(
     s_dbeta,
     p_dA_log,
     p_ddt_bias,
+    p_dq_wide,
+    p_dk_wide,
     p_cu,
     p_first,
     p_sequence,
@@ -173,108 +207,265 @@ def wyfold_gradients_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
+    CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     CLAMPED: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
+    COPIED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program owns the rows of a chunk of one key head; dq and dk stay in registers across its value heads."""
+    """One program owns the rows of a chunk of one key head.
+
+    Of each value head it first makes the gradients of the two grams, then goes through K in slices of BK. Where a key
+    head has several value heads, or rows are normalised here, dq and dk gather in float32 tiles of its own.
+    """
     GR: tl.constexpr = HV // H
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    GATHERED: tl.constexpr = NORM or GR > 1
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // H, pid % H
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-    b_dq, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
+    o_r = tl.arange(0, BT)
+    zero = tl.zeros((BT,), tl.float32)
+    zeros = tl.zeros((BT, BK), tl.float32)
     if i_n == N:
-        zero = tl.zeros((BT,), tl.float32)
         for i_hv in range(i_h * GR, i_h * GR + GR):
-            if p_dv is not None:
-                store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            i_tile = i_c * HV + i_hv
+            for i_v in tl.static_range(NV):
+                if p_dv is not None:
+                    store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
             if p_dbeta is not None:
                 store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
-            store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_c * HV + i_hv, b, t, i_hv, rows, zero, zero, GATE, K, BT, BK
-            )
-        if p_dq is not None:
-            store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, K, BT, BK)
-        if p_dk is not None:
-            store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, K, BT, BK)
+            for i_k in tl.static_range(NK if CHANNEL else 1):
+                b_none = zeros if CHANNEL else zero
+                store_gate_gradient(
+                    p_dg,
+                    s_dg,
+                    p_dA_log,
+                    p_ddt_bias,
+                    i_tile,
+                    b,
+                    t,
+                    i_hv,
+                    i_k * BK,
+                    rows,
+                    b_none,
+                    b_none,
+                    GATE,
+                    K,
+                    BT,
+                    BK,
+                )
+        for i_k in tl.static_range(NK):
+            if p_dq is not None:
+                store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
+            if p_dk is not None:
+                store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
         return
 
-    o_r = tl.arange(0, BT)
-    earlier, later, same = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :], o_r[:, None] == o_r[None, :]
-    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
-    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
-    b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+    earlier, later = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
+    b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
-        b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
+        b_rq, b_rk = zero + 1e-6, zero + 1e-6
+        for i_k in tl.static_range(NK):
+            b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK).to(tl.float32)
+            b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK).to(tl.float32)
+            b_rq += tl.sum(b_q * b_q, axis=1)
+            b_rk += tl.sum(b_k * b_k, axis=1)
+        b_rq, b_rk = tl.rsqrt(b_rq), tl.rsqrt(b_rk)
 
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
-        b_e = load_tile(p_e, i_tile, 0, 0, BT, V, BT, BV)
-        b_X = load_tile(p_X, i_tile, 0, 0, BT, V, BT, BV)
-        b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, V, BT, BV)
         b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
 
-        # Through the written values: dJ and dP, and their transposes as products of their own.
-        b_dJ = tl.where(later, mm(b_X, tl.trans(b_e), None, OP, PRECISION), 0.0) * -b_beta[:, None] * b_beta[None, :]
-        b_dJT = tl.where(earlier, mm(b_e, tl.trans(b_X), None, OP, PRECISION), 0.0) * -b_beta[:, None] * b_beta[None, :]
-        b_dP = tl.where(earlier, 0.0, mm(b_do, tl.trans(b_e), None, OP, PRECISION)) * (scale * b_beta)[None, :]
-        b_dPT = tl.where(earlier, mm(b_e, tl.trans(b_do), None, OP, PRECISION), 0.0) * (scale * b_beta)[:, None]
-        b_dPT += tl.where(same, b_dP, 0.0)
-
-        # Through the states: reads from the one that entered, writes to the one that leaves.
-        b_S = load_tile(p_S, i_tile, 0, 0, V, K, BV, BK)
-        b_dS = load_tile(p_dS, i_tile, 0, 0, V, K, BV, BK)
-        b_dq_read = mm(b_do, b_S, None, OP, PRECISION) * scale
-        b_dk_read = mm(b_X, b_S, None, OP, PRECISION) * -b_beta[:, None]
-        b_dk_write = mm(b_e, b_dS, None, OP, PRECISION) * b_beta[:, None]
-        b_carried = tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
-
-        b_raw, b_g = load_gate(
-            p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
-        )
-        b_dq_head, b_dk_head, b_dg = decayed_bwd(
-            b_q,
-            b_k,
-            b_rq,
-            b_rk,
-            b_g,
-            b_dJ,
-            b_dJT,
-            b_dP,
-            b_dPT,
-            b_dq_read,
-            b_dk_read,
-            b_dk_write,
-            b_carried,
-            GATE,
-            BT,
-            BK,
-            OP,
-            PRECISION,
-            EXACT,
-        )
-        b_dq += b_dq_head
-        b_dk += b_dk_head
-        b_dx, b_dA = log_gate_bwd(
-            b_raw, b_dg, p_A_log, p_dt_bias, i_hv, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
-        )
-        store_gate_gradient(p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, rows, b_dx, b_dA, GATE, K, BT, BK)
-        if p_dv is not None:
-            store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_X.to(tl.float32) * b_beta[:, None], V, BT, BV)
+        # Gradients of the grams, and their transposes as products of their own.
+        b_dJ, b_dJT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        b_dP, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        b_dbeta = zero
+        for i_v in tl.static_range(NV):
+            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+            b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
+            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
+            b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
+            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
+            b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
+            if p_dv is not None:
+                b_dv = b_X.to(tl.float32) * b_beta[:, None]
+                store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
         if p_dbeta is not None:
-            b_dbeta = tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if LOGIT:
                 b_dbeta *= b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
 
+        b_raw, b_g, b_dg = zero, zero, zero
+        if not CHANNEL:
+            b_raw, b_g = load_gate(
+                p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
+            )
+        b_G = running_sum(b_g, GATE)
+        b_in, b_out, total = scalar_rows(b_G, GATE, BT)
+        b_decay = pair_decay(b_G, GATE, BT)
+        b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * b_beta[None, :] * b_decay)
+        b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta)[None, :] * b_decay)
+        if GATE == "scalar":
+            b_KK, b_QK = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+            for i_k in tl.static_range(NK):
+                b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
+                b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
+                b_KK = mm(b_k, tl.trans(b_k), b_KK, OP, PRECISION)
+                b_QK = mm(b_q, tl.trans(b_k), b_QK, OP, PRECISION)
+            b_pairs = (b_dJ * b_KK * b_rk[:, None] + b_dP * b_QK * b_rq[:, None]) * b_rk[None, :]
+            b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
+        b_dM = tl.where(earlier, b_dJT * (-b_beta[:, None] * b_beta[None, :] * b_decay), b_dJ)
+        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_decay)
+        if CHANNEL:
+            b_dM, b_dP, b_dPT = b_dM.to(OP), b_dP.to(OP), b_dPT.to(OP)
+        else:
+            b_dM, b_dP = (b_dM * b_rk[None, :]).to(OP), (b_dP * b_rk[None, :]).to(OP)
+            b_dPT = (b_dPT * b_rq[None, :]).to(OP)
+
+        for i_k in tl.static_range(NK):
+            # Through the states: reads from the one that entered, writes to the one that leaves.
+            b_dq, b_dk, b_dk_write = zeros, zeros, zeros
+            b_carried = tl.zeros((BK,), tl.float32)
+            for i_v in tl.static_range(NV):
+                b_S = fetch_tile(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
+                b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
+                b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+                b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+                b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+                b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
+                b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
+                b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
+                b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+            b_dq *= (scale * b_in)[:, None]
+            b_dk *= (-b_beta * b_in)[:, None]
+            b_dk_write *= (b_beta * b_out)[:, None]
+            b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
+            b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
+            b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
+            if CHANNEL:
+                b_raw, b_g = load_gate(
+                    p_g,
+                    s_g,
+                    p_A_log,
+                    p_dt_bias,
+                    b,
+                    t,
+                    i_hv,
+                    i_k * BK,
+                    rows,
+                    lower_bound,
+                    clamp,
+                    GATE,
+                    ACTIVATION,
+                    K,
+                    BT,
+                    BK,
+                )
+                b_dq, b_dk, b_dg = channel_bwd(
+                    b_qn,
+                    b_kn,
+                    b_g,
+                    b_dM,
+                    b_dP,
+                    b_dPT,
+                    b_dq,
+                    b_dk,
+                    b_dk_write,
+                    b_carried,
+                    BT,
+                    BK,
+                    OP,
+                    PRECISION,
+                    EXACT,
+                )
+                b_dx, b_dA = log_gate_bwd(
+                    b_raw,
+                    b_dg,
+                    p_A_log,
+                    p_dt_bias,
+                    i_hv,
+                    i_k * BK,
+                    lower_bound,
+                    clamp,
+                    CLAMPED,
+                    GATE,
+                    ACTIVATION,
+                    K,
+                    BK,
+                )
+                store_gate_gradient(
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, GATE, K, BT, BK
+                )
+            else:
+                if GATE == "scalar":
+                    b_dg += state_gate_gradient(b_qn, b_kn, b_dq, b_dk, b_dk_write, b_carried, total, BT)
+                b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
+                b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
+                b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
+            if GATHERED:
+                if i_hv > i_h * GR:
+                    b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                    b_dk += load_tile(p_dk_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
+                store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+            else:
+                if p_dq is not None:
+                    store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)
+                if p_dk is not None:
+                    store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
+        if GATE == "scalar":
+            b_dx, b_dA = log_gate_bwd(
+                b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
+            )
+            store_gate_gradient(
+                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, GATE, K, BT, BK
+            )
+        if GATHERED:
+            tl.debug_barrier()  # what one thread stored another may load
+
+    if GATHERED:
+        if p_dq is not None:
+            _ungather(p_q, s_q, p_dq_wide, p_dq, s_dq, pid, b, t, i_h, rows, b_rq, NORM, K, BT, BK)
+        if p_dk is not None:
+            _ungather(p_k, s_k, p_dk_wide, p_dk, s_dk, pid, b, t, i_h, rows, b_rk, NORM, K, BT, BK)
+
+
+@triton.jit
+def _ungather(
+    p_x,
+    s_x,
+    p_wide,
+    p_dx,
+    s_dx,
+    i_tile,
+    b,
+    t,
+    h,
+    rows,
+    b_r,
+    NORM: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Write a gathered gradient to its tokens; through the norm, dx = r (dy - y <y, dy>) with y = x r."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    b_along = tl.zeros((BT,), tl.float32)
     if NORM:
-        b_dq = l2norm_bwd(b_q.to(tl.float32) * b_rq[:, None], b_rq, b_dq)
-        b_dk = l2norm_bwd(b_k.to(tl.float32) * b_rk[:, None], b_rk, b_dk)
-    if p_dq is not None:
-        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, K, BT, BK)
-    if p_dk is not None:
-        store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, K, BT, BK)
+        for i_k in tl.static_range(NK):
+            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_along += tl.sum(b_y * load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK), axis=1)
+    for i_k in tl.static_range(NK):
+        b_dx = load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK)
+        if NORM:
+            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_dx = b_r[:, None] * (b_dx - b_y * b_along[:, None])
+        store_tokens(p_dx, s_dx, b, t, h, i_k * BK, rows, b_dx, K, BT, BK)

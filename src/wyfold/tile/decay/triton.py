@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.dot.triton import mm, self_product
-from wyfold.tile.index.triton import load_token_scalars, load_tokens
+from wyfold.tile.index.triton import load_token_scalars, load_tokens, store_token_scalars, store_tokens
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -168,7 +168,7 @@ def past_row(BT: tl.constexpr):
 
 
 @triton.jit
-def to_anchor(h: tl.constexpr, BT: tl.constexpr):
+def to_anchor(h, BT: tl.constexpr):
     """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
 
     Row i of a lower half: after the anchor, up to i. Row i of an upper half: after i, up to the anchor.
@@ -181,7 +181,7 @@ def to_anchor(h: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def meets(h: tl.constexpr, BT: tl.constexpr):
+def meets(h, BT: tl.constexpr):
     """Pairs [s, r] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
     o = tl.arange(0, BT) // h
     return ((o % 2) == 0)[:, None] & (o[None, :] == o[:, None] + 1)
@@ -277,7 +277,7 @@ def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def meets_transposed(h: tl.constexpr, BT: tl.constexpr):
+def meets_transposed(h, BT: tl.constexpr):
     """`meets` as [r, s]."""
     o = tl.arange(0, BT) // h
     return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
@@ -311,83 +311,13 @@ def scalar_rows(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def interval_sum(b_pairs, BT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
-    o = tl.arange(0, BT)
-    below = tl.cumsum(b_pairs, axis=0, reverse=True)
-    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
-
-
-@triton.jit
-def exclusive_sum(x, BT: tl.constexpr):
-    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
-    o = tl.arange(0, BT)
-    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
-
-
-@triton.jit
-def channel_grams_bwd(
-    b_qn,
-    b_kn,
-    b_g,
-    b_dJ,
-    b_dJT,
-    b_dP,
-    b_dPT,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Adjoint of the channel gate's grams.
-
-    Args:
-        b_qn, b_kn: [BT, BK] normalised rows, float32.
-        b_g: [BT, BK] log gate.
-        b_dJ, b_dP: [BT, BT] gradients, [r, s]; b_dJT, b_dPT their transposes, made apart.
-
-    Returns:
-        dq, dk: [BT, BK] of the normalised rows.
-        dg: [BT, BK] of the per-token gate, through the grams.
-    """
-    o = tl.arange(0, BT)
-    on = o[:, None] == o[None, :]
-    b_diagonal = tl.sum(tl.where(on, b_dP, 0.0), axis=1)[:, None]
-    b_dq, b_dk = b_diagonal * b_kn, b_diagonal * b_qn
-    b_dg = tl.zeros((BT, BK), tl.float32)
-    for level in tl.static_range(6):
-        h = 32 >> level
-        if h < BT:
-            decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-            b_kd, b_qd = b_kn * decay, b_qn * decay
-            earlier, later = meets(h, BT), meets_transposed(h, BT)
-            b_dq_level = mm(tl.where(later, b_dP, 0.0), b_kd, None, OP, PRECISION)
-            b_dk_level = mm(tl.where(later, b_dJ, 0.0) + tl.where(earlier, b_dJT, 0.0), b_kd, None, OP, PRECISION)
-            b_dk_level = mm(tl.where(earlier, b_dPT, 0.0), b_qd, b_dk_level, OP, PRECISION)
-            b_dg += spans(from_anchor(h, BT), b_qd * b_dq_level + b_kd * b_dk_level, EXACT)
-            b_dq += decay * b_dq_level
-            b_dk += decay * b_dk_level
-    return b_dq, b_dk, b_dg
-
-
-@triton.jit
-def from_anchor(h: tl.constexpr, BT: tl.constexpr):
-    """`to_anchor` transposed: rows whose interval holds the token."""
-    o = tl.arange(0, BT)
-    anchor = (o // (2 * h)) * (2 * h) + h
-    low = tl.minimum(o, anchor)[None, :]
-    high = tl.maximum(o, anchor)[None, :]
-    return (o[:, None] > low) & (o[:, None] <= high)
-
-
-@triton.jit
 def log_gate_bwd(
     x,
     b_dg,
     p_A_log,
     p_dt_bias,
     h,
+    column,
     lower_bound,
     clamp,
     CLAMPED: tl.constexpr,
@@ -404,7 +334,7 @@ def log_gate_bwd(
             b_dg = tl.where(x < clamp, 0.0, b_dg)
         return b_dg, b_dg
     else:
-        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, GATE, K, BK)
+        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
         u = x + bias
         if ACTIVATION == "softplus":
             g = -rate * softplus(u)
@@ -430,6 +360,7 @@ def store_gate_gradient(
     b,
     t,
     h,
+    column,
     rows,
     b_dx,
     b_dA,
@@ -438,119 +369,139 @@ def store_gate_gradient(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write the gate's gradient to its tokens, and this tile's share of the parameters' sums; zeros [BT] serve all.
+    """Write a gate's gradient to its tokens, and this tile's share of the parameters' sums.
 
     Args:
-        p_dA_log, p_ddt_bias: [tiles] and [tiles, 1 or K], float32, or None.
-        b_dx, b_dA: From `log_gate_bwd`.
+        p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
+        b_dx, b_dA: From `log_gate_bwd`: [BT, BK] for the channels from `column` on, or [BT].
     """
-    if GATE != "none":
-        o_r = tl.arange(0, BT)
-        if GATE == "channel":
-            b_dx, b_dA = _beside_channels(b_dx, BT, BK), _beside_channels(b_dA, BT, BK)
-            o_k = tl.arange(0, BK)
-            if p_dg is not None:
-                o_t = b * s_dg[0] + (t + o_r.to(tl.int64)) * s_dg[1] + h * s_dg[2]
-                mask = (o_r < rows)[:, None] & (o_k < K)[None, :]
-                p_out = p_dg + o_t[:, None] + o_k.to(tl.int64)[None, :] * s_dg[3]
-                tl.store(p_out, b_dx.to(p_dg.dtype.element_ty), mask=mask)
-            b_dx = tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], b_dx, 0.0)
-            b_dA = tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], b_dA, 0.0)
-            if p_ddt_bias is not None:
-                tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(b_dx, axis=0), mask=o_k < K)
-            if p_dA_log is not None:
-                tl.store(p_dA_log + i_tile, tl.sum(tl.sum(b_dA, axis=1), axis=0))
-        else:
-            if p_dg is not None:
-                o_t = b * s_dg[0] + (t + o_r.to(tl.int64)) * s_dg[1] + h * s_dg[2]
-                tl.store(p_dg + o_t, b_dx.to(p_dg.dtype.element_ty), mask=o_r < rows)
-            if p_ddt_bias is not None:
-                tl.store(p_ddt_bias + i_tile, tl.sum(tl.where(o_r < rows, b_dx, 0.0), axis=0))
-            if p_dA_log is not None:
-                tl.store(p_dA_log + i_tile, tl.sum(tl.where(o_r < rows, b_dA, 0.0), axis=0))
+    o_r = tl.arange(0, BT)
+    if GATE == "channel":
+        NK: tl.constexpr = (K + BK - 1) // BK
+        o_k = column + tl.arange(0, BK)
+        real = (o_r < rows)[:, None] & (o_k < K)[None, :]
+        if p_dg is not None:
+            store_tokens(p_dg, s_dg, b, t, h, column, rows, b_dx, K, BT, BK)
+        if p_ddt_bias is not None:
+            tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(tl.where(real, b_dx, 0.0), axis=0), mask=o_k < K)
+        if p_dA_log is not None:
+            tl.store(p_dA_log + i_tile * NK + column // BK, tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0))
+    elif GATE == "scalar":
+        if p_dg is not None:
+            store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
+        if p_ddt_bias is not None:
+            tl.store(p_ddt_bias + i_tile, tl.sum(tl.where(o_r < rows, b_dx, 0.0), axis=0))
+        if p_dA_log is not None:
+            tl.store(p_dA_log + i_tile, tl.sum(tl.where(o_r < rows, b_dA, 0.0), axis=0))
 
 
 @triton.jit
-def _beside_channels(x, BT: tl.constexpr, BK: tl.constexpr):
-    """x as [BT, BK], zeros [BT] broadcast."""
-    if len(x.shape) == 1:
-        return tl.broadcast_to(x[:, None], (BT, BK))
+def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
+    """`pairwise_decay` where one number decays a pair of rows, else 1: a channel gate's is inside the contraction."""
+    if GATE == "scalar":
+        return pairwise_decay(b_G, BT)
     else:
-        return x
+        return 1.0
 
 
 @triton.jit
-def decayed_bwd(
-    b_q,
-    b_k,
-    b_rq,
-    b_rk,
+def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
+    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
+    o = tl.arange(0, BT)
+    below = spans(o[:, None] <= o[None, :], b_pairs, EXACT)
+    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
+
+
+@triton.jit
+def exclusive_sum(x, BT: tl.constexpr):
+    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
+    o = tl.arange(0, BT)
+    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def state_gate_gradient(b_qn, b_kn, b_dq, b_dk, b_dk_write, b_carried, total, BT: tl.constexpr):
+    """Gradient of a scalar gate through reads from the start, writes to the end, and the state across.   [BT]
+
+    Args:
+        b_qn, b_kn: [BT, BK] normalised rows, some channels of them.
+        b_dq, b_dk, b_dk_write: [BT, BK] decayed gradients through the states, of the same channels.
+        b_carried: [BK] entering state times the leaving one's gradient, summed over V.
+        total: Decay over the chunk.
+    """
+    b_read = tl.sum(b_qn * b_dq + b_kn * b_dk, axis=1)
+    b_dg = tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(tl.sum(b_kn * b_dk_write, axis=1), BT)
+    return b_dg + tl.sum(b_carried, axis=0) * total
+
+
+@triton.jit
+def channel_bwd(
+    b_qn,
+    b_kn,
     b_g,
-    b_dJ,
-    b_dJT,
+    b_dM,
     b_dP,
     b_dPT,
-    b_dq_read,
-    b_dk_read,
+    b_dq,
+    b_dk,
     b_dk_write,
     b_carried,
-    GATE: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adjoint of everything a chunk decays: its grams, its reads from the start, its writes to the end, its state.
+    """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
     Args:
-        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
-        b_g: From `load_gate`.
-        b_dJ, b_dP: [BT, BT] gradients of the grams, [r, s]; b_dJT, b_dPT their transposes, made apart.
-        b_dq_read, b_dk_read: [BT, BK] gradients of the rows decayed from the start.
-        b_dk_write: [BT, BK] gradient of the rows decayed to the end.
+        b_qn, b_kn: [BT, BK] normalised rows, float32.
+        b_g: [BT, BK] log gate.
+        b_dM: [BT, BT] in OP: gradient of J below the diagonal, its transpose above.
+        b_dP, b_dPT: [BT, BT] in OP: gradient of P and its transpose.
+        b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
 
     Returns:
-        dq, dk: [BT, BK] of the normalised rows.
-        dg: Per-token log gate's, interval form; shape of b_g.
+        dq, dk, and dg of the per-token log gate in interval form: [BT, BK] each.
     """
-    b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
-    if GATE == "channel":
-        b_in = tl.exp(spans(to_row(BT), b_g, EXACT))
-        b_dq_read *= b_in
-        b_dk_read *= b_in
-        b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
-        b_dg = spans(from_row(BT), b_qn * b_dq_read + b_kn * b_dk_read, EXACT)
-        b_dg += spans(before_row(BT), b_kn * b_dk_write, EXACT)
-        b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
-        b_dq, b_dk, b_dg_pairs = channel_grams_bwd(
-            b_qn, b_kn, b_g, b_dJ, b_dJT, b_dP, b_dPT, BT, BK, OP, PRECISION, EXACT
-        )
-        return b_dq + b_dq_read, b_dk + b_dk_read + b_dk_write, b_dg + b_dg_pairs
-    else:
-        b_dg = b_g * 0.0
-        if GATE == "scalar":
-            o = tl.arange(0, BT)
-            b_G = running_sum(b_g, GATE)
-            b_in, b_out, total = scalar_rows(b_G, GATE, BT)
-            b_dq_read *= b_in[:, None]
-            b_dk_read *= b_in[:, None]
-            b_dk_write *= b_out[:, None]
-            b_decay = pairwise_decay(b_G, BT)
-            b_dJ *= b_decay
-            b_dJT *= b_decay
-            b_dP *= b_decay
-            b_dPT *= b_decay
-            b_pairs = b_dP * mm(b_q, tl.trans(b_k), None, OP, PRECISION) * (b_rq[:, None] * b_rk[None, :])
-            b_pairs += b_dJ * mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
-            b_dg = interval_sum(tl.where(o[:, None] > o[None, :], b_pairs, 0.0), BT)
-            b_dg += tl.cumsum(tl.sum(b_qn * b_dq_read + b_kn * b_dk_read, axis=1), axis=0, reverse=True)
-            b_dg += exclusive_sum(tl.sum(b_kn * b_dk_write, axis=1), BT)
-            b_dg += tl.sum(b_carried, axis=0) * total
-        b_dq = mm(b_dP * b_rk[None, :], b_k, b_dq_read, OP, PRECISION)
-        b_dk = mm((b_dJ + b_dJT) * b_rk[None, :], b_k, b_dk_read + b_dk_write, OP, PRECISION)
-        return b_dq, mm(b_dPT * b_rq[None, :], b_q, b_dk, OP, PRECISION), b_dg
+    b_decay = tl.exp(spans(to_row(BT), b_g, EXACT))
+    b_dq *= b_decay
+    b_dk *= b_decay
+    b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
+    b_dg = spans(from_row(BT), b_qn * b_dq + b_kn * b_dk, EXACT)
+    b_dg += spans(before_row(BT), b_kn * b_dk_write, EXACT)
+    b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
+    b_dk += b_dk_write
+
+    o = tl.arange(0, BT)
+    b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP.to(tl.float32), 0.0), axis=1)[:, None]
+    b_dq += b_diagonal * b_kn
+    b_dk += b_diagonal * b_qn
+    h = BT // 2
+    while h > 0:
+        b_decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
+        b_kd, b_qd = b_kn * b_decay, b_qn * b_decay
+        earlier, later = meets(h, BT), meets_transposed(h, BT)
+        zero = tl.zeros((BT, BT), OP)
+        b_dq_level = mm(tl.where(later, b_dP, zero), b_kd, None, OP, PRECISION)
+        b_dk_level = mm(tl.where(later | earlier, b_dM, zero), b_kd, None, OP, PRECISION)
+        b_dk_level = mm(tl.where(earlier, b_dPT, zero), b_qd, b_dk_level, OP, PRECISION)
+        b_dg += spans(from_anchor(h, BT), b_qd * b_dq_level + b_kd * b_dk_level, EXACT)
+        b_dq += b_decay * b_dq_level
+        b_dk += b_decay * b_dk_level
+        h = h // 2
+    return b_dq, b_dk, b_dg
+
+
+@triton.jit
+def from_anchor(h, BT: tl.constexpr):
+    """`to_anchor` transposed: rows whose interval holds the token."""
+    o = tl.arange(0, BT)
+    anchor = (o // (2 * h)) * (2 * h) + h
+    low = tl.minimum(o, anchor)[None, :]
+    high = tl.maximum(o, anchor)[None, :]
+    return (o[:, None] > low) & (o[:, None] <= high)
 
 
 @triton.jit

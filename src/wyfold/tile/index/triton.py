@@ -114,3 +114,17 @@ def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: 
     """Write part of a tile, rounding once."""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fetch_tile(
+    p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+):
+    """`load_tile`, by the copy engine where p is a descriptor of the tiles' rows [tiles * R, W].   [BR, BW]
+
+    R is then a multiple of BR: a box must not reach into the next tile.
+    """
+    if TMA:
+        return p.load([(i_tile * R + row).to(tl.int32), column])
+    else:
+        return load_tile(p, i_tile, row, column, R, W, BR, BW)
