@@ -137,14 +137,14 @@ class Case:
         dtype = torch.promote_types(like.dtype, torch.float32) if self.op.endswith("_gate") else like.dtype
         return _Tensors(replace(self, seed=self.seed + (1 << 20))).normal(*like.shape).to(dtype)
 
-    def floor_bytes(self, arguments: Arguments, output: Tensor) -> int:
+    def floor_bytes(self, arguments: Arguments) -> int:
         """Bytes that no implementation can do without: inputs read once, outputs written once.
 
         With a backward: inputs read twice, the output written and its gradient read, a gradient written per floating
         input; and for the delta rules one state of 16 bits per 64 tokens, written and read.
         """
         tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
-        read, written = sum(map(_bytes, tensors)), _bytes(output)
+        read, written = sum(map(_bytes, tensors)), self._written(arguments)
         if not self.backward:
             return read + written
         gradients = sum(_bytes(x) for x in tensors if x.is_floating_point())
@@ -152,6 +152,13 @@ class Case:
         if self.op.removeprefix("recurrent_") in DELTA_RULES:
             states = self.token_heads * self.shape.K * self.shape.V * 2 // 64
         return 2 * read + 2 * written + gradients + 2 * states
+
+    def _written(self, arguments: Arguments) -> int:
+        """Bytes of the output."""
+        like = arguments.get("v", next(iter(arguments.values())))
+        if self.op == "kkt":
+            return int(arguments["beta"].numel()) * self.chunk * 4
+        return int(like.numel()) * (4 if self.op.endswith("_gate") else like.element_size())
 
 
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:

@@ -61,6 +61,7 @@ def race(group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], trac
         else:
             _time_on_gpu(right, track.gpu, track)
         del right, fed
+        _give_back(case)
         for row, contender in zip(found, everyone):
             if row["correct"]:
                 row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
@@ -78,7 +79,7 @@ def _that_run(right: Sequence[Runner], case: Case) -> list[Runner]:
             call()
             running.append((row, call))
         except Exception as error:  # a library may run out of memory here, ours may not
-            _still_there(case)
+            _give_back(case)
             row |= {"correct": False, "refused": said(error), "failed": True}
     return running
 
@@ -129,7 +130,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
         **dict.fromkeys(("milliseconds", "host_milliseconds", "graph_milliseconds", "ns_per_token_head")),
         **dict.fromkeys(("times_floor", "first_call_seconds", "peak")),
         **dict.fromkeys(("refused", "graph_refused", "peak_missing", "first_call_missing"), ""),
-        "floor": {"bytes": case.floor_bytes(arguments, arguments.get("v", next(iter(arguments.values()))))},
+        "floor": {"bytes": case.floor_bytes(arguments)},
         "correct": False,
         "within_limits": False,
         "failed": False,
@@ -144,7 +145,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
     except Exception as error:  # another library's way to say no is its own; a bug of ours fails the run, at its end
         if contender.name == OURS:
             results.say(traceback.format_exc())
-        _still_there(case)
+        _give_back(case)
         return row | {"refused": said(error), "failed": True}
     worst = found.verdicts[0]
     return row | {
@@ -167,8 +168,8 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
     }
 
 
-def _still_there(case: Case) -> None:
-    """Nothing, if the device still answers after a failure; it frees what the failure left behind."""
+def _give_back(case: Case) -> None:
+    """Memory that nothing uses any more, if the device still answers: other processes have cases too."""
     if case.on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

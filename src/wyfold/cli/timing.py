@@ -90,7 +90,7 @@ class Gpu:
     def __init__(self) -> None:
         # No other code fills 16-bit integers, so the profiler's rows of this kernel can be told from a contender's.
         self.cache = torch.empty(FLUSHED // 2, dtype=torch.int16, device="cuda")
-        self.flushing = self._names(self.flush)
+        self.flushing = frozenset(self._profile(self.flush))
 
     def flush(self) -> None:
         """Write more than the cache holds."""
@@ -128,9 +128,9 @@ class Gpu:
                 run()
 
         found = [
-            Kernel(event.key, event.count / PROFILED, event.device_time_total / 1e3 / PROFILED)
-            for event in self._profile(calls)
-            if event.key not in self.flushing
+            Kernel(name, len(durations) / PROFILED, sum(durations) / 1e3 / PROFILED)
+            for name, durations in self._profile(calls).items()
+            if name not in self.flushing
         ]
         return sorted(found, key=lambda kernel: kernel.milliseconds, reverse=True)
 
@@ -174,18 +174,19 @@ class Gpu:
         (turns,) = self.interleaved([lambda: target.copy_(source)], 10)
         return 2 * COPIED / (statistics.median(turns.device) / 1e3)
 
-    def _names(self, run: Run) -> frozenset[str]:
-        return frozenset(event.key for event in self._profile(run))
-
-    def _profile(self, run: Run) -> list[Any]:
-        """Device rows of the profiler, added up by kernel name."""
+    def _profile(self, run: Run) -> dict[str, list[float]]:
+        """Microseconds of every launch, by kernel name."""
         from torch.profiler import ProfilerActivity, profile
 
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             run()
             torch.cuda.synchronize()
-        return [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+        durations: dict[str, list[float]] = {}
+        for event in profiler.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                durations.setdefault(event.name, []).append(event.time_range.elapsed_us())
+        return durations
 
 
 def card() -> dict[str, str]:
