@@ -129,7 +129,7 @@ class PretendDriver:
 
 @contextlib.contextmanager
 def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[None]:
-    """CPU tensors are served by the kernels, on this architecture; `launched(kernel, *arguments)` in place of a launch."""
+    """Kernels serve CPU tensors, as on this architecture; `launched(kernel, *arguments)` in place of a launch."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -265,7 +265,7 @@ def main() -> None:
             found = compiled(call, architecture)
             for u in found:
                 marks = f"{u.registers:4d} registers {u.shared:7d} shared {u.spilled:6d} spilled"
-                print(f"{architecture:7} {str(call):60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
+                print(f"{architecture:7} {call!s:60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
                 if u.spilled:
                     allowed.setdefault(architecture, {})[f"{call}: {u.kernel}"] = u.spilled
     if args.allow:

@@ -1,10 +1,10 @@
-"""Every shipped launch configuration, compiled for its architecture without a GPU: it fits, and spills what is known."""
+"""Every shipped launch configuration, compiled for its architecture without a GPU: it fits; known spills alone."""
 
 import importlib.util
 
 import pytest
-
 from tests.compile import aot
+
 from wyfold.runtime import launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -30,7 +30,7 @@ def test_no_configuration_is_left_out(architecture: str):
 
 def test_what_is_over_is_told(monkeypatch):
     call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True)
-    monkeypatch.setattr(aot, "allowances", lambda: {})
+    monkeypatch.setattr(aot, "allowances", dict)
     assert len(aot.complaints(call, "sm_89", [usage])) == 4
     assert len(aot.complaints(call, "sm_90", [usage])) == 3
     minor = ".".join(launch.version().split(".")[:2])

@@ -26,6 +26,7 @@ def card(monkeypatch):
         support = judged(architecture, version)
         support = support if proof is None else support._replace(proof=proof)
         monkeypatch.setattr(launch, "support", lambda device: support)
+        monkeypatch.setattr(launch, "architecture", lambda device: architecture)
         monkeypatch.setattr(table, "_warned", [])
 
     return insert
@@ -107,6 +108,22 @@ def test_asking_is_no_use(card):
     with FakeTensorMode():
         q = torch.empty(1, 40, 2, 16, device="cuda")
         assert wyfold.explain(wyfold.chunk_kda, q, q, q).backend == "triton"
+
+
+def test_explaining_tells_the_rows_and_what_has_to_be_compiled(card):
+    """A row by its name, "default" where the table has none for these widths."""
+    card("sm_89", "3.6.0")
+    with FakeTensorMode():
+        q, beta = torch.empty(1, 40, 2, 24, device="cuda", dtype=BF16), torch.empty(1, 40, 2, device="cuda")
+        found = wyfold.explain(wyfold.chunk_kda, q, q, q, q, beta, chunk_size=32)
+        norm = wyfold.explain(wyfold.l2norm, q)
+    assert [row.partition(" ")[0] for row in found.rows] == ["prepare", "scan", "scan_bwd", "gradients"]
+    for row in found.rows:
+        stage, key, name = row.partition(" (")[0], row[row.index("(") + 1 : row.index(")")], row.partition("): ")[2]
+        assert key.startswith("bf16 K24 V24 C32 channel")
+        assert name == launch.row("sm_89", f"{stage}.triton", key) and name in str(found)
+    assert set(found.compiles) >= {"wyfold_scan_triton", "wyfold_gradients_triton"}
+    assert norm.compiles == ("wyfold_l2norm_triton", "wyfold_l2norm_bwd_triton")
 
 
 def test_tensors_elsewhere_land_on_eager_unasked(card):

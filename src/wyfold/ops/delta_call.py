@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,7 @@ def call_delta(
         dtypes=table.dtypes(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
+        keys=lambda: _launch_keys(stages, q, v, g, chunk_size),
     )
     options = DeltaOptions(
         operator=op,
@@ -136,6 +138,16 @@ def call_delta(
     o, final_state, states = delta(tensors, options)
     final = final_state if output_final_state else None
     return (o, final, states) if return_intermediate_states else (o, final)
+
+
+def _launch_keys(
+    stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int
+) -> list[tuple[str, str]]:
+    """(stage, what its configuration depends on) of a call's kernels."""
+    prepare: Any = table.launches("prepare", "triton")
+    gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
+    key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
+    return [(stage, key) for stage in dict.fromkeys(stages[0] + stages[1])]
 
 
 def _check_tensors(

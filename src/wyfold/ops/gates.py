@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import check
+from wyfold.runtime.plan import Plan
 from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.gate import GateGradients
@@ -142,8 +143,20 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
     op = "fused_beta_sigmoid"
     check.floating(op, x=check.tensor(op, "x", x))
     scale = check.number(op, "scale", scale)
-    plan = table.plan(op, x.device, backend, forward=("gate",), backward=("gate",), dtypes=(x.dtype,))
+    plan = _plan(op, "beta_sigmoid", x, backend, (x.dtype,))
     return _BetaSigmoid.apply(x, scale, plan.backend)
+
+
+def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
+    return table.plan(
+        op,
+        x.device,
+        backend,
+        forward=("gate",),
+        backward=("gate",),
+        dtypes=dtypes,
+        keys=lambda: [("gate", launch), ("gate", f"{launch}_bwd")],
+    )
 
 
 def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, channels: torch.Size) -> None:
@@ -169,8 +182,7 @@ def _gate(
     """g: [..., HV, 1 or K]."""
     check.dtype_option(op, "output_dtype", output_dtype)
     output_dtype = output_dtype or widest(g, A_log, dt_bias)
-    dtypes = (*table.dtypes(g, A_log, dt_bias), output_dtype)
-    plan = table.plan(op, g.device, backend, forward=("gate",), backward=("gate",), dtypes=dtypes)
+    plan = _plan(op, "gate", g, backend, (*table.dtypes(g, A_log, dt_bias), output_dtype))
     activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
     return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype, plan.backend)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import check
+from wyfold.runtime.plan import Plan
 from wyfold.runtime.register import once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
@@ -47,7 +48,7 @@ def l2norm(
     check.dtype_option(op, "output_dtype", output_dtype)
     eps = _positive(op, eps)
     output_dtype = output_dtype or x.dtype
-    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",), dtypes=(x.dtype, output_dtype))
+    plan = _plan(op, x, backend, (x.dtype, output_dtype))
     return _L2Norm.apply(x, eps, output_dtype, plan.backend)
 
 
@@ -110,9 +111,20 @@ def rms_norm_gated(
     check.floating(op, g=g, weight=weight, bias=bias)
     check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
     options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
-    dtypes = table.dtypes(x, g, weight, bias)
-    plan = table.plan(op, x.device, backend, forward=("norm",), backward=("norm",), dtypes=dtypes)
+    plan = _plan(op, x, backend, table.dtypes(x, g, weight, bias))
     return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
+
+
+def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
+    return table.plan(
+        op,
+        x.device,
+        backend,
+        forward=("norm",),
+        backward=("norm",),
+        dtypes=dtypes,
+        keys=lambda: [("norm", op), ("norm", f"{op}_bwd")],
+    )
 
 
 def _rows(op: str, x: Tensor) -> int:

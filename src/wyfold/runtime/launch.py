@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,16 @@ def _tile(word: str) -> str:
     if name not in ("K", "V") or not width.isdigit():
         return word
     return f"B{name}{max(16, 1 << (int(width) - 1).bit_length())}"
+
+
+def uncompiled(module: ModuleType, device: torch.device) -> list[str]:
+    """Kernels of a module that have not run on a device in this process."""
+    return [
+        name
+        for name, kernel in vars(module).items()
+        # Triton keeps what it compiled for each device in the kernel; one that it interprets has no such place.
+        if name.startswith("wyfold_") and not getattr(kernel, "device_caches", {}).get(device.index or 0, ((),))[0]
+    ]
 
 
 def interpreting() -> bool:

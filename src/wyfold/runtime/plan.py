@@ -14,14 +14,15 @@ class Plan:
 
     Attributes:
         operator: Public name of the operator.
-        backend: "eager" today; the backend every launch below comes from.
+        backend: The one every launch below comes from.
         forward, backward: Launches of each direction, in order, as "stage (module)". No backward: empty.
         refused: backend -> why it was not chosen.
         chunk_size: Rows of a chunk, or None for an operator without chunks.
         parts: Parts the call is cut into to bound its workspace, one after another, same bits; 0 without tokens.
         copies: Arguments that are copied because of their layout in memory.
         collectives: Collective operations over ranks.
-        compiles: Kernels this call would have to compile first.
+        rows: Launch configurations of the kernels, as "stage (what they depend on): row of the table".
+        compiles: Kernels that have not run in this process yet, and are compiled, or read from disk, before they do.
     """
 
     operator: str
@@ -33,6 +34,7 @@ class Plan:
     parts: int = 1
     copies: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
     compiles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -42,7 +44,8 @@ class Plan:
             ("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)),
             ("parts", str(self.parts)),
         ]
-        rows += [(name, ", ".join(getattr(self, name)) or "none") for name in ("copies", "collectives", "compiles")]
+        lists = ("copies", "collectives", "rows", "compiles")
+        rows += [(name, ", ".join(getattr(self, name)) or "none") for name in lists]
         rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
 
@@ -57,9 +60,14 @@ class _Settled(BaseException):
 _explaining: list[int] = []  # threads inside `settled_by`; calls in the others run on
 
 
+def explaining() -> bool:
+    """Whether this call is made to be explained."""
+    return bool(_explaining) and threading.get_ident() in _explaining
+
+
 def settle(plan: Plan) -> Plan:
     """The plan; inside `settled_by`, the end of the call."""
-    if _explaining and threading.get_ident() in _explaining:
+    if explaining():
         raise _Settled(plan)
     return plan
 

@@ -7,10 +7,11 @@ refuses. What a Triton version is good for on a GPU is data (`runtime/configs/su
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from wyfold.runtime import check, launch
 from wyfold.runtime.check import UnsupportedError
-from wyfold.runtime.plan import Plan, settle
+from wyfold.runtime.plan import Plan, explaining, settle
 from wyfold.runtime.register import constant_to_compilers
 
 BACKENDS = ("eager", "triton", "gluon")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Keys = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def plan(
     chunk_size: int | None = None,
     parts: int = 1,
     copies: tuple[str, ...] = (),
+    keys: Callable[[], Keys] = tuple,
 ) -> Plan:
     """Rows for the launches of one call. Inside `explain` this is where the call ends.
 
@@ -89,6 +93,7 @@ def plan(
         dtypes: Of the call's floating tensors and results.
         chunk_size, copies: What else the caller decided, for the Plan.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
+        keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
 
     Raises:
         ValueError: backend is no backend's name.
@@ -104,10 +109,23 @@ def plan(
         raise UnsupportedError(message, {backend: reasons[backend]})
     launches = _named(forward, chosen), _named(backward, chosen)
     parts = parts if chosen == "eager" else min(parts, 1)
-    settled = settle(Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies))
+    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies)
+    if chosen == "triton" and explaining():
+        found = _with_kernels(found, forward + backward, device, keys())
+    found = settle(found)
     if chosen == "triton" and device.type == "cuda":
         _warn_of_unverified(device)
-    return settled
+    return found
+
+
+def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, keys: Keys) -> Plan:
+    """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
+    where = launch.architecture(device)
+    rows = tuple([f"{stage} ({key}): {launch.row(where, f'{stage}.{plan.backend}', key)}" for stage, key in keys])
+    fresh = [name for stage in stages for name in launch.uncompiled(launches(stage, plan.backend), device)]
+    # Where a module holds the kernels of several operators, the keys are their names.
+    own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
+    return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(own or fresh)))
 
 
 def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
