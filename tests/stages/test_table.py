@@ -117,11 +117,10 @@ def test_explaining_tells_the_rows_and_what_has_to_be_compiled(card):
         q, beta = torch.empty(1, 40, 2, 24, device="cuda", dtype=BF16), torch.empty(1, 40, 2, device="cuda")
         found = wyfold.explain(wyfold.chunk_kda, q, q, q, q, beta, chunk_size=32)
         norm = wyfold.explain(wyfold.l2norm, q)
-    assert [row.partition(" ")[0] for row in found.rows] == ["prepare", "scan", "scan_bwd", "gradients"]
-    for row in found.rows:
-        stage, key, name = row.partition(" (")[0], row[row.index("(") + 1 : row.index(")")], row.partition("): ")[2]
+    assert [row.stage for row in found.rows] == ["prepare", "scan", "scan_bwd", "gradients"]
+    for stage, key, row in found.rows:
         assert key.startswith("bf16 K24 V24 C32 channel")
-        assert name == launch.row("sm_89", f"{stage}.triton", key) and name in str(found)
+        assert row == launch.row("sm_89", f"{stage}.triton", key) and f"{stage} ({key}): {row}" in str(found)
     assert set(found.compiles) >= {"wyfold_scan_triton", "wyfold_gradients_triton"}
     assert norm.compiles == ("wyfold_l2norm_triton", "wyfold_l2norm_bwd_triton")
 

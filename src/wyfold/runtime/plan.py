@@ -5,7 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Launch(NamedTuple):
+    """A kernel's launch: the stage, what its configuration depends on, and the row of the table it gets."""
+
+    stage: str
+    key: str
+    row: str
+
+    def __str__(self) -> str:
+        return f"{self.stage} ({self.key}): {self.row}"
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Plan:
         parts: Parts the call is cut into to bound its workspace, one after another, same bits; 0 without tokens.
         copies: Arguments that are copied because of their layout in memory.
         collectives: Collective operations over ranks.
-        rows: Launch configurations of the kernels, as "stage (what they depend on): row of the table".
+        rows: Launch configurations of the kernels.
         compiles: Kernels that have not run in this process yet, and are compiled, or read from disk, before they do.
     """
 
@@ -34,7 +45,7 @@ class Plan:
     parts: int = 1
     copies: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    rows: tuple[Launch, ...] = ()
     compiles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -45,7 +56,7 @@ class Plan:
             ("parts", str(self.parts)),
         ]
         lists = ("copies", "collectives", "rows", "compiles")
-        rows += [(name, ", ".join(getattr(self, name)) or "none") for name in lists]
+        rows += [(name, ", ".join(map(str, getattr(self, name))) or "none") for name in lists]
         rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wyfold.runtime import check, launch
 from wyfold.runtime.check import UnsupportedError
-from wyfold.runtime.plan import Plan, explaining, settle
+from wyfold.runtime.plan import Launch, Plan, explaining, settle
 from wyfold.runtime.register import constant_to_compilers
 
 BACKENDS = ("eager", "triton", "gluon")
@@ -121,7 +121,7 @@ def plan(
 def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, keys: Keys) -> Plan:
     """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
     where = launch.architecture(device)
-    rows = tuple([f"{stage} ({key}): {launch.row(where, f'{stage}.{plan.backend}', key)}" for stage, key in keys])
+    rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{plan.backend}", key)) for stage, key in keys])
     fresh = [name for stage in stages for name in launch.uncompiled(launches(stage, plan.backend), device)]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
