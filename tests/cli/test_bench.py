@@ -374,7 +374,40 @@ def test_a_wrong_row_among_many_is_wrong_for_peers_too():
         return o
 
     assert judge.finding(ours(case), False, ours=True).within
-    assert not judge.finding(dataclasses.replace(ours(case), call=late), False, ours=False).right
+    found = judge.finding(dataclasses.replace(ours(case), call=late), False, ours=False)
+    assert found.verdicts[0].measured.rms < 0.1
+    assert not found.right
+
+
+def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypatch, tmp_path, capsys):
+    usual = contenders.judge
+    monkeypatch.setattr(contenders, "judge", lambda *x, **names: usual(*x, **names | {"target": 6e-8}))
+    words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --out".split()
+    assert main([*words, str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert 6e-8 < row["worst_error"] < 12e-8
+    assert (row["correct"], row["within_limits"], row["failed"]) == (True, False, True)
+    assert row["milliseconds"]["median"] > 0
+    assert "further from the truth than ours may be: norm 1,20,1,1,8,8 fwd by wyfold.rms_norm_gated" in (
+        capsys.readouterr().out
+    )
+
+
+def test_what_forgets_nothing_is_held_to_the_targets_of_its_family():
+    families = {
+        (case.op, case.gate): case.family
+        for op in ("gdn", "delta_rule", "ttt", "conv")
+        for gate in cases.gates_of(op, ["fast", "slow"])
+        for case in [dataclasses.replace(CASE, op=op, gate=gate)]
+    }
+    assert families == {
+        ("gdn", "fast"): "random",
+        ("gdn", "slow"): "uniform+",
+        ("delta_rule", "none"): "uniform+",
+        ("ttt", "none"): "ttt",
+        ("conv", "none"): "random",
+    }
 
 
 class OnGpu(Case):

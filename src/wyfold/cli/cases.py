@@ -114,6 +114,12 @@ class Case:
         return self.op.removeprefix("recurrent_") in (*DELTA_RULES, "ttt")
 
     @property
+    def family(self) -> str:
+        """Of the inputs, which sets the absolute targets: what forgets as little as "uniform+" rounds as often."""
+        rule = self.op.removeprefix("recurrent_") in DELTA_RULES
+        return "uniform+" if rule and self.gate in (NO_GATE, "slow") else self.subject.family
+
+    @property
     def token_heads(self) -> int:
         """Units of work: one token of one value head."""
         return self.shape.B * self.shape.T * self.shape.HV

@@ -164,7 +164,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
         "not_finite_elsewhere": found.lost,
         "correct": found.right,
         "within_limits": found.within,
-        "failed": not found.right,
+        "failed": not found.within,
     }
 
 
