@@ -441,6 +441,21 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
     assert not spoiled(9, 0.0).right  # value head 9 reads key head 4
 
 
+@pytest.mark.parametrize("kind", [Case, OnGpu])
+@pytest.mark.parametrize("op", ["gdn", "kda", "ttt", "conv", "kkt"])
+def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
+    monkeypatch.setattr(cases, "SHORT_LENGTHS", (3, 40, 1, 26))
+    monkeypatch.setattr(contenders, "CHECKED", 50)  # ends inside the last sequence
+    gate = "mid" if op in ("gdn", "kda") else "none"
+    mode = "fwd" if op == "kkt" else "fwdbwd"
+    case = kind(op, Shape(1, 70, 2, 2, 8, 8), gate, "float32", mode, 0, name="short", norm="outside")
+    judge = Judge(case, case.arguments())
+    mine = contenders.contenders(case, [])[0]
+    assert judge.finding(mine, case.backward, ours=True).within
+    dense = dataclasses.replace(mine, call=lambda a: mine.call({n: x for n, x in a.items() if n != "cu_seqlens"}))
+    assert not judge.finding(dense, False, ours=True).right
+
+
 class FakeGpu:
     """A card whose clock is the process's; a call has two kernels, and a peer's cannot be captured."""
 
