@@ -45,6 +45,15 @@ def test_a_flush_is_no_kernel_of_a_contender_and_a_copy_is_one_per_call():
     assert gpu.peak_mib(lambda: torch.empty(2**20, dtype=torch.float32, device="cuda")) == 4.0
 
 
+def test_a_call_that_waits_for_the_device_cannot_be_captured_and_harms_nothing():
+    gpu, x = timing.Gpu(), torch.ones(1000, device="cuda")
+    home = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        gpu.captured(lambda: x.sum().item())
+    assert torch.cuda.current_stream() == home
+    assert x.sum().item() == 1000
+
+
 def test_a_graph_repeats_a_call():
     x = torch.ones(1000, device="cuda")
     replay = timing.Gpu().captured(lambda: x.mul_(2.0))

@@ -140,15 +140,18 @@ class Gpu:
         Raises:
             RuntimeError: the call waits for the device, or does something else that no graph can hold.
         """
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(home)
         with torch.cuda.stream(side):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
+        home.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = run()
+        try:
+            with torch.cuda.graph(graph):
+                kept = run()
+        finally:
+            torch.cuda.set_stream(home)  # a capture that fails leaves its own stream in place
 
         def replay() -> object:
             graph.replay()
