@@ -28,7 +28,7 @@ def test_the_overview_names_every_verb(capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["tune"], "wyfold: unknown verb 'tune'; there are doctor, demo"),
+        (["polish"], "wyfold: unknown verb 'polish'; there are doctor, demo"),
         (["train", "--stepz", "3"], "wyfold train: unrecognized arguments: --stepz 3"),
         (["train", "--step", "3"], "wyfold train: unrecognized arguments: --step 3"),
         (["train", "--steps", "0"], "wyfold train: argument --steps: must be a whole number of at least 1, got '0'"),

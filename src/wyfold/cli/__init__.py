@@ -27,6 +27,7 @@ VERBS = {
     "generate": "stream text from a checkpoint through the recurrent form",
     "bench": "time and memory of every operator, beside installed peers",
     "verify": "error of every operator and gradient on this machine against the float64 recurrence",
+    "tune": "for developers: launch configurations for this GPU, proved before they are timed",
 }
 
 EXTRAS = frozenset({"matplotlib", "rich", "safetensors"})

@@ -6,13 +6,14 @@ architecture was proved, or only compiled, is data as well.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from types import ModuleType
@@ -75,14 +76,35 @@ def _tile(word: str) -> str:
     return f"B{name}{max(16, 1 << (int(width) - 1).bit_length())}"
 
 
-def uncompiled(module: ModuleType, device: torch.device) -> list[str]:
-    """Kernels of a module that have not run on a device in this process."""
-    return [
-        name
+def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Kernel -> row -> its fields, as an architecture's file has them."""
+    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(_data(architecture))
+    return rows
+
+
+@contextlib.contextmanager
+def trying(architecture: str, kernel: str, name: str, config: Config) -> Iterator[None]:
+    """Within, a kernel's table has this row, in every thread."""
+    rows = _table(architecture)[kernel]
+    before = dict(rows)
+    rows[name] = config
+    row.cache_clear()
+    try:
+        yield
+    finally:
+        rows.clear()
+        rows.update(before)
+        row.cache_clear()
+
+
+def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, Any]]:
+    """Kernels of a module, by name, each with what Triton compiled of it for a device in this process."""
+    return {
+        # Triton keeps that in the kernel itself, for each device; one that it interprets has no such place.
+        name: getattr(kernel, "device_caches", {}).get(device.index or 0, ({},))[0]
         for name, kernel in vars(module).items()
-        # Triton keeps what it compiled for each device in the kernel; one that it interprets has no such place.
-        if name.startswith("wyfold_") and not getattr(kernel, "device_caches", {}).get(device.index or 0, ((),))[0]
-    ]
+        if name.startswith("wyfold_")
+    }
 
 
 def interpreting() -> bool:
@@ -171,7 +193,6 @@ def _data(name: str) -> str:
 
 @functools.cache
 def _table(architecture: str) -> dict[str, dict[str, Config]]:
-    text = _data(architecture)
     return {
         kernel: {
             name: Config(
@@ -182,5 +203,5 @@ def _table(architecture: str) -> dict[str, dict[str, Config]]:
             )
             for name, row in rows.items()
         }
-        for kernel, rows in json.loads(text).items()
+        for kernel, rows in shipped(architecture).items()
     }

@@ -122,7 +122,8 @@ def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, key
     """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
     where = launch.architecture(device)
     rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{plan.backend}", key)) for stage, key in keys])
-    fresh = [name for stage in stages for name in launch.uncompiled(launches(stage, plan.backend), device)]
+    modules = [launches(stage, plan.backend) for stage in stages]
+    fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
     return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(own or fresh)))
