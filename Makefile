@@ -5,6 +5,7 @@
 #   make check           style, types, import order, architecture, repeated code, budgets
 #   make bench OP=kda    that operator's tests, then its timings   (OP as `wyfold bench` names it)
 #   make format          rewrites the files as `make check` wants them
+#   make compile         every kernel for every architecture, without a GPU   (make compile TRITON=3.7.1)
 #   make lock            resolves the pinned tools afresh into requirements/
 #
 # The environment is .venv, built in steps that each leave a stamp; a step that was interrupted is done again.
@@ -24,8 +25,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Plain `=`: a caller's environment cannot leave tests out, only the command line can.
 ARGS =
 OP =
+TRITON =
 
-.PHONY: help demo test check lint types imports architecture repeats budgets bench format lock
+.PHONY: help demo test check lint types imports architecture repeats budgets bench compile format lock
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +58,12 @@ TESTS_ttt := tests/ops/test_ttt_linear.py
 bench: $(VENV)/.wyfold
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(or $(TESTS_$(OP:recurrent_%=%)),tests/ops)
 	$(BIN)/wyfold bench $(OP) --out docs/results
+
+# Another Triton than the environment's goes into a folder of its own, in front of it on the path.
+compile: $(VENV)/.wyfold
+	@test -z "$(TRITON)" || test -d .cache/triton-$(TRITON) || \
+	$(PIP) install --quiet --quiet --no-deps --target .cache/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(PYTEST) tests/compile/test_kernels.py $(ARGS)
 
 # --- what `make check` is made of ------------------------------------------------------------------------------------
 
