@@ -270,39 +270,16 @@ def wyfold_gradients_triton(
     earlier, later = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
     b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
-        b_rq, b_rk = zero + 1e-6, zero + 1e-6
-        for i_k in tl.static_range(NK):
-            b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK).to(tl.float32)
-            b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK).to(tl.float32)
-            b_rq += tl.sum(b_q * b_q, axis=1)
-            b_rk += tl.sum(b_k * b_k, axis=1)
-        b_rq, b_rk = tl.rsqrt(b_rq), tl.rsqrt(b_rk)
+        b_rq = _reciprocal_norms(p_q, s_q, b, t, i_h, rows, K, BT, BK)
+        b_rk = _reciprocal_norms(p_k, s_k, b, t, i_h, rows, K, BT, BK)
+    # Where raw rows are the operands of the grams' adjoints, their norms go to the other side.
+    b_nq, b_nk = zero + 1.0, zero + 1.0
+    if not CHANNEL:
+        b_nq, b_nk = b_rq, b_rk
 
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
         b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
-
-        # Gradients of the grams, and their transposes as products of their own.
-        b_dJ, b_dJT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        b_dP, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        b_dbeta = zero
-        for i_v in tl.static_range(NV):
-            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
-            b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
-            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
-            b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
-            b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
-            if p_dv is not None:
-                b_dv = b_X.to(tl.float32) * b_beta[:, None]
-                store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
-        if p_dbeta is not None:
-            if LOGIT:
-                b_dbeta *= b_beta * (1.0 - b_beta / beta_most)
-            store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
-
         b_raw, b_g, b_dg = zero, zero, zero
         if not CHANNEL:
             b_raw, b_g = load_gate(
@@ -310,31 +287,51 @@ def wyfold_gradients_triton(
             )
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
-        b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * b_beta[None, :] * b_decay)
-        b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta)[None, :] * b_decay)
-        if GATE == "scalar":
-            b_KK, b_QK = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-            for i_k in tl.static_range(NK):
-                b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
-                b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
-                b_KK = mm(b_k, tl.trans(b_k), b_KK, OP, PRECISION)
-                b_QK = mm(b_q, tl.trans(b_k), b_QK, OP, PRECISION)
-            b_pairs = (b_dJ * b_KK * b_rk[:, None] + b_dP * b_QK * b_rq[:, None]) * b_rk[None, :]
-            b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
-        b_dM = tl.where(earlier, b_dJT * (-b_beta[:, None] * b_beta[None, :] * b_decay), b_dJ)
-        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_decay)
-        if CHANNEL:
-            b_dM, b_dP, b_dPT = b_dM.to(OP), b_dP.to(OP), b_dPT.to(OP)
-        else:
-            b_dM, b_dP = (b_dM * b_rk[None, :]).to(OP), (b_dP * b_rk[None, :]).to(OP)
-            b_dPT = (b_dPT * b_rq[None, :]).to(OP)
 
-        for i_k in tl.static_range(NK):
+        # Gradients of the grams, and then their transposes, as products of their own: few are alive at a time.
+        b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        b_dbeta = zero
+        for i_v in range(NV):
+            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+            b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
+            b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
+            b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
+            if p_dv is not None:
+                b_dv = b_X.to(tl.float32) * b_beta[:, None]
+                store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
+        if p_dbeta is not None:
+            if LOGIT:
+                b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
+            store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
+        b_decay = pair_decay(b_G, GATE, BT)
+        b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay)
+        b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta * b_nk)[None, :] * b_decay)
+        if GATE == "scalar":
+            b_pairs = b_dP * _gram(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rq[:, None]
+            b_pairs += b_dJ * _gram(p_k, s_k, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rk[:, None]
+            b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
+        b_dM, b_dP = b_dJ.to(OP), b_dP.to(OP)
+
+        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        for i_v in range(NV):
+            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
+            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
+            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
+        b_decay = pair_decay(b_G, GATE, BT)
+        b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
+        b_dM = tl.where(earlier, b_dJT.to(OP), b_dM)
+        b_dPT = (tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)).to(OP)
+
+        b_read, b_write, carried = zero, zero, 0.0
+        for i_k in range(NK):
             # Through the states: reads from the one that entered, writes to the one that leaves.
             b_dq, b_dk, b_dk_write = zeros, zeros, zeros
             b_carried = tl.zeros((BK,), tl.float32)
-            for i_v in tl.static_range(NV):
+            for i_v in range(NV):
                 b_S = fetch_tile(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
@@ -349,9 +346,9 @@ def wyfold_gradients_triton(
             b_dk_write *= (b_beta * b_out)[:, None]
             b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
             b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
-            b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
             if CHANNEL:
-                b_raw, b_g = load_gate(
+                b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
+                b_x, b_gate = load_gate(
                     p_g,
                     s_g,
                     p_A_log,
@@ -369,10 +366,10 @@ def wyfold_gradients_triton(
                     BT,
                     BK,
                 )
-                b_dq, b_dk, b_dg = channel_bwd(
+                b_dq, b_dk, b_dgate = channel_bwd(
                     b_qn,
                     b_kn,
-                    b_g,
+                    b_gate,
                     b_dM,
                     b_dP,
                     b_dPT,
@@ -387,8 +384,8 @@ def wyfold_gradients_triton(
                     EXACT,
                 )
                 b_dx, b_dA = log_gate_bwd(
-                    b_raw,
-                    b_dg,
+                    b_x,
+                    b_dgate,
                     p_A_log,
                     p_dt_bias,
                     i_hv,
@@ -406,7 +403,9 @@ def wyfold_gradients_triton(
                 )
             else:
                 if GATE == "scalar":
-                    b_dg += state_gate_gradient(b_qn, b_kn, b_dq, b_dk, b_dk_write, b_carried, total, BT)
+                    b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
+                    b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
+                    carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
                 b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
                 b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
@@ -422,6 +421,7 @@ def wyfold_gradients_triton(
                 if p_dk is not None:
                     store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
         if GATE == "scalar":
+            b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
             )
@@ -436,6 +436,43 @@ def wyfold_gradients_triton(
             _ungather(p_q, s_q, p_dq_wide, p_dq, s_dq, pid, b, t, i_h, rows, b_rq, NORM, K, BT, BK)
         if p_dk is not None:
             _ungather(p_k, s_k, p_dk_wide, p_dk, s_dk, pid, b, t, i_h, rows, b_rk, NORM, K, BT, BK)
+
+
+@triton.jit
+def _reciprocal_norms(
+    p_x, s_x, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, eps: tl.constexpr = 1e-6
+):
+    """(sum x^2 + eps)^(-1/2) of rows that are read in slices.   [BT]"""
+    b_square = tl.zeros((BT,), tl.float32)
+    for i_k in range((K + BK - 1) // BK):
+        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32)
+        b_square += tl.sum(b_x * b_x, axis=1)
+    return tl.rsqrt(b_square + eps)
+
+
+@triton.jit
+def _gram(
+    p_x,
+    s_x,
+    p_y,
+    s_y,
+    b,
+    t,
+    h,
+    rows,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x y^T of a chunk's raw rows, read in slices.   [BT, BT]"""
+    b_gram = tl.zeros((BT, BT), tl.float32)
+    for i_k in range((K + BK - 1) // BK):
+        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_y = load_tokens(p_y, s_y, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_gram = mm(b_x, tl.trans(b_y), b_gram, OP, PRECISION)
+    return b_gram
 
 
 @triton.jit
@@ -460,10 +497,10 @@ def _ungather(
     NK: tl.constexpr = (K + BK - 1) // BK
     b_along = tl.zeros((BT,), tl.float32)
     if NORM:
-        for i_k in tl.static_range(NK):
+        for i_k in range(NK):
             b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
             b_along += tl.sum(b_y * load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK), axis=1)
-    for i_k in tl.static_range(NK):
+    for i_k in range(NK):
         b_dx = load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK)
         if NORM:
             b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]

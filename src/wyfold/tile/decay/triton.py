@@ -420,18 +420,15 @@ def exclusive_sum(x, BT: tl.constexpr):
 
 
 @triton.jit
-def state_gate_gradient(b_qn, b_kn, b_dq, b_dk, b_dk_write, b_carried, total, BT: tl.constexpr):
-    """Gradient of a scalar gate through reads from the start, writes to the end, and the state across.   [BT]
+def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
+    """Gradient of a scalar gate through the states, interval form.   [BT]
 
     Args:
-        b_qn, b_kn: [BT, BK] normalised rows, some channels of them.
-        b_dq, b_dk, b_dk_write: [BT, BK] decayed gradients through the states, of the same channels.
-        b_carried: [BK] entering state times the leaving one's gradient, summed over V.
-        total: Decay over the chunk.
+        b_read: [BT] x * dx of every row decayed from the chunk's start, summed.
+        b_write: [BT] the same of the rows decayed to its end.
+        carried: The entering state times its gradient, decayed over the chunk, summed.
     """
-    b_read = tl.sum(b_qn * b_dq + b_kn * b_dk, axis=1)
-    b_dg = tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(tl.sum(b_kn * b_dk_write, axis=1), BT)
-    return b_dg + tl.sum(b_carried, axis=0) * total
+    return tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(b_write, BT) + carried
 
 
 @triton.jit
