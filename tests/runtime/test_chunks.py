@@ -1,10 +1,10 @@
-"""The chunk grid: every token once, columns of sequences that still run, padding only at a sequence's end."""
+"""Chunk tables and grids: every token once, columns of sequences that still run, padding only at a sequence's end."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wyfold.runtime.chunks import ChunkTable, dense_table, packed_table
+from wyfold.runtime.chunks import ChunkTable, chunk_grid, dense_table, packed_table
 
 sizes = st.sampled_from([1, 4, 16])
 
@@ -68,3 +68,44 @@ def test_ties_keep_the_order_of_the_buffer():
 def test_one_sequence_is_dense():
     table = packed_table(torch.tensor([33]), 16)
     assert table.alike and table.columns == (1, 1, 1) and table.tokens == 33
+
+
+# --- the grid of a whole call ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 70), max_size=7), st.integers(0, 40), sizes, st.sampled_from([torch.int32, torch.int64]))
+def test_a_packed_grid(lengths: list[int], spare: int, C: int, dtype: torch.dtype):
+    """Chunks by sequence, then those of the tokens past the last boundary, then some that hold none."""
+    T, N = sum(lengths) + spare, len(lengths)
+    grid = chunk_grid(1, T, C, torch.tensor([0, *lengths]).cumsum(0).to(dtype))
+    spans = []
+    for chunk, n in enumerate(grid.sequence.tolist()):
+        begin = int(grid.cu[n]) + (chunk - int(grid.first[n])) * C
+        spans.append((n, range(begin, min(begin + C, int(grid.cu[n + 1])))))
+    assert len(spans) == grid.chunks and grid.sequences == N
+    assert [t for _, span in spans for t in span] == list(range(T))
+    held = [[t for of, span in spans if of == n for t in span] for n in range(N + 1)]
+    assert [len(tokens) for tokens in held] == [*lengths, spare]
+    assert all(span for n, span in spans if n < N)
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=7), st.integers(0, 9), st.integers(1, 40))
+def test_rows_of_states_between(lengths: list[int], spare: int, every: int):
+    grid = chunk_grid(1, sum(lengths) + spare, 16, torch.tensor([0, *lengths]).cumsum(0))
+    first = grid.first_checkpoints(every, torch.device("cpu")).tolist()
+    assert first == [sum(x // every for x in lengths[:n]) for n in range(len(lengths))]
+    dense = chunk_grid(3, lengths[0], 16, None)
+    assert dense.first_checkpoints(every, torch.device("cpu")).tolist() == [n * (lengths[0] // every) for n in range(3)]
+
+
+def test_illegal_boundaries_make_a_legal_grid():
+    """Nobody looked at them: whatever they are, no chunk reaches outside the buffer, and every token is in one."""
+    for borders in ([3, 5, 9], [0, 7, 2, 9], [0, 5, 99], [-4, 2, 9], [9, 9, 0]):
+        grid = chunk_grid(1, 9, 4, torch.tensor(borders))
+        assert grid.cu[0] == 0 and grid.cu[-1] == 9 and (grid.cu.diff() >= 0).all(), borders
+        assert int(grid.first[-1]) <= grid.chunks - (9 - int(grid.cu[-2]) + 3) // 4, borders
+
+
+def test_a_dense_grid_needs_no_device():
+    grid = chunk_grid(3, 33, 16, None)
+    assert (grid.chunks, grid.per_sequence, grid.sequences) == (9, 3, 3) and grid.cu is None
