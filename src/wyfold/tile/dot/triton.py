@@ -46,8 +46,48 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b of float32 operands that are not rounded."""
-    return tl.dot(a, b, acc, input_precision=EXACT)
+    """acc + a b of float32 operands that are not rounded; the smallest partial products first."""
+    if EXACT == "bf16x3":
+        a_high, a_low = bf16_parts(a)
+        b_high, b_low = bf16_parts(b)
+        acc = tl.dot(a_low, b_high, acc)
+        acc = tl.dot(a_high, b_low, acc)
+        return tl.dot(a_high, b_high, acc)
+    elif EXACT == "tf32x3":
+        a_high, a_low = tf32_parts(a)
+        b_high, b_low = tf32_parts(b)
+        acc = tl.dot(a_low, b_high, acc, input_precision="tf32")
+        acc = tl.dot(a_high, b_low, acc, input_precision="tf32")
+        return tl.dot(a_high, b_high, acc, input_precision="tf32")
+    elif EXACT == "bf16x6":
+        a_high, a_mid, a_low = bf16_thirds(a)
+        b_high, b_mid, b_low = bf16_thirds(b)
+        acc = tl.dot(a_low, b_high, acc)
+        acc = tl.dot(a_high, b_low, acc)
+        acc = tl.dot(a_mid, b_mid, acc)
+        acc = tl.dot(a_mid, b_high, acc)
+        acc = tl.dot(a_high, b_mid, acc)
+        return tl.dot(a_high, b_high, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=EXACT)
+
+
+@triton.jit
+def bf16_parts(x):
+    """x as a sum of two bfloat16, but for 2^-17 of it. A NaN stays one in the second.
+
+    Integer arithmetic on the bits rounds: a conversion there and back is several times slower on a GPU.
+    """
+    high = _rounded(x, 0x8000, -0x10000)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def bf16_thirds(x):
+    """x as a sum of three bfloat16: all of a float32. A NaN stays one in the last."""
+    high = _rounded(x, 0x8000, -0x10000)
+    mid = _rounded(x - high, 0, -0x10000)
+    return high.to(tl.bfloat16), mid.to(tl.bfloat16), (x - high - mid).to(tl.bfloat16)
 
 
 @triton.jit
@@ -64,10 +104,15 @@ def self_product(a, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def tf32_parts(x):
-    """x as a sum: the nearest number of TF32's 11 bits, and what is left, at most 2^-12 of x and exact.
+    """x as a sum of two: the nearest number of TF32's 11 bits, and what is left, of which a product takes 11 bits too.
 
-    A NaN stays one in the second, whatever the carry of its bits makes of the first.
+    A NaN stays one in the second.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    high = _rounded(x, 0x1000, -0x2000)
     return high, x - high
+
+
+@triton.jit
+def _rounded(x, half: tl.constexpr, mask: tl.constexpr):
+    """x with fewer bits, to the nearest if half is half of the last one left. The carry can make anything of a NaN."""
+    return ((x.to(tl.int32, bitcast=True) + half) & mask).to(tl.float32, bitcast=True)

@@ -1,6 +1,11 @@
-"""The inverse of a unit lower triangular tile on the device, transposed: substitution in 16 rows, then block merges.
+"""The inverse of a unit lower triangular tile on the device: substitution in blocks of 16 rows, then block merges.
 
 Never powers of L: they explode where keys repeat (docs/numerics.md).
+
+Substitution has 15 steps, each of which needs one column of L beside every column of the result. In the tiles below a
+thread holds one column of a block, all 16 rows of it, so that a step is a multiplication and an addition per row, and
+its column of L is handed around among 16 neighbouring lanes, which waits for nothing. A compiler that lays the tiles
+out differently only makes it slower.
 """
 
 from __future__ import annotations
@@ -12,47 +17,107 @@ from wyfold.tile.dot.triton import mm_exact
 
 
 @triton.jit
-def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr):
+def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr = 4):
     """(I + L)^-T of a strictly lower L, given with its transpose.   [BT, BT] float32
 
-        substitution, each 16 x 16 diagonal block D:   D[:, j] = e_j - D L[j, :]^T        j = 1 .. 15
-        merge of two neighbours of h rows:             D <- D - (D L^T[upper, lower]) D    h = 16, 32
-
-    A column depends on earlier columns alone: row r of the inverse does not depend on rows after r.
+    WARPS is the warps of a program, or less: each substitutes in a block of its own, or repeats another's.
     """
     NB: tl.constexpr = BT // 16
-    o_r = tl.arange(0, BT)
-    b_D = _diagonal_inverses(_diagonal_blocks(b_L, BT), NB)
-    same = (o_r[:, None] // 16) == (o_r[None, :] // 16)
-    spread = tl.broadcast_to(b_D[:, :, None, :], (NB, 16, NB, 16)).reshape(BT, BT)
-    b_D = tl.where(same, spread, 0.0)
-    for level in tl.static_range(4, 6):
-        h = 1 << level
-        if h < BT:
-            block = o_r // h
-            meets = ((block % 2) == 0)[:, None] & (block[None, :] == block[:, None] + 1)
-            b_W = mm_exact(b_D, tl.where(meets, b_LT, 0.0), None, EXACT)
-            b_D -= mm_exact(b_W, b_D, None, EXACT)
-    return b_D
+    i_b = tl.arange(0, NB)[:, None, None]
+    b_0, b_1, b_2, b_3 = _column_blocks(b_L, NB)
+    b_D = tl.where(i_b == 0, b_0, tl.where(i_b == 1, b_1, tl.where(i_b == 2, b_2, b_3)))
+    b_D = _shared_out(b_D.permute(1, 0, 2), NB, WARPS).permute(1, 2, 0)
+    if NB == 1:
+        return b_D.reshape(16, 16)
+    else:
+        _, b_1, _, b_3 = _column_blocks(b_LT, NB)
+        b_upper, _ = halves(tl.where(i_b < 2, b_1, b_3), NB, 16)
+        b_low, b_high = halves(b_D, NB, 16)
+        b_D = merged_transposed(b_low, b_upper, b_high, NB // 2, 16, EXACT)
+        if NB == 2:
+            return b_D.reshape(32, 32)
+        else:
+            _, b_upper = b_LT.reshape(2, 32, 2, 32).permute(0, 1, 3, 2).split()
+            b_upper, _ = b_upper.permute(1, 2, 0).split()
+            b_low, b_high = b_D.permute(1, 2, 0).split()
+            b_X = -mm_exact(mm_exact(b_low, b_upper, None, EXACT), b_high, None, EXACT)
+            return _upper_quad(b_low[None], b_X[None], b_high[None], 1, 32).reshape(64, 64)
 
 
 @triton.jit
-def _diagonal_blocks(b_x, BT: tl.constexpr):
-    """The 16 x 16 blocks on the diagonal.   [BT / 16, 16, 16]"""
-    NB: tl.constexpr = BT // 16
-    blocks = b_x.reshape(NB, 16, NB, 16)
-    i_b = tl.arange(0, NB)
-    on = i_b[:, None, None, None] == i_b[None, None, :, None]
-    return tl.sum(tl.where(on, blocks, 0.0), axis=2)
+def substituted(b_L, M: tl.constexpr, P: tl.constexpr):
+    """(I + L)^-1 of the 16 x 16 blocks [:, m, p, :], of which only entries below the diagonal are read.   [16, M, P, 16]
+
+        A[r, :] -= L[r, s] A[s, :]      r > s;  s = 0 .. 14
+
+    Row r does not depend on rows after r. P is 2, so that a warp's 32 lanes hold 16 columns of two blocks.
+    """
+    o_r = tl.arange(0, 16)[:, None, None, None]
+    o_c = tl.arange(0, 16)[None, None, None, :]
+    b_L = tl.where(o_r > o_c, b_L, 0.0)
+    b_A = tl.where(o_r == o_c, 1.0, 0.0) + tl.zeros((16, M, P, 16), tl.float32)
+    for s in tl.static_range(15):
+        b_column = tl.gather(b_L, tl.full((16, M, P, 1), s, tl.int32), 3)
+        b_row = tl.sum(tl.where(o_r == s, b_A, 0.0), axis=0)[None]
+        b_A = tl.where(o_r > s, b_A - b_column * b_row, b_A)
+    return b_A
 
 
 @triton.jit
-def _diagonal_inverses(b_L, NB: tl.constexpr):
-    """(I + L)^-T of each block by substitution, column after column.   [NB, 16, 16]"""
-    i = tl.arange(0, 16)
-    b_D = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros((NB, 16, 16), tl.float32)
-    for j in range(1, 16):
-        row = tl.sum(tl.where((i == j)[None, :, None], b_L, 0.0), axis=1)
-        column = tl.sum(b_D * row[:, None, :], axis=2)
-        b_D = tl.where((i == j)[None, None, :], b_D - column[:, :, None], b_D)
-    return b_D
+def _shared_out(b_L, NB: tl.constexpr, WARPS: tl.constexpr):
+    """`substituted`, one block a warp and twice in its lanes: work done twice costs less than moving it.   [16, NB, 16]"""
+    M: tl.constexpr = WARPS if WARPS > NB else NB
+    TIMES: tl.constexpr = M // NB
+    b_L = tl.broadcast_to(b_L[:, None, :, None, :], (16, TIMES, NB, 2, 16)).reshape(16, M, 2, 16)
+    b_A = substituted(b_L, M, 2)
+    if TIMES > 1:
+        i_time = tl.arange(0, TIMES)[None, :, None, None, None]
+        b_A = tl.sum(tl.where(i_time == 0, b_A.reshape(16, TIMES, NB, 2, 16), 0.0), axis=1)
+    return tl.sum(tl.where(tl.arange(0, 2)[None, None, :, None] == 0, b_A, 0.0), axis=2)
+
+
+@triton.jit
+def merged(b_low, b_lower, b_high, P: tl.constexpr, h: tl.constexpr, EXACT: tl.constexpr):
+    """Inverse of P tiles of 2h rows from those of their halves and the block below: [low, 0; -high lower low, high]."""
+    b_X = -mm_exact(b_high, mm_exact(b_lower, b_low, None, EXACT), None, EXACT)
+    b_x = tl.join(tl.join(b_low, tl.zeros_like(b_low)), tl.join(b_X, b_high))
+    return b_x.permute(0, 4, 1, 3, 2).reshape(P, 2 * h, 2 * h)
+
+
+@triton.jit
+def merged_transposed(b_low, b_upper, b_high, P: tl.constexpr, h: tl.constexpr, EXACT: tl.constexpr):
+    """`merged` of transposes: [low, -low upper high; 0, high].   [P, 2h, 2h]"""
+    b_X = -mm_exact(mm_exact(b_low, b_upper, None, EXACT), b_high, None, EXACT)
+    return _upper_quad(b_low, b_X, b_high, P, h)
+
+
+@triton.jit
+def _upper_quad(b_low, b_X, b_high, P: tl.constexpr, h: tl.constexpr):
+    """[low, X; 0, high] of P tiles.   [P, 2h, 2h]"""
+    b_x = tl.join(tl.join(b_low, b_X), tl.join(tl.zeros_like(b_low), b_high))
+    return b_x.permute(0, 4, 1, 3, 2).reshape(P, 2 * h, 2 * h)
+
+
+@triton.jit
+def halves(b_x, N: tl.constexpr, h: tl.constexpr):
+    """Tiles of even and of odd number.   [N, h, h] -> two [N / 2, h, h]"""
+    return b_x.reshape(N // 2, 2, h, h).permute(0, 2, 3, 1).split()
+
+
+@triton.jit
+def _column_blocks(b_x, NB: tl.constexpr):
+    """Tiles of 16 columns, as four however few there are, each as blocks of 16 rows.   4 x [NB, 16, 16]
+
+    A register more or less: nothing moves between threads where a thread holds a whole row of blocks.
+    """
+    if NB == 4:
+        b_01, b_23 = b_x.reshape(4, 16, 2, 2, 16).permute(0, 1, 4, 3, 2).split()
+        b_0, b_1 = b_01.split()
+        b_2, b_3 = b_23.split()
+        return b_0, b_1, b_2, b_3
+    elif NB == 2:
+        b_0, b_1 = b_x.reshape(2, 16, 2, 16).permute(0, 1, 3, 2).split()
+        return b_0, b_1, b_0, b_1
+    else:
+        b_0 = b_x.reshape(1, 16, 16)
+        return b_0, b_0, b_0, b_0
