@@ -7,6 +7,9 @@ registers is transposed into one:
     o^T = (S^T q^T) in + Y^T F^T                    in, out: decay of rows, per token; a channel gate's is in q and k
     S^T <- total S^T + Y^T E                        folded
     S^T <- total S^T + ((Y^T A^T) out) k            else: one product more, 128 bytes a token less
+
+Where memory is laid out for it, tiles come and go as boxes. Then the chunk that a sequence does not fill is a step of
+its own after the loop, the only one that has to tell its tokens from the next sequence's.
 """
 
 from __future__ import annotations
@@ -19,8 +22,19 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
-from wyfold.tile.dot.triton import operand, precision
-from wyfold.tile.index.triton import load_tile, load_tokens, sequence_span, store_tokens
+from wyfold.tile.dot.triton import mm, operand, precision
+from wyfold.tile.index.triton import (
+    copies_boxes,
+    fetch_numbers,
+    fetch_rows,
+    fetch_tile,
+    fetch_tokens,
+    number_boxes,
+    sequence_span,
+    store_tokens,
+    tile_boxes,
+    token_boxes,
+)
 from wyfold.tile.state.triton import advance, load_state, read, residual, store_state
 
 
@@ -55,22 +69,26 @@ def scan(
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan.triton", key, q.device)
-    BV = min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
-    tiled = prepared.q is not None
+    BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    channel = prepared.q is not None
+    where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *prepared[4:7], o
+    boxes = _boxes(*where, C, BK, BV) if copies_boxes(q.device) else None
+    x_q, x_k, x_v, x_rows, x_total, x_E, x_A, x_F, x_o = boxes or where
     wyfold_scan_triton[(grid.sequences * HV * -(-V // BV),)](
-        prepared.q if tiled else q,
-        None if tiled else q.stride(),
-        prepared.k if tiled else k,
-        None if tiled else k.stride(),
-        v,
+        x_q,
+        None if channel else q.stride(),
+        x_k,
+        None if channel else k.stride(),
+        x_v,
         v.stride(),
-        prepared.rows,
-        prepared.total,
-        prepared.E,
-        prepared.A,
-        prepared.F,
+        x_rows,
+        x_total,
+        x_E,
+        x_A,
+        x_F,
         initial_state,
         None if initial_state is None else initial_state.stride(),
+        x_o,
         o,
         o.stride(),
         final_state,
@@ -89,34 +107,52 @@ def scan(
         K=K,
         V=V,
         BT=C,
-        BK=max(16, triton.next_power_of_2(K)),
+        BK=BK,
         BV=BV,
         PACKED=grid.cu is not None,
-        CHANNEL=tiled,
+        CHANNEL=channel,
+        FOLDED=prepared.E is not None,
+        TMA=boxes is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
+        **config.options(),
     )
+
+
+def _boxes(q, k, v, rows, total, E, A, F, o, C, BK, BV):
+    """All of them as boxes, or None if one cannot be."""
+    channel = q.ndim == 3
+    found = (
+        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(v, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        None if A is None else tile_boxes(A, C, C),
+        tile_boxes(F, C, C),
+        token_boxes(o, C, BV),
+    )
+    return None if found.count(None) > 1 else found
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])
 def wyfold_scan_triton(
-    p_q,
+    x_q,
     s_q,
-    p_k,
+    x_k,
     s_k,
-    p_v,
+    x_v,
     s_v,
-    p_rows,
-    p_total,
-    p_E,
-    p_A,
-    p_F,
+    x_rows,
+    x_total,
+    x_E,
+    x_A,
+    x_F,
     p_S0,
     s_S0,
+    x_o,
     p_o,
     s_o,
     p_ST,
@@ -139,6 +175,8 @@ def wyfold_scan_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -150,38 +188,103 @@ def wyfold_scan_triton(
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
-    o_r = tl.arange(0, BT)
+    i_tile = i_c * HV + i_hv
+    steps = (length // BT).to(tl.int32)
+    if not TMA:
+        steps = tl.cdiv(length, BT).to(tl.int32)
 
     b_S = tl.zeros((BV, BK), tl.float32)
     if p_S0 is not None:
         b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
-    for i in tl.range(0, tl.cdiv(length, BT).to(tl.int32), num_stages=STAGES):
-        i_tile = (i_c + i) * HV + i_hv
-        first = t + i * BT
-        rows = tl.minimum(length - i * BT, BT)
-        if CHANNEL:
-            b_q = load_tile(p_q, i_tile, 0, 0, BT, K, BT, BK)
-            b_k = load_tile(p_k, i_tile, 0, 0, BT, K, BT, BK)
-        else:
-            b_q = load_tokens(p_q, s_q, b, first, i_h, 0, rows, K, BT, BK)
-            b_k = load_tokens(p_k, s_k, b, first, i_h, 0, rows, K, BT, BK)
-        b_v = load_tokens(p_v, s_v, b, first, i_hv, column, rows, V, BT, BV)
-        b_FT = load_tile(p_F, i_tile, 0, 0, BT, BT, BT, BT)
-        p_row = p_rows + i_tile * (4 * BT) + o_r
-        b_y = residual(b_S, b_k, b_v, tl.load(p_row), OP, PRECISION) * tl.load(p_row + 3 * BT)[None, :]
-        b_o = read(b_S, b_q, b_y, b_FT, tl.load(p_row + BT), OP, PRECISION)
-        store_tokens(p_o, s_o, b, first, i_hv, column, rows, tl.trans(b_o * scale), V, BT, BV)
-        if p_E is not None:
-            b_E = load_tile(p_E, i_tile, 0, 0, BT, K, BT, BK)
-            b_S = advance(b_S, p_total, i_tile, b_y, b_E, CHANNEL, K, BK, OP, PRECISION)
-        else:
-            b_AT = load_tile(p_A, i_tile, 0, 0, BT, BT, BT, BT)
-            b_N = tl.dot(b_y.to(OP), b_AT.to(OP), input_precision=PRECISION)
-            b_N *= tl.load(p_row + 2 * BT)[None, :]
-            b_S = advance(b_S, p_total, i_tile, b_N, b_k, CHANNEL, K, BK, OP, PRECISION)
+    total = 0.0
+    if not CHANNEL:
+        total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        next_total = total
+        if not CHANNEL:
+            next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
+        b_S = _step(
+            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_A, x_F, x_o, p_o, s_o,
+            i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
+            K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+        )  # fmt: skip
+        total = next_total
         if p_states is not None:
             if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
                 i_state = (i + 1) // every - 1 + tl.load(p_first_state + i_n)
                 store_state(p_states, s_states, i_state, i_hv, column, b_S, K, V, BK, BV)
+    if TMA:
+        if steps * BT < length:
+            b_S = _step(
+                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_A, x_F, x_o, p_o, s_o,
+                i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+            )  # fmt: skip
     if p_ST is not None:
         store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
+
+
+@triton.jit
+def _step(
+    b_S,
+    total,
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    x_A,
+    x_F,
+    x_o,
+    p_o,
+    s_o,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write a chunk's output; returns the state leaving it. FULL: all its rows are tokens."""
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+
+    b_y = (residual(b_S, b_k, b_v, b_in_k, OP, PRECISION) * b_beta[None, :]).to(OP)
+    b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
+    if TMA and FULL:
+        x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
+    else:
+        store_tokens(p_o, s_o, b, t, i_hv, column, rows, tl.trans(b_o), V, BT, BV)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        return advance(b_S, total, b_y, b_E, OP, PRECISION)
+    else:
+        b_AT = fetch_tile(x_A, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_N = mm(b_y, b_AT, None, OP, PRECISION) * b_out[None, :]
+        return advance(b_S, total, b_N, b_k, OP, PRECISION)

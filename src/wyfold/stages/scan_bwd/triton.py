@@ -1,10 +1,12 @@
 """`scan_bwd` in Triton: two halves of one grid, each program with a state, or its gradient, in its registers.
 
-    forward half:  store S, then as `scan` without output; stores e = W R
-    reverse half:  store dS (of the state leaving the chunk), then
-                   X^T  = scale do^T F + dS^T E^T                    folded
-                   X^T  = scale do^T F + ((dS^T k^T) out) A          else
-                   dS^T <- total dS^T + scale (do^T in) q - (beta X^T in) k
+forward half:  store S, then as `scan` without output; stores e = W R
+reverse half:  store dS (of the state leaving the chunk), then
+               X^T  = scale do^T F + dS^T E^T                    folded
+               X^T  = scale do^T F + ((dS^T k^T) out) A          else
+               dS^T <- total dS^T + scale (do^T in) q - (beta X^T in) k
+
+Boxes, and the chunk that a sequence does not fill, as in `scan`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,19 @@ from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.tile.dot.triton import mm, operand, precision, workspace
-from wyfold.tile.index.triton import load_tile, load_tokens, sequence_span, store_tile
-from wyfold.tile.state.triton import advance, load_state, output_bwd, residual, retreat, store_state
+from wyfold.tile.index.triton import (
+    copies_boxes,
+    fetch_numbers,
+    fetch_rows,
+    fetch_tile,
+    fetch_tokens,
+    number_boxes,
+    send_tile,
+    sequence_span,
+    tile_boxes,
+    token_boxes,
+)
+from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
 
 
 def scan_bwd(
@@ -55,30 +68,27 @@ def scan_bwd(
         *v.new_empty(2, tiles, V, K, dtype=dtype).unbind(), *v.new_empty(2, tiles, C, V, dtype=dtype).unbind()
     )
     config = tuned("scan_bwd.triton", key, q.device)
-    BV = min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
-    tiled = prepared.q is not None
+    BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    channel = prepared.q is not None
+    where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:], *found
+    boxes = _boxes(*where, C, BK, BV) if copies_boxes(q.device) else None
+    x_q, x_k, x_v, x_do, *x_tiles = boxes or where
     wyfold_scan_bwd_triton[(2 * grid.sequences * HV * -(-V // BV),)](
-        prepared.q if tiled else q,
-        None if tiled else q.stride(),
-        prepared.k if tiled else k,
-        None if tiled else k.stride(),
-        v,
+        x_q,
+        None if channel else q.stride(),
+        x_k,
+        None if channel else k.stride(),
+        x_v,
         v.stride(),
-        do,
+        x_do,
         do.stride(),
-        prepared.rows,
-        prepared.total,
-        prepared.E,
-        prepared.A,
-        prepared.F,
-        prepared.W,
+        *x_tiles,
         initial_state,
         None if initial_state is None else initial_state.stride(),
         dST,
         None if dST is None else dST.stride(),
         dS0,
         None if dS0 is None else dS0.stride(),
-        *found,
         grid.cu,
         grid.first,
         grid.sequences,
@@ -90,46 +100,68 @@ def scan_bwd(
         K=K,
         V=V,
         BT=C,
-        BK=max(16, triton.next_power_of_2(K)),
+        BK=BK,
         BV=BV,
         PACKED=grid.cu is not None,
-        CHANNEL=tiled,
+        CHANNEL=channel,
+        FOLDED=prepared.E is not None,
+        TMA=boxes is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
+        **config.options(),
     )
     return found
 
 
+def _boxes(q, k, v, do, rows, total, E, A, F, W, S, dS, e, X, C, BK, BV):
+    """All of them as boxes, or None if one cannot be."""
+    channel = q.ndim == 3
+    found = (
+        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(v, C, BV),
+        token_boxes(do, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        None if A is None else tile_boxes(A, C, C),
+        tile_boxes(F, C, C),
+        tile_boxes(W, C, C),
+        tile_boxes(S, BV, BK),
+        tile_boxes(dS, BV, BK),
+        tile_boxes(e, C, BV),
+        tile_boxes(X, C, BV),
+    )
+    return None if found.count(None) > 1 else found
+
+
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
 def wyfold_scan_bwd_triton(
-    p_q,
+    x_q,
     s_q,
-    p_k,
+    x_k,
     s_k,
-    p_v,
+    x_v,
     s_v,
-    p_do,
+    x_do,
     s_do,
-    p_rows,
-    p_total,
-    p_E,
-    p_A,
-    p_F,
-    p_W,
+    x_rows,
+    x_total,
+    x_E,
+    x_A,
+    x_F,
+    x_W,
+    x_S,
+    x_dS,
+    x_e,
+    x_X,
     p_S0,
     s_S0,
     p_dST,
     s_dST,
     p_dS0,
     s_dS0,
-    p_S,
-    p_dS,
-    p_e,
-    p_X,
     p_cu,
     p_first,
     N,
@@ -145,6 +177,8 @@ def wyfold_scan_bwd_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -153,71 +187,186 @@ def wyfold_scan_bwd_triton(
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     half = N * HV * NV
-    reverse = pid >= half
-    pid -= tl.where(reverse, half, 0)
+    reverse = pid < half
+    pid -= tl.where(reverse, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
-    chunks = tl.cdiv(length, BT).to(tl.int32)
-    o_r = tl.arange(0, BT)
+    i_tile = i_c * HV + i_hv
+    steps = (length // BT).to(tl.int32)
+    if not TMA:
+        steps = tl.cdiv(length, BT).to(tl.int32)
+    total = 0.0
 
     if reverse:
         b_dS = tl.zeros((BV, BK), tl.float32)
         if p_dST is not None:
             b_dS = load_state(p_dST, s_dST, i_n, i_hv, column, K, V, BK, BV)
-        for j in tl.range(0, chunks, num_stages=STAGES):
-            i = chunks - 1 - j
-            i_tile = (i_c + i) * HV + i_hv
-            first = t + i * BT
-            rows = tl.minimum(length - i * BT, BT)
-            if CHANNEL:
-                b_q = load_tile(p_q, i_tile, 0, 0, BT, K, BT, BK)
-                b_k = load_tile(p_k, i_tile, 0, 0, BT, K, BT, BK)
-            else:
-                b_q = load_tokens(p_q, s_q, b, first, i_h, 0, rows, K, BT, BK)
-                b_k = load_tokens(p_k, s_k, b, first, i_h, 0, rows, K, BT, BK)
-            b_do = load_tokens(p_do, s_do, b, first, i_hv, column, rows, V, BT, BV)
-            b_FT = load_tile(p_F, i_tile, 0, 0, BT, BT, BT, BT)
-            p_row = p_rows + i_tile * (4 * BT) + o_r
-            store_tile(p_dS, i_tile, column, 0, b_dS, V, K, BV, BK)
-            b_X, b_doT = output_bwd(b_do, b_FT, scale, OP, PRECISION)
-            if p_E is not None:
-                b_E = load_tile(p_E, i_tile, 0, 0, BT, K, BT, BK)
-                b_X = mm(b_dS, tl.trans(b_E), b_X, OP, PRECISION)
-            else:
-                b_AT = load_tile(p_A, i_tile, 0, 0, BT, BT, BT, BT)
-                b_dN = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) * tl.load(p_row + 2 * BT)[None, :]
-                b_X = mm(b_dN, tl.trans(b_AT), b_X, OP, PRECISION)
-            store_tile(p_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV)
-            b_dR = b_X * tl.load(p_row + 3 * BT)[None, :]
-            b_in_k, b_in_q = tl.load(p_row), tl.load(p_row + BT)
-            b_dS = retreat(b_dS, p_total, i_tile, b_doT, b_dR, b_q, b_k, b_in_q, b_in_k, CHANNEL, K, BK, OP, PRECISION)
+        if TMA:
+            if steps * BT < length:
+                if not CHANNEL:
+                    total = tl.load(x_total + i_tile + steps * HV)
+                b_dS = _reverse_step(
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_A, x_F, x_dS, x_X,
+                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                )  # fmt: skip
+        if not CHANNEL:
+            total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
+        for j in tl.range(0, steps, num_stages=STAGES):
+            i = steps - 1 - j
+            next_total = total
+            if not CHANNEL:
+                next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
+            b_dS = _reverse_step(
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_A, x_F, x_dS, x_X,
+                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            )  # fmt: skip
+            total = next_total
         if p_dS0 is not None:
             store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
     else:
         b_S = tl.zeros((BV, BK), tl.float32)
         if p_S0 is not None:
             b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
-        for i in tl.range(0, chunks, num_stages=STAGES):
-            i_tile = (i_c + i) * HV + i_hv
-            first = t + i * BT
-            rows = tl.minimum(length - i * BT, BT)
-            if CHANNEL:
-                b_k = load_tile(p_k, i_tile, 0, 0, BT, K, BT, BK)
-            else:
-                b_k = load_tokens(p_k, s_k, b, first, i_h, 0, rows, K, BT, BK)
-            b_v = load_tokens(p_v, s_v, b, first, i_hv, column, rows, V, BT, BV)
-            b_WT = load_tile(p_W, i_tile, 0, 0, BT, BT, BT, BT)
-            p_row = p_rows + i_tile * (4 * BT) + o_r
-            b_beta = tl.load(p_row + 3 * BT)
-            store_tile(p_S, i_tile, column, 0, b_S, V, K, BV, BK)
-            b_R = residual(b_S, b_k, b_v, tl.load(p_row), OP, PRECISION)
-            b_e = mm(b_R, b_WT, None, OP, PRECISION)
-            store_tile(p_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV)
-            if p_E is not None:
-                b_E = load_tile(p_E, i_tile, 0, 0, BT, K, BT, BK)
-                b_S = advance(b_S, p_total, i_tile, b_R * b_beta[None, :], b_E, CHANNEL, K, BK, OP, PRECISION)
-            else:
-                b_N = b_e * (b_beta * tl.load(p_row + 2 * BT))[None, :]
-                b_S = advance(b_S, p_total, i_tile, b_N, b_k, CHANNEL, K, BK, OP, PRECISION)
+        if not CHANNEL:
+            total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            next_total = total
+            if not CHANNEL:
+                next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
+            b_S = _forward_step(
+                b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_S, x_e,
+                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            )  # fmt: skip
+            total = next_total
+        if TMA:
+            if steps * BT < length:
+                _forward_step(
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_S, x_e,
+                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _reverse_step(
+    b_dS,
+    total,
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_do,
+    s_do,
+    x_rows,
+    x_total,
+    x_E,
+    x_A,
+    x_F,
+    x_dS,
+    x_X,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dS and X of a chunk; returns the gradient of the state entering it. FULL: all its rows are tokens."""
+    if CHANNEL:
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+
+    send_tile(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, TMA)
+    b_doT = tl.trans(b_do)
+    b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_X = mm(b_dS, tl.trans(b_E), b_X, OP, PRECISION)
+    else:
+        b_AT = fetch_tile(x_A, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_dN = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) * b_out[None, :]
+        b_X = mm(b_dN, tl.trans(b_AT), b_X, OP, PRECISION)
+    send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
+    b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
+    return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
+
+
+@triton.jit
+def _forward_step(
+    b_S,
+    total,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    x_W,
+    x_S,
+    x_e,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
+    if CHANNEL:
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+
+    send_tile(x_S, i_tile, column, 0, b_S, V, K, BV, BK, TMA)
+    b_R = residual(b_S, b_k, b_v, b_in_k, OP, PRECISION)
+    b_e = mm(b_R, b_WT, None, OP, PRECISION)
+    send_tile(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, TMA)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        return advance(b_S, total, b_R * b_beta[None, :], b_E, OP, PRECISION)
+    else:
+        return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)

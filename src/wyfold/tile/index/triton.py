@@ -2,14 +2,57 @@
 
 Offsets are 64-bit. Rows past a chunk's last token, and columns past a tensor's width, are never touched: a load gives
 zeros there.
+
+From sm_90 on a copy engine brings whole boxes of a matrix, for which no thread computes an address. A box is given by
+the numbers of its first row and column, 32 bits each, and holds whatever lies there: past a chunk's last token the next
+sequence's rows. What takes an address or a box is called `x_`; TMA says which.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from wyfold.runtime.launch import architecture
 from wyfold.tile.activation.triton import sigmoid
+
+MOST = 2**31
+"""Rows or columns of a matrix, one more than a box's place can name."""
+
+
+def copies_boxes(device: torch.device) -> bool:
+    """Whether the device has the engine; an interpreter has."""
+    name = architecture(device)
+    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+
+
+def token_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """Boxes of x [B, T, H, W] as a matrix [B T, W of every head]; None where memory is not laid out for them."""
+    (B, T, H, W), (s_b, s_t, s_h, s_w) = x.shape, x.stride()
+    width = (H - 1) * s_h + W
+    if s_w != 1 or W % columns or s_t * x.itemsize % 16 or x.data_ptr() % 16 or (B > 1 and s_b != T * s_t):
+        return None
+    if not (0 < s_t and 0 < B * T < MOST and 0 < width < MOST):
+        return None
+    return TensorDescriptor(x, [B * T, width], [s_t, 1], [rows, columns])
+
+
+def tile_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
+    tiles, R, W = x.shape
+    if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < MOST:
+        return None
+    return TensorDescriptor(x, [tiles * R, W], [W, 1], [rows, columns])
+
+
+def number_boxes(x: Tensor, count: int) -> TensorDescriptor | None:
+    """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
+    if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
+        return None
+    return TensorDescriptor(x, [x.numel()], [1], [count])
 
 
 @triton.jit
@@ -63,6 +106,33 @@ def store_tokens(p, strides, b, t, h, column, rows, x, W: tl.constexpr, BT: tl.c
     """Write x [BT, BW] to the rows that are tokens, rounding once."""
     offsets, mask = token_offsets(strides, b, t, h, column, rows, W, BT, BW)
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fetch_tokens(
+    x,
+    strides,
+    b,
+    t,
+    h,
+    column,
+    rows,
+    T,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """`load_tokens` of a tensor of T tokens a buffer row, from a box or an address. FULL: all rows are tokens."""
+    if TMA:
+        b_x = x.load([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
+        if FULL:
+            return b_x
+        else:
+            return tl.where((tl.arange(0, BT) < rows)[:, None], b_x, tl.zeros((BT, BW), b_x.dtype))
+    else:
+        return load_tokens(x, strides, b, t, h, column, rows, W, BT, BW)
 
 
 @triton.jit
@@ -128,3 +198,46 @@ def fetch_tile(
         return p.load([(i_tile * R + row).to(tl.int32), column])
     else:
         return load_tile(p, i_tile, row, column, R, W, BR, BW)
+
+
+@triton.jit
+def send_tile(
+    x, i_tile, row, column, b_x, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+):
+    """`store_tile`, to a box or an address."""
+    if TMA:
+        x.store([(i_tile * R).to(tl.int32) + row, column], b_x.to(x.dtype))
+    else:
+        store_tile(x, i_tile, row, column, b_x, R, W, BR, BW)
+
+
+@triton.jit
+def fetch_numbers(x, i, W: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr):
+    """The i-th W numbers of a contiguous tensor, from a box or an address.   [BW]"""
+    if TMA:
+        return x.load([(i * W).to(tl.int32)])
+    else:
+        o_w = tl.arange(0, BW)
+        return tl.load(x + i.to(tl.int64) * W + o_w, mask=o_w < W, other=0.0)
+
+
+@triton.jit
+def fetch_rows(x, i_tile, BT: tl.constexpr, TMA: tl.constexpr):
+    """What `prepare` leaves for every row of a tile: decays in for k and for q, decay out, beta.   [BT] each
+
+    One box holds all four, and comes apart in registers, where no thread has to give another one a number.
+    """
+    if TMA:
+        b_x = x.load([(i_tile * 4).to(tl.int32), 0])
+        b_even, b_odd = tl.split(tl.reshape(tl.trans(b_x), (BT, 2, 2)))
+        b_in_k, b_out = tl.split(b_even)
+        b_in_q, b_beta = tl.split(b_odd)
+    else:
+        p_row = x + i_tile.to(tl.int64) * (4 * BT) + tl.arange(0, BT)
+        b_in_k, b_in_q, b_out, b_beta = (
+            tl.load(p_row),
+            tl.load(p_row + BT),
+            tl.load(p_row + 2 * BT),
+            tl.load(p_row + 3 * BT),
+        )
+    return b_in_k, b_in_q, b_out, b_beta

@@ -9,9 +9,7 @@ from wyfold.tile.dot.triton import mm
 
 
 @triton.jit
-def state_offsets(
-    strides, i_n, i_h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
-):
+def state_offsets(strides, i_n, i_h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Offsets and mask of value rows column.. of a state in [N, HV, K, V].   [BV, BK]"""
     o_v = column + tl.arange(0, BV)
     o_k = tl.arange(0, BK)
@@ -50,57 +48,23 @@ def read(b_S, b_q, b_y, b_FT, b_in, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def advance(
-    b_S,
-    p_total,
-    i_tile,
-    b_left,
-    b_right,
-    CHANNEL: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """State leaving the chunk, total S^T + left right.   [BV, BK] float32"""
-    return mm(b_left, b_right, decayed(b_S, p_total, i_tile, CHANNEL, K, BK), OP, PRECISION)
+def advance(b_S, total, b_left, b_right, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """State leaving the chunk, total S^T + left right.   [BV, BK] float32
+
+    Args:
+        total: Decay over the chunk, one number or [1, BK].
+        b_left, b_right: y^T and E, or the written values, decayed to the chunk's end, and k.
+    """
+    return mm(b_left, b_right, b_S * total, OP, PRECISION)
 
 
 @triton.jit
-def decayed(b_S, p_total, i_tile, CHANNEL: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The state, or its gradient, times the decay over the whole chunk.   [BV, BK]"""
-    if CHANNEL:
-        o_k = tl.arange(0, BK)
-        return b_S * tl.load(p_total + i_tile * K + o_k, mask=o_k < K, other=0.0)[None, :]
-    else:
-        return b_S * tl.load(p_total + i_tile)
+def retreat(b_dS, total, b_doT, b_q, b_dRT, b_k, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of the state entering the chunk, total dS^T + do^T q - dR^T k.   [BV, BK] float32
 
-
-@triton.jit
-def output_bwd(b_do, b_FT, scale, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradient of y through the chunk's own output, and scale do^T itself.   [BV, BT] each, float32"""
-    b_doT = tl.trans(b_do).to(tl.float32) * scale
-    return mm(b_doT, tl.trans(b_FT), None, OP, PRECISION), b_doT
-
-
-@triton.jit
-def retreat(
-    b_dS,
-    p_total,
-    i_tile,
-    b_doT,
-    b_dR,
-    b_q,
-    b_k,
-    b_in_q,
-    b_in_k,
-    CHANNEL: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradient of the state entering the chunk, total dS^T + (do^T in) q - (dR^T in) k.   [BV, BK] float32"""
-    b_dS = decayed(b_dS, p_total, i_tile, CHANNEL, K, BK)
-    b_dS = mm(b_doT * b_in_q[None, :], b_q, b_dS, OP, PRECISION)
-    return mm(-b_dR * b_in_k[None, :], b_k, b_dS, OP, PRECISION)
+    Args:
+        total: As in `advance`.
+        b_doT, b_dRT: [BV, BT], times the decay from the chunk's start; a channel gate's is in q and k.
+    """
+    b_dS = mm(b_doT, b_q, b_dS * total, OP, PRECISION)
+    return mm(-b_dRT, b_k, b_dS, OP, PRECISION)
