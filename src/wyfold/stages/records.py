@@ -56,8 +56,8 @@ class Prepared(NamedTuple):
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
         E: [t, C, K], or None in the unfolded form.
-        A, F: [t, C, C], transposed; A is None in the folded form.
-        W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None where no backward follows.
+        A, F: [t, C, C], transposed; A is None in the folded form, and where no backward follows.
+        W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward follows.
     """
 
     rows: Tensor

@@ -52,7 +52,7 @@ def prepare(
         grid: The call's chunk grid.
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
-        folded: Whether the scans will read E instead of A.
+        folded: Whether the scans will read E instead of W, and back instead of A.
         backward: Whether `scan_bwd` will read these.
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
@@ -116,14 +116,14 @@ def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: b
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
-        A=None if folded else q.new_empty(tiles, C, C, dtype=stored),
+        A=q.new_empty(tiles, C, C, dtype=stored) if backward and not folded else None,
         F=q.new_empty(tiles, C, C, dtype=stored),
-        W=q.new_empty(tiles, C, C, dtype=stored) if backward else None,
+        W=q.new_empty(tiles, C, C, dtype=stored) if backward or not folded else None,
     )
 
 
 def reads_folded(g: Tensor | None) -> bool:
-    """Whether a call's scans read E, which spares them a product, or A, which spares them memory."""
+    """Whether a call's scans read E, which spares them a product, or W, which spares them memory."""
     return gate_kind(g) == "channel"
 
 

@@ -3,10 +3,11 @@
 The state is held transposed, [V, K], so that every product reads the running value as its left operand and nothing in
 registers is transposed into one:
 
-    Y^T = beta (V^T - (S^T k^T) in)
+    R^T = V^T - (S^T k^T) in          Y^T = R^T beta
     o^T = (S^T q^T) in + Y^T F^T                    in, out: decay of rows, per token; a channel gate's is in q and k
     S^T <- total S^T + Y^T E                        folded
-    S^T <- total S^T + ((Y^T A^T) out) k            else: one product more, 128 bytes a token less
+    S^T <- total S^T + ((R^T W^T) beta out) k       else: one product more, 128 bytes a token less; `scan_bwd`, which
+                                                    needs e = W R, makes the same state of it, bit for bit
 
 Where memory is laid out for it, tiles come and go as boxes. Then the chunk that a sequence does not fill is a step of
 its own after the loop, the only one that has to tell its tokens from the next sequence's.
@@ -71,9 +72,11 @@ def scan(
     config = tuned("scan.triton", key, q.device)
     BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
     channel = prepared.q is not None
-    where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *prepared[4:7], o
+    folded = prepared.E is not None
+    factors = prepared.E, None if folded else prepared.W, prepared.F
+    where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     boxes = _boxes(*where, C, BK, BV) if copies_boxes(q.device) else None
-    x_q, x_k, x_v, x_rows, x_total, x_E, x_A, x_F, x_o = boxes or where
+    x_q, x_k, x_v, x_rows, x_total, x_E, x_W, x_F, x_o = boxes or where
     wyfold_scan_triton[(grid.sequences * HV * -(-V // BV),)](
         x_q,
         None if channel else q.stride(),
@@ -84,7 +87,7 @@ def scan(
         x_rows,
         x_total,
         x_E,
-        x_A,
+        x_W,
         x_F,
         initial_state,
         None if initial_state is None else initial_state.stride(),
@@ -111,7 +114,7 @@ def scan(
         BV=BV,
         PACKED=grid.cu is not None,
         CHANNEL=channel,
-        FOLDED=prepared.E is not None,
+        FOLDED=folded,
         TMA=boxes is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
@@ -120,7 +123,7 @@ def scan(
     )
 
 
-def _boxes(q, k, v, rows, total, E, A, F, o, C, BK, BV):
+def _boxes(q, k, v, rows, total, E, W, F, o, C, BK, BV):
     """All of them as boxes, or None if one cannot be."""
     channel = q.ndim == 3
     found = (
@@ -130,7 +133,7 @@ def _boxes(q, k, v, rows, total, E, A, F, o, C, BK, BV):
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        None if A is None else tile_boxes(A, C, C),
+        None if W is None else tile_boxes(W, C, C),
         tile_boxes(F, C, C),
         token_boxes(o, C, BV),
     )
@@ -148,7 +151,7 @@ def wyfold_scan_triton(
     x_rows,
     x_total,
     x_E,
-    x_A,
+    x_W,
     x_F,
     p_S0,
     s_S0,
@@ -204,7 +207,7 @@ def wyfold_scan_triton(
         if not CHANNEL:
             next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
         b_S = _step(
-            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_A, x_F, x_o, p_o, s_o,
+            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_F, x_o, p_o, s_o,
             i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
             K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
         )  # fmt: skip
@@ -216,7 +219,7 @@ def wyfold_scan_triton(
     if TMA:
         if steps * BT < length:
             b_S = _step(
-                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_A, x_F, x_o, p_o, s_o,
+                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_F, x_o, p_o, s_o,
                 i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
             )  # fmt: skip
@@ -237,7 +240,7 @@ def _step(
     x_rows,
     x_total,
     x_E,
-    x_A,
+    x_W,
     x_F,
     x_o,
     p_o,
@@ -275,7 +278,8 @@ def _step(
     b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
     b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
 
-    b_y = (residual(b_S, b_k, b_v, b_in_k, OP, PRECISION) * b_beta[None, :]).to(OP)
+    b_R = residual(b_S, b_k, b_v, b_in_k, OP, PRECISION)
+    b_y = (b_R * b_beta[None, :]).to(OP)
     b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
     if TMA and FULL:
         x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
@@ -285,6 +289,6 @@ def _step(
         b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
         return advance(b_S, total, b_y, b_E, OP, PRECISION)
     else:
-        b_AT = fetch_tile(x_A, i_tile, 0, 0, BT, BT, BT, BT, TMA)
-        b_N = mm(b_y, b_AT, None, OP, PRECISION) * b_out[None, :]
-        return advance(b_S, total, b_N, b_k, OP, PRECISION)
+        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_e = mm(b_R, b_WT, None, OP, PRECISION)
+        return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)
