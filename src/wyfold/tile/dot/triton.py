@@ -46,30 +46,40 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b of float32 operands that are not rounded; the smallest partial products first."""
+    """acc + a b of operands that are not rounded: float32, or bfloat16, which is a single part; small products first."""
     if EXACT == "bf16x3":
-        a_high, a_low = bf16_parts(a)
-        b_high, b_low = bf16_parts(b)
-        acc = tl.dot(a_low, b_high, acc)
-        acc = tl.dot(a_high, b_low, acc)
-        return tl.dot(a_high, b_high, acc)
+        if a.dtype == tl.bfloat16:
+            b_high, b_low = bf16_parts(b)
+            return tl.dot(a, b_high, tl.dot(a, b_low, acc))
+        elif b.dtype == tl.bfloat16:
+            a_high, a_low = bf16_parts(a)
+            return tl.dot(a_high, b, tl.dot(a_low, b, acc))
+        else:
+            a_high, a_low = bf16_parts(a)
+            b_high, b_low = bf16_parts(b)
+            acc = tl.dot(a_low, b_high, acc)
+            acc = tl.dot(a_high, b_low, acc)
+            return tl.dot(a_high, b_high, acc)
+    elif EXACT == "bf16x6":
+        b_high, b_mid, b_low = bf16_thirds(b)
+        if a.dtype == tl.bfloat16:
+            return tl.dot(a, b_high, tl.dot(a, b_mid, tl.dot(a, b_low, acc)))
+        else:
+            a_high, a_mid, a_low = bf16_thirds(a)
+            acc = tl.dot(a_low, b_high, acc)
+            acc = tl.dot(a_high, b_low, acc)
+            acc = tl.dot(a_mid, b_mid, acc)
+            acc = tl.dot(a_mid, b_high, acc)
+            acc = tl.dot(a_high, b_mid, acc)
+            return tl.dot(a_high, b_high, acc)
     elif EXACT == "tf32x3":
-        a_high, a_low = tf32_parts(a)
-        b_high, b_low = tf32_parts(b)
+        a_high, a_low = tf32_parts(a.to(tl.float32))
+        b_high, b_low = tf32_parts(b.to(tl.float32))
         acc = tl.dot(a_low, b_high, acc, input_precision="tf32")
         acc = tl.dot(a_high, b_low, acc, input_precision="tf32")
         return tl.dot(a_high, b_high, acc, input_precision="tf32")
-    elif EXACT == "bf16x6":
-        a_high, a_mid, a_low = bf16_thirds(a)
-        b_high, b_mid, b_low = bf16_thirds(b)
-        acc = tl.dot(a_low, b_high, acc)
-        acc = tl.dot(a_high, b_low, acc)
-        acc = tl.dot(a_mid, b_mid, acc)
-        acc = tl.dot(a_mid, b_high, acc)
-        acc = tl.dot(a_high, b_mid, acc)
-        return tl.dot(a_high, b_high, acc)
     else:
-        return tl.dot(a, b, acc, input_precision=EXACT)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=EXACT)
 
 
 @triton.jit

@@ -33,62 +33,71 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: 
         _, b_1, _, b_3 = _column_blocks(b_LT, NB)
         b_upper, _ = halves(tl.where(i_b < 2, b_1, b_3), NB, 16)
         b_low, b_high = halves(b_D, NB, 16)
-        b_D = merged_transposed(b_low, b_upper, b_high, NB // 2, 16, EXACT)
+        b_X = corner_transposed(b_low, b_upper, b_high, EXACT)
+        b_D = _upper_quad(b_low, b_X, b_high, NB // 2, 16)
         if NB == 2:
             return b_D.reshape(32, 32)
         else:
             _, b_upper = b_LT.reshape(2, 32, 2, 32).permute(0, 1, 3, 2).split()
             b_upper, _ = b_upper.permute(1, 2, 0).split()
             b_low, b_high = b_D.permute(1, 2, 0).split()
-            b_X = -mm_exact(mm_exact(b_low, b_upper, None, EXACT), b_high, None, EXACT)
+            b_X = corner_transposed(b_low, b_upper, b_high, EXACT)
             return _upper_quad(b_low[None], b_X[None], b_high[None], 1, 32).reshape(64, 64)
 
 
 @triton.jit
-def substituted(b_L, M: tl.constexpr, P: tl.constexpr):
-    """(I + L)^-1 of the 16 x 16 blocks [:, m, p, :], of which only entries below the diagonal are read.   [16, M, P, 16]
+def substituted(b_L, A: tl.constexpr, B: tl.constexpr):
+    """(I + L)^-1 of the 16 x 16 blocks [a, :, b, :], of which only what is below the diagonal is read.   [A, 16, B, 16]
 
-        A[r, :] -= L[r, s] A[s, :]      r > s;  s = 0 .. 14
+        X[r, :] -= L[r, s] X[s, :]      r > s;  s = 0 .. 14
 
-    Row r does not depend on rows after r. P is 2, so that a warp's 32 lanes hold 16 columns of two blocks.
+    Row r does not depend on rows after r. A or B is even, so that the 32 lanes of a warp hold 16 columns of two blocks.
     """
-    o_r = tl.arange(0, 16)[:, None, None, None]
+    o_r = tl.arange(0, 16)[None, :, None, None]
     o_c = tl.arange(0, 16)[None, None, None, :]
     b_L = tl.where(o_r > o_c, b_L, 0.0)
-    b_A = tl.where(o_r == o_c, 1.0, 0.0) + tl.zeros((16, M, P, 16), tl.float32)
+    b_X = tl.where(o_r == o_c, 1.0, 0.0) + tl.zeros((A, 16, B, 16), tl.float32)
     for s in tl.static_range(15):
-        b_column = tl.gather(b_L, tl.full((16, M, P, 1), s, tl.int32), 3)
-        b_row = tl.sum(tl.where(o_r == s, b_A, 0.0), axis=0)[None]
-        b_A = tl.where(o_r > s, b_A - b_column * b_row, b_A)
-    return b_A
+        b_column = tl.gather(b_L, tl.full((A, 16, B, 1), s, tl.int32), 3)
+        b_row = tl.sum(tl.where(o_r == s, b_X, 0.0), axis=1)[:, None]
+        b_X = tl.where(o_r > s, b_X - b_column * b_row, b_X)
+    return b_X
 
 
 @triton.jit
 def _shared_out(b_L, NB: tl.constexpr, WARPS: tl.constexpr):
-    """`substituted`, one block a warp and twice in its lanes: work done twice costs less than moving it.   [16, NB, 16]"""
-    M: tl.constexpr = WARPS if WARPS > NB else NB
-    TIMES: tl.constexpr = M // NB
-    b_L = tl.broadcast_to(b_L[:, None, :, None, :], (16, TIMES, NB, 2, 16)).reshape(16, M, 2, 16)
-    b_A = substituted(b_L, M, 2)
+    """`substituted`, one block a warp and twice in its lanes: to do work twice costs less than to move it.
+
+    [16, NB, 16] -> [16, NB, 16]
+    """
+    TIMES: tl.constexpr = WARPS // NB if WARPS > NB else 1
+    B: tl.constexpr = TIMES * NB * 2
+    b_L = tl.broadcast_to(b_L[:, None, :, None, :], (16, TIMES, NB, 2, 16)).reshape(1, 16, B, 16)
+    b_X = substituted(b_L, 1, B).reshape(16, TIMES, NB, 2, 16)
     if TIMES > 1:
-        i_time = tl.arange(0, TIMES)[None, :, None, None, None]
-        b_A = tl.sum(tl.where(i_time == 0, b_A.reshape(16, TIMES, NB, 2, 16), 0.0), axis=1)
-    return tl.sum(tl.where(tl.arange(0, 2)[None, None, :, None] == 0, b_A, 0.0), axis=2)
+        b_X = tl.sum(tl.where(tl.arange(0, TIMES)[None, :, None, None, None] == 0, b_X, 0.0), axis=1)
+    b_X = b_X.reshape(16, NB, 2, 16)
+    return tl.sum(tl.where(tl.arange(0, 2)[None, None, :, None] == 0, b_X, 0.0), axis=2)
 
 
 @triton.jit
 def merged(b_low, b_lower, b_high, P: tl.constexpr, h: tl.constexpr, EXACT: tl.constexpr):
-    """Inverse of P tiles of 2h rows from those of their halves and the block below: [low, 0; -high lower low, high]."""
-    b_X = -mm_exact(b_high, mm_exact(b_lower, b_low, None, EXACT), None, EXACT)
+    """Inverses of P tiles of 2h rows from those of their halves and the block below: [low, 0; X, high].   [P, 2h, 2h]"""
+    b_X = corner(b_low, b_lower, b_high, EXACT)
     b_x = tl.join(tl.join(b_low, tl.zeros_like(b_low)), tl.join(b_X, b_high))
     return b_x.permute(0, 4, 1, 3, 2).reshape(P, 2 * h, 2 * h)
 
 
 @triton.jit
-def merged_transposed(b_low, b_upper, b_high, P: tl.constexpr, h: tl.constexpr, EXACT: tl.constexpr):
-    """`merged` of transposes: [low, -low upper high; 0, high].   [P, 2h, 2h]"""
-    b_X = -mm_exact(mm_exact(b_low, b_upper, None, EXACT), b_high, None, EXACT)
-    return _upper_quad(b_low, b_X, b_high, P, h)
+def corner(b_low, b_lower, b_high, EXACT: tl.constexpr):
+    """X = -high (lower low)."""
+    return -mm_exact(b_high, mm_exact(b_lower, b_low, None, EXACT), None, EXACT)
+
+
+@triton.jit
+def corner_transposed(b_low, b_upper, b_high, EXACT: tl.constexpr):
+    """`corner` of transposes: X = -(low upper) high."""
+    return -mm_exact(mm_exact(b_low, b_upper, None, EXACT), b_high, None, EXACT)
 
 
 @triton.jit
