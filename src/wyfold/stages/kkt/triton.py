@@ -54,9 +54,7 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         LEVELS=gram_levels(gate, C),
         OP=operand(k.dtype) if rounded else tl.float32,
         PRECISION=precision(k.dtype) if rounded else exact(torch.float32),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
+        **config.options(),
     )
 
 

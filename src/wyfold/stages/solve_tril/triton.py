@@ -41,9 +41,7 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
         BT=C,
         PACKED=grid.cu is not None,
         EXACT="ieee" if interpreting() else "bf16x6",
-        num_warps=config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
+        **config.options(),
     )
 
 

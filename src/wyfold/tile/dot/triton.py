@@ -46,7 +46,7 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b of operands that are not rounded: float32, or bfloat16, which is a single part; small products first."""
+    """acc + a b of operands that are not rounded: float32, or bfloat16, which is one part; small products first."""
     if EXACT == "bf16x3":
         if a.dtype == tl.bfloat16:
             b_high, b_low = bf16_parts(b)

@@ -82,7 +82,7 @@ def _shared_out(b_L, NB: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def merged(b_low, b_lower, b_high, P: tl.constexpr, h: tl.constexpr, EXACT: tl.constexpr):
-    """Inverses of P tiles of 2h rows from those of their halves and the block below: [low, 0; X, high].   [P, 2h, 2h]"""
+    """Inverses of P tiles from those of their halves and the block below: [low, 0; X, high].   [P, 2h, 2h]"""
     b_X = corner(b_low, b_lower, b_high, EXACT)
     b_x = tl.join(tl.join(b_low, tl.zeros_like(b_low)), tl.join(b_X, b_high))
     return b_x.permute(0, 4, 1, 3, 2).reshape(P, 2 * h, 2 * h)
