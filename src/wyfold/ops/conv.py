@@ -114,10 +114,19 @@ class _Tensors(NamedTuple):
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
 
-    def boundaries(self) -> Tensor:
-        """Boundaries of all sequences laid one after another, on the CPU."""
+    def boundaries(self, backend: str) -> Tensor | int:
+        """Boundaries of all sequences laid one after another; kernels take the one length of a batch.
+
+        They read boundaries where they are. Eager wants them on the CPU and waits.
+        """
         B, T, _ = self.x.shape
-        return torch.arange(B + 1) * T if self.cu_seqlens is None else legal_boundaries(_NAME, self.cu_seqlens, T)
+        if self.cu_seqlens is None:
+            return torch.arange(B + 1) * T if backend == "eager" else T
+        if backend == "eager":
+            return legal_boundaries(_NAME, self.cu_seqlens, T)
+        if check.readable(self.cu_seqlens):
+            legal_boundaries(_NAME, self.cu_seqlens, T)
+        return self.cu_seqlens
 
 
 _TENSORS_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, Tensor? cu_seqlens"
@@ -158,7 +167,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         t.bias,
         None if t.residual is None else t.residual.flatten(0, 1),
         t.initial_state,
-        t.boundaries(),
+        t.boundaries(backend),
         activated,
         y.flatten(0, 1),
         final_state if output_final_state else None,
@@ -183,7 +192,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     """Gradients of the tensors that need one, in their order."""
     t = _Tensors(*arguments[: len(_Tensors._fields)])
     dy, dfinal, needs, activated, backend = arguments[len(t) :]
-    dtype, boundaries = widest(*t[:_DIFFERENTIABLE]), t.boundaries()
+    dtype = widest(*t[:_DIFFERENTIABLE])
     sums = (t.weight.mT, t.bias, t.initial_state)
     dx = t.x.new_empty(t.x.shape) if needs[0] else None
     dweight, dbias, dstate = (
@@ -195,7 +204,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
         t.weight,
         t.bias,
         t.initial_state,
-        boundaries,
+        t.boundaries(backend),
         activated,
         None if dy is None else dy.flatten(0, 1),
         dfinal,
@@ -206,8 +215,10 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if t.residual is not None and needs[3]:
         dresidual = t.residual.new_zeros(t.residual.shape)
         if dy is not None:
-            owned = int(boundaries[-1])
-            dresidual.flatten(0, 1)[:owned] = dy.flatten(0, 1)[:owned]
+            dresidual.copy_(dy)
+            if t.cu_seqlens is not None:
+                token = torch.arange(dy.shape[1], device=dy.device)
+                dresidual.masked_fill_((token >= t.cu_seqlens[-1])[:, None], 0)
     gradients = (dx, None if dweight is None else dweight.t(), dbias, dresidual, dstate)
     return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, t) if dx is not None and x is not None]
 

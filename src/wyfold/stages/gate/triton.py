@@ -35,8 +35,8 @@ def gate(
         out: Shape of x.
     """
     tile = _tiles("gate", x, out)
-    if tile.count:
-        wyfold_gate_triton[(tile.count * tile.blocks,)](
+    if tile.tiles:
+        wyfold_gate_triton[(tile.tiles * tile.blocks,)](
             x, *tile.steps(x), _vector(A_log), _vector(dt_bias), out, *tile.steps(out), x.shape[0], lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
         )  # fmt: skip
@@ -53,14 +53,14 @@ def gate_bwd(
 ) -> None:
     """Gradients of `gate`; arguments as there, dg like x."""
     tile = _tiles("gate_bwd", x, dg, out.x)
-    if not tile.count:
+    if not tile.tiles:
         return
     rate_wanted, bias_wanted = out.A_log is not None and A_log is not None, out.dt_bias is not None
-    programs = min(tile.count, max(1, tile.programs // tile.blocks))
+    programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
     wyfold_gate_bwd_triton[(programs * tile.blocks,)](
         x, *tile.steps(x), _vector(A_log), _vector(dt_bias), dg, *tile.steps(dg), out.x, *tile.steps(out.x), partial,
-        x.shape[0], tile.count, programs, lower_bound,
+        x.shape[0], tile.tiles, programs, lower_bound,
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
     )  # fmt: skip
     if partial is not None and out.A_log is not None and A_log is not None:
@@ -73,8 +73,8 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     """Write scale * sigmoid(x) to out; both [n, W]."""
     x, out = _elements(x, out)
     tile = _tiles("beta_sigmoid", x, out)
-    if tile.count:
-        wyfold_beta_sigmoid_triton[(tile.count * tile.blocks,)](
+    if tile.tiles:
+        wyfold_beta_sigmoid_triton[(tile.tiles * tile.blocks,)](
             x, *tile.steps(x), out, *tile.steps(out), x.shape[0], float(scale), **tile.launch()
         )
 
@@ -83,16 +83,16 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     """Write the gradient of `beta_sigmoid` to dx; all [n, W]."""
     x, dbeta, dx = _elements(x, dbeta, dx)
     tile = _tiles("beta_sigmoid_bwd", x, dbeta, dx)
-    if tile.count:
-        wyfold_beta_sigmoid_bwd_triton[(tile.count * tile.blocks,)](
+    if tile.tiles:
+        wyfold_beta_sigmoid_bwd_triton[(tile.tiles * tile.blocks,)](
             x, *tile.steps(x), dbeta, *tile.steps(dbeta), dx, *tile.steps(dx), x.shape[0], float(scale), **tile.launch()
         )
 
 
 class _Tiles(NamedTuple):
-    """`count` tiles of BR tokens, each in `blocks` blocks of BW of the W columns, C to a head."""
+    """`tiles` of BR tokens, each in `blocks` blocks of BW of the W columns, C to a head."""
 
-    count: int
+    tiles: int
     blocks: int
     W: int
     C: int

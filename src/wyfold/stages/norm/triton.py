@@ -35,15 +35,15 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
         out: [n, W], any float.
     """
     tile = _tiles("l2norm", x)
-    if tile.count:
-        wyfold_l2norm_triton[(tile.count,)](x, *tile.steps(x), out, *tile.steps(out), x.shape[0], eps, **tile.launch())
+    if tile.tiles:
+        wyfold_l2norm_triton[(tile.tiles,)](x, *tile.steps(x), out, *tile.steps(out), x.shape[0], eps, **tile.launch())
 
 
 def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     """Write the gradient of `l2norm` in x to dx; all [n, W]."""
     tile = _tiles("l2norm_bwd", x, dy, dx)
-    if tile.count:
-        wyfold_l2norm_bwd_triton[(tile.count,)](
+    if tile.tiles:
+        wyfold_l2norm_bwd_triton[(tile.tiles,)](
             x, *tile.steps(x), dy, *tile.steps(dy), dx, *tile.steps(dx), x.shape[0], eps, **tile.launch()
         )
 
@@ -60,8 +60,8 @@ def rms_norm_gated(
         out: [n, W], dtype of x.
     """
     tile = _tiles("rms_norm_gated", x, z, out)
-    if tile.count:
-        wyfold_rms_norm_gated_triton[(tile.count,)](
+    if tile.tiles:
+        wyfold_rms_norm_gated_triton[(tile.tiles,)](
             x, *tile.steps(x), z, *tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
             out, *tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
         )  # fmt: skip
@@ -78,15 +78,15 @@ def rms_norm_gated_bwd(
 ) -> None:
     """Gradients of `rms_norm_gated`; arguments as there, dy [n, W]."""
     tile = _tiles("rms_norm_gated_bwd", x, z, dy, out.x, out.z)
-    if not tile.count:
+    if not tile.tiles:
         return
-    programs = min(tile.count, tile.programs)
+    programs = min(tile.tiles, tile.programs)
     sums = [total for total in (out.weight, out.bias) if total is not None]
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
     wyfold_rms_norm_gated_bwd_triton[(programs,)](
         x, *tile.steps(x), z, *tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
         dy, *tile.steps(dy), out.x, *tile.steps(out.x), out.z, *tile.steps(out.z), partial,
-        x.shape[0], tile.count, programs, options.eps,
+        x.shape[0], tile.tiles, programs, options.eps,
         DWEIGHT=out.weight is not None, DBIAS=out.bias is not None, **_choices(options), **tile.launch(),
     )  # fmt: skip
     if partial is not None:
@@ -96,9 +96,9 @@ def rms_norm_gated_bwd(
 
 
 class _Tiles(NamedTuple):
-    """BR rows of W <= BW columns each, `count` of them; `unit` divides the distance between rows of every tensor."""
+    """BR rows of W <= BW columns each, `tiles` of them; `unit` divides the distance between rows of every tensor."""
 
-    count: int
+    tiles: int
     W: int
     BR: int
     BW: int

@@ -1,0 +1,55 @@
+"""A filter of a few taps slid over tokens on the device: a tuple of rows, the oldest first, is its window.
+
+A window is shifted, not read again, so that each row is loaded once; sums run tap by tap in one order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def taps(window, w, W: tl.constexpr):
+    """sum_i w[i] window[i], last tap first; both are tuples of W rows."""
+    y = window[W - 1] * w[W - 1]
+    for i in tl.static_range(W - 1):
+        y = tl.fma(window[W - 2 - i], w[W - 2 - i], y)
+    return y
+
+
+@triton.jit
+def tap_products(window, d, sums, W: tl.constexpr):
+    """sums[i] + d window[i], as a tuple: what a token adds to the gradient of each tap."""
+    added = ()
+    for i in tl.static_range(W):
+        added = added + (tl.fma(d, window[i], sums[i]),)
+    return added
+
+
+@triton.jit
+def taps_bwd(d, w, pending, W: tl.constexpr):
+    """What a token's d gives back through every tap.
+
+    Args:
+        d: Row.
+        w: Tuple of W rows.
+        pending: Tuple of W - 1 rows, the gradients of the tokens before it as far as they are known, oldest first.
+
+    Returns:
+        The oldest one, which now is complete, and the W - 1 of the tokens that follow it.
+    """
+    complete = tl.fma(w[0], d, pending[0])
+    later = ()
+    for i in tl.static_range(1, W - 1):
+        later = later + (tl.fma(w[i], d, pending[i]),)
+    return complete, later + (w[W - 1] * d,)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BD: tl.constexpr):
+    """Tuple of rows of zeros."""
+    rows = ()
+    for _ in tl.static_range(ROWS):
+        rows = rows + (tl.zeros((BD,), tl.float32),)
+    return rows
