@@ -1,0 +1,305 @@
+"""The chunk form of the delta rules with the roundings of 16-bit kernels: what that arithmetic must cost.
+
+`error.judge` needs a yardstick: a result of the same dtype that loses what this dtype must lose. A token loop loses
+next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
+leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
+
+    prepare     decayed rows of a channel gate, those of every level of its grams too; A or E; F; W
+    scan        the state as an operand; y; without E the written values as well
+    scan_bwd    the same; R; e, X, and of each chunk S and dS; scale do; dR; without E the gradient of N as well
+    gradients   the gradients of the grams; again the decayed rows of every level
+
+All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
+less than shows beside the rest. From float64 everything is float64, and nothing is rounded.
+
+    A = (I + diag(beta) J)^-1     F = P A     W = I - J A diag(beta)     E = A^T (k decayed to the chunk's end)
+
+Forward and backward are written out; what comes before them (norms, gates, sigmoids, groups) is left to autograd.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.reference.delta import SAFE_BOUND
+from wyfold.reference.gates import beta_sigmoid, floored, gdn_gate, kda_gate, raise_to
+from wyfold.reference.norm import l2norm
+from wyfold.reference.sequences import sequence_count, share_heads, spans, used_rows, working_dtype, zero_rows
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    folded: bool | None = None,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The three rules, told apart by the rank of g. Arguments and results as of `delta.kda`, but for two.
+
+    Args:
+        folded: The scans read E instead of A. None is what kernels do: E for a channel gate, else A.
+        chunk_size: Tokens of a chunk, a power of two.
+    """
+    batch, tokens, value_heads, V = v.shape
+    channel = g is not None and g.ndim == 4
+    work = working_dtype(q, k, v, g, beta, initial_state)
+    pieces = spans(cu_seqlens, batch, tokens)
+    used = used_rows(pieces)
+
+    rows, keys, values = (x[:, :used].to(work) for x in (q, k, v))
+    if use_qk_l2norm_in_kernel:
+        rows, keys = l2norm(rows), l2norm(keys)
+    strength = values.new_ones(values.shape[:3]) if beta is None else beta[:, :used].to(work)
+    if use_beta_sigmoid_in_kernel:
+        strength = beta_sigmoid(strength, 2.0 if allow_neg_eigval else 1.0)
+    log = values.new_zeros(values.shape[:3]) if g is None else g[:, :used].to(work)
+    if use_gate_in_kernel:
+        log = kda_gate(log, A_log, dt_bias, lower_bound) if channel else gdn_gate(log, A_log, dt_bias)
+    if safe_gate:
+        log = raise_to(log, SAFE_BOUND if lower_bound is None else lower_bound)
+    log = floored(log.to(work))
+    S0 = values.new_zeros(sequence_count(pieces), value_heads, q.shape[-1], V)
+    if initial_state is not None:
+        S0 = initial_state.to(work)
+
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    form = Form(v.dtype, channel, channel if folded is None else folded, scale)
+    rows, keys = share_heads(rows, value_heads), share_heads(keys, value_heads)
+    given = [rows, keys, values, log if channel else log[..., None], strength[..., None]]
+    outputs, final = [values[:, :0]], [S0[:0]]
+    for span, states in pieces:
+        tiles = [_tiles(x[:, span], chunk_size) for x in given]
+        o, S = _Chunks.apply(form, S0[states].flatten(0, 1), *tiles)
+        o = o.flatten(1, 2)[:, : span.stop - span.start]
+        outputs.append(o.unflatten(0, (-1, value_heads)).transpose(1, 2))
+        final.append(S.unflatten(0, (-1, value_heads)))
+    o = zero_rows(torch.cat(outputs, dim=1), tokens).to(v.dtype)
+    return o, torch.cat(final) if output_final_state else None
+
+
+def _tiles(x: Tensor, C: int) -> Tensor:
+    """[B * HV, chunks, C, W] of tokens [B, T, HV, W], zeros behind the last."""
+    padded = zero_rows(x, -(-x.shape[1] // C) * C)
+    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, C))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What decides the arithmetic of a call: dtype of its inputs, kind of gate, which factors, and the scale."""
+
+    dtype: torch.dtype
+    channel: bool
+    folded: bool
+    scale: float
+
+    def fed(self, x: Tensor) -> Tensor:
+        """x as an operand of a matrix product. Float16 goes through TF32, which drops what float16 has no bits for."""
+        if self.dtype == torch.float16:
+            return (x.contiguous().view(torch.int32) & -0x2000).view(torch.float32)
+        return self.stored(x)
+
+    def stored(self, x: Tensor) -> Tensor:
+        """x as a tile that another launch reads. Float16, whose range is too small, leaves float32 tiles."""
+        return x.to(torch.bfloat16).to(x.dtype) if self.dtype == torch.bfloat16 else x
+
+    def of_gate(self, x: Tensor) -> Tensor:
+        """Terms of every channel, summed to what one gate covers."""
+        return x if self.channel else x.sum(-1, keepdim=True)
+
+
+# --- intervals of tokens, as 0/1 matrices [C, C]: their product with a log gate is a decay, their transpose its adjoint
+
+
+def _positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    o = torch.arange(x.shape[-2], device=x.device)
+    return o[:, None], o[None, :]
+
+
+def _to_row(x: Tensor) -> Tensor:
+    """From the chunk's start to each row, with it. The complement is from after each row to the chunk's end."""
+    row, token = _positions(x)
+    return (token <= row).to(x)
+
+
+def _levels(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each halving, into blocks of h rows, with an anchor at the first row of every second block: intervals between
+    rows and the anchor beside them, and which pairs [r, s] meet across it."""
+    row, token = _positions(x)
+    found = []
+    for level in range((x.shape[-2] - 1).bit_length()):
+        h = 1 << level
+        anchor = row // (2 * h) * (2 * h) + h
+        between = (token > torch.minimum(row, anchor)) & (token <= torch.maximum(row, anchor))
+        found.append((between.to(x), (row // h % 2 == 1) & (token // h == row // h - 1)))
+    return found
+
+
+# --- the launches, on tiles [n, chunks, C, width] and states [n, K, V] ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What `prepare` leaves.
+
+    q, k are rows as the state meets them, k_end as it is written with; read, write decay them after the product where
+    the gate has one number per token. total decays the state, decay what a pair of rows shares.
+    """
+
+    q: Tensor
+    k: Tensor
+    k_end: Tensor
+    read: Tensor
+    write: Tensor
+    total: Tensor
+    A: Tensor
+    E: Tensor
+    F: Tensor
+    W: Tensor
+
+
+def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factors:
+    J, P = _grams(form, q, k, g)
+    unit = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device).expand_as(J)
+    A = torch.linalg.solve_triangular(unit + beta * J, unit, upper=False, unitriangular=True)
+    from_start, to_end = _decays(g)
+    E, F, W = A.mT @ (k * to_end), P @ A, unit - J @ A * beta.mT
+    read, write, k_end = from_start, to_end, k
+    if form.channel:
+        q, k, k_end = form.stored(q * from_start), form.stored(k * from_start), form.stored(k * to_end)
+        read = write = torch.ones_like(beta)
+    total = g.sum(-2, keepdim=True).exp().mT
+    return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (A, E, F, W)))
+
+
+def scan(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    o = torch.empty_like(v)
+    for i in range(v.shape[1]):
+        R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
+        y = form.fed(beta[:, i] * R)
+        o[:, i] = form.scale * (f.read[:, i] * (f.q[:, i] @ form.fed(S)) + f.F[:, i] @ y)
+        if form.folded:
+            S = f.total[:, i] * S + f.E[:, i].mT @ y
+        else:
+            S = f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * (f.A[:, i] @ y))
+    return o, S
+
+
+def scan_bwd(form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
+    """S entering and dS leaving each chunk, errors e = N / beta, gradients X of y; and dS of the first state."""
+    states = v.new_empty(2, *v.shape[:2], S.shape[-2], v.shape[-1])
+    e, X = torch.empty_like(v), torch.empty_like(v)
+    for i in range(v.shape[1]):
+        states[0, :, i] = S
+        R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
+        e[:, i] = f.W[:, i] @ form.fed(R)
+        if form.folded:
+            S = f.total[:, i] * S + f.E[:, i].mT @ form.fed(beta[:, i] * R)
+        else:
+            S = f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e[:, i])
+    for i in reversed(range(v.shape[1])):
+        states[1, :, i] = dS
+        if form.folded:
+            through = f.E[:, i] @ form.fed(dS)
+        else:
+            through = f.A[:, i].mT @ form.fed(f.write[:, i] * (f.k_end[:, i] @ form.fed(dS)))
+        X[:, i] = f.F[:, i].mT @ form.fed(do[:, i]) + through
+        dS = f.total[:, i] * dS + f.q[:, i].mT @ form.fed(f.read[:, i] * do[:, i])
+        dS -= f.k[:, i].mT @ form.fed(f.read[:, i] * beta[:, i] * X[:, i])
+    return *(form.stored(x) for x in (*states, e, X)), dS
+
+
+def gradients(
+    form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, borders: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dg, dbeta."""
+    S, dS, e, X = borders
+    S_, dS_, e_, X_ = (form.fed(x) for x in borders)
+    dJ, dP = -beta * beta.mT * (X_ @ e_.mT), beta.mT * (do @ e_.mT)
+    (from_start, to_end), start = _decays(g), _to_row(g)
+    dq, dk, dk_end = from_start * (do @ S_.mT), -beta * from_start * (X_ @ S_.mT), beta * to_end * (e_ @ dS_.mT)
+    dg = start.mT @ form.of_gate(q * dq + k * dk) + (1 - start).mT @ form.of_gate(k * dk_end)
+    dg += form.of_gate((S * dS).sum(-1)[..., None, :]) * g.sum(-2, keepdim=True).exp()
+    for x, dx in zip((dq, dk, dg), _grams_bwd(form, q, k, g, dJ.tril(-1), dP.tril())):
+        x += dx
+    return dq, dk + dk_end, beta * X, dg, (X * e).sum(-1, keepdim=True)
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
+    """From the chunk's start to each row, and from there to its end."""
+    start = _to_row(g)
+    return (start @ g).exp(), ((1 - start) @ g).exp()
+
+
+def _pairwise(g: Tensor) -> Tensor:
+    """Decay between two rows, of one number per token; selected before it is exponentiated."""
+    G = _to_row(g) @ g
+    row, token = _positions(g)
+    return (G - G.mT).masked_fill(token > row, -torch.inf).exp()
+
+
+def _grams(form: Form, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    if not form.channel:
+        return (_pairwise(g) * (k @ k.mT)).tril(-1), _pairwise(g) * (q @ k.mT)
+    P = torch.diag_embed((q * k).sum(-1))
+    J = torch.zeros_like(P)
+    for between, meet in _levels(g):
+        decay = (between @ g).exp()
+        k_level, q_level = form.fed(k * decay), form.fed(q * decay)
+        J, P = torch.where(meet, k_level @ k_level.mT, J), torch.where(meet, q_level @ k_level.mT, P)
+    return J, P
+
+
+def _grams_bwd(form: Form, q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and of each token's log gate: of the pairs whose interval holds the token."""
+    start = _to_row(g)
+    if not form.channel:
+        dJ, dP = _pairwise(g) * dJ, _pairwise(g) * dP
+        pairs = (dP * (q @ k.mT) + dJ * (k @ k.mT)).tril(-1)
+        dg = (start.mT @ pairs).tril(-1).sum(-1, keepdim=True)
+        dJ, dP = form.fed(dJ), form.fed(dP)
+        return dP @ k, (dJ + dJ.mT) @ k + dP.mT @ q, dg
+    dJ, dP = form.fed(dJ), form.fed(dP)
+    diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, dk, dg = diagonal * k, diagonal * q, torch.zeros_like(g)
+    for between, meet in _levels(g):
+        decay = (between @ g).exp()
+        k_level, q_level = form.fed(k * decay), form.fed(q * decay)
+        dJ_level, dP_level = dJ.where(meet, 0), dP.where(meet, 0)
+        dq_level = decay * (dP_level @ k_level)
+        dk_level = decay * ((dJ_level + dJ_level.mT) @ k_level + dP_level.mT @ q_level)
+        dq, dk, dg = dq + dq_level, dk + dk_level, dg + between.mT @ (q * dq_level + k * dk_level)
+    return dq, dk, dg
+
+
+class _Chunks(torch.autograd.Function):
+    """o and the state after the last chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+        ctx.form, ctx.factors = form, prepare(form, q, k, g, beta)
+        ctx.save_for_backward(S, q, k, v, g, beta)
+        return scan(form, ctx.factors, v, beta, S)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dS: Tensor) -> Any:
+        S, q, k, v, g, beta = ctx.saved_tensors
+        do = ctx.form.scale * do
+        *borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS)
+        return None, dS, *gradients(ctx.form, q, k, g, beta, do, tuple(borders))
