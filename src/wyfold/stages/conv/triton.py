@@ -227,7 +227,7 @@ def _load(p, o, mask):
 @triton.jit
 def _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
     """The W - 1 inputs before token t of sequence n, oldest first, from its state where it has none itself."""
-    window = ()
+    window: tl.tuple = ()
     for i in tl.static_range(W - 1):
         at = t - (W - 1) + i
         b_x = _load(p_x, at * s_x + o_d * s_xd, m_d & (at >= start) & (at < last))
@@ -243,7 +243,7 @@ def _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t, N, S, last, 
 @triton.jit
 def _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W: tl.constexpr):
     """Taps, oldest first, and the bias, zeros where there is none."""
-    w = ()
+    w: tl.tuple = ()
     for i in tl.static_range(W):
         w = w + (_load(p_w, o_d * s_wd + i * s_ww, m_d),)
     if p_bias is not None:
@@ -256,7 +256,7 @@ def _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W: tl.constexpr):
 @triton.jit
 def _rows(p, s_row, s_column, t, limit, o_d, m_d, G: tl.constexpr):
     """G neighbouring tokens, each a row, zeros from `limit` on."""
-    rows = ()
+    rows: tl.tuple = ()
     for i in tl.static_range(G):
         if p is not None:
             rows = rows + (_load(p, (t + i) * s_row + o_d * s_column, m_d & (t + i < limit)),)
@@ -426,7 +426,7 @@ def wyfold_conv_bwd_triton(
                             b_dx += _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, at, N, S_final, o_d, mask)
                         tl.store(p_dx + at * s_dx + o_d * s_dxd, b_dx.to(p_dx.dtype.element_ty), mask=mask)
                     window = full[1:]
-            sums = ()
+            sums: tl.tuple = ()
             for i in tl.static_range(W):
                 sums = sums + (total[i] + dw[i],)
             total = sums + (total[W] + b_dbias,)
@@ -445,7 +445,7 @@ def wyfold_conv_bwd_triton(
         for i in tl.static_range(W - 1):
             full = window + (rows[i],)
             b_d = _through(full, w, b_bias, d_rows[i], start + i < end, p_bias, ACTIVATED, W)
-            given = ()
+            given: tl.tuple = ()
             for k in tl.static_range(W - 1):
                 given = given + ((tl.fma(w[k - i], b_d, dstate[k]) if k >= i else dstate[k]),)
             dstate = given

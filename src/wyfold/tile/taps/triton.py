@@ -21,7 +21,7 @@ def taps(window, w, W: tl.constexpr):
 @triton.jit
 def tap_products(window, d, sums, W: tl.constexpr):
     """sums[i] + d window[i], as a tuple: what a token adds to the gradient of each tap."""
-    added = ()
+    added: tl.tuple = ()
     for i in tl.static_range(W):
         added = added + (tl.fma(d, window[i], sums[i]),)
     return added
@@ -40,7 +40,7 @@ def taps_bwd(d, w, pending, W: tl.constexpr):
         The oldest one, which now is complete, and the W - 1 of the tokens that follow it.
     """
     complete = tl.fma(w[0], d, pending[0])
-    later = ()
+    later: tl.tuple = ()
     for i in tl.static_range(1, W - 1):
         later = later + (tl.fma(w[i], d, pending[i]),)
     return complete, later + (w[W - 1] * d,)
@@ -49,7 +49,7 @@ def taps_bwd(d, w, pending, W: tl.constexpr):
 @triton.jit
 def zeros(ROWS: tl.constexpr, BD: tl.constexpr):
     """Tuple of rows of zeros."""
-    rows = ()
+    rows: tl.tuple = ()
     for _ in tl.static_range(ROWS):
         rows = rows + (tl.zeros((BD,), tl.float32),)
     return rows
