@@ -47,6 +47,10 @@ def test_packed_against_float64_and_against_separate(size: str, packing: str, ba
     got, yardstick = run(backend, *there, boundaries.to(device)), run("eager", *tensors, boundaries)
     truth = run("eager", *(t.double() for t in tensors), boundaries)
     error.require(*(error.judge(got[name], truth[name], yardstick[name], name=name) for name in truth))
+    for name in ("y", "dx"):
+        assert torch.equal(got[name][boundaries[-1] :], torch.zeros(packed.tokens - packed.cu_seqlens[-1], D))
+    if size != "4-9":
+        return  # more taps change nothing about what separates sequences
     x, weight, state, dy, dfinal = there
     for n, (start, end) in enumerate(zip(packed.cu_seqlens, packed.cu_seqlens[1:])):
         alone = run(
@@ -57,8 +61,6 @@ def test_packed_against_float64_and_against_separate(size: str, packing: str, ba
             assert torch.equal(alone[name], got[name][start:end])
         for name in ("final", "dstate"):
             assert torch.equal(alone[name][0], got[name][n])
-    for name in ("y", "dx"):
-        assert torch.equal(got[name][boundaries[-1] :], torch.zeros(packed.tokens - packed.cu_seqlens[-1], D))
 
 
 SEVERAL = (0, 17, 17, 18, 50)
