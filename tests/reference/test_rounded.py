@@ -63,7 +63,7 @@ def test_packed_with_every_option(rule: str, folded: bool, chunk_size: int, resu
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)])
 @pytest.mark.parametrize("rule, folded", FORMS)
 def test_16_bits_lose_some_units_in_the_last_place(rule: str, folded: bool, dtype: torch.dtype, unit: float, results):
-    """Of what is returned in float32, which own rounding does not hide: no less than a tenth, and no more than two."""
+    """Of what is returned in float32, which own rounding does not hide: no less than a tenth, and no more than three."""
     gate = {} if rule == "delta_rule" else {"gate": "weak"}
     a = inputs.draw("random", rule, Shape(1, 130, 1, 1, 32, 32), state="normal", dtype=dtype, **gate)
     a["output_final_state"] = True
@@ -72,7 +72,7 @@ def test_16_bits_lose_some_units_in_the_last_place(rule: str, folded: bool, dtyp
     for name in ("state", "dinitial_state", "dg"):
         if name in truth:
             assert got[name].dtype == torch.float32
-            assert unit / 10 < error.rms(got[name], truth[name]) < 2 * unit, name
+            assert unit / 10 < error.rms(got[name], truth[name]) < 3 * unit, name
 
 
 def test_float32_is_rounded_nowhere(results):

@@ -5,8 +5,8 @@ next to nothing, for it rounds inputs and results alone. Kernels feed matrix uni
 leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
 
     prepare     decayed rows of a channel gate, those of every level of its grams too; A or E; F; W
-    scan        the state as an operand; y; without E the written values as well
-    scan_bwd    the same; R; e, X, and of each chunk S and dS; scale do; dR; without E the gradient of N as well
+    scan        the state as an operand; y; without E also R and the written values
+    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
     gradients   the gradients of the grams; again the decayed rows of every level
 
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
@@ -188,38 +188,38 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
     return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (A, E, F, W)))
 
 
+def forward_step(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y as an operand, errors e = N / beta, and the state leaving chunk i: the same in both directions."""
+    R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
+    y, e = form.fed(beta[:, i] * R), f.W[:, i] @ form.fed(R)
+    if form.folded:
+        return y, e, f.total[:, i] * S + f.E[:, i].mT @ y
+    return y, e, f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e)
+
+
 def scan(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(v)
     for i in range(v.shape[1]):
-        R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
-        y = form.fed(beta[:, i] * R)
-        o[:, i] = form.scale * (f.read[:, i] * (f.q[:, i] @ form.fed(S)) + f.F[:, i] @ y)
-        if form.folded:
-            S = f.total[:, i] * S + f.E[:, i].mT @ y
-        else:
-            S = f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * (f.A[:, i] @ y))
+        read = f.read[:, i] * (f.q[:, i] @ form.fed(S))
+        y, _, S = forward_step(form, f, v, beta, S, i)
+        o[:, i] = form.scale * (read + f.F[:, i] @ y)
     return o, S
 
 
 def scan_bwd(form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
-    """S entering and dS leaving each chunk, errors e = N / beta, gradients X of y; and dS of the first state."""
+    """S entering and dS leaving each chunk, errors e, gradients X of y; and dS of the first state."""
     states = v.new_empty(2, *v.shape[:2], S.shape[-2], v.shape[-1])
     e, X = torch.empty_like(v), torch.empty_like(v)
     for i in range(v.shape[1]):
         states[0, :, i] = S
-        R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
-        e[:, i] = f.W[:, i] @ form.fed(R)
-        if form.folded:
-            S = f.total[:, i] * S + f.E[:, i].mT @ form.fed(beta[:, i] * R)
-        else:
-            S = f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e[:, i])
+        _, e[:, i], S = forward_step(form, f, v, beta, S, i)
     for i in reversed(range(v.shape[1])):
         states[1, :, i] = dS
         if form.folded:
             through = f.E[:, i] @ form.fed(dS)
         else:
             through = f.A[:, i].mT @ form.fed(f.write[:, i] * (f.k_end[:, i] @ form.fed(dS)))
-        X[:, i] = f.F[:, i].mT @ form.fed(do[:, i]) + through
+        X[:, i] = f.F[:, i].mT @ do[:, i] + through
         dS = f.total[:, i] * dS + f.q[:, i].mT @ form.fed(f.read[:, i] * do[:, i])
         dS -= f.k[:, i].mT @ form.fed(f.read[:, i] * beta[:, i] * X[:, i])
     return *(form.stored(x) for x in (*states, e, X)), dS
