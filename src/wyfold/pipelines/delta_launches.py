@@ -54,6 +54,10 @@ class _Call:
 def forward(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
     call, result = _Call(t, options), empty_result(t, options)
+    if t.v.numel() == 0:
+        if options.final_state:
+            _pass_through(t.initial_state, result.final_state)
+        return result, saved(t, options)
     keep = options.save and options.keep_factors
     prepared = call.prepare(result.o, backward=keep, clear=True)
     states = first = None
@@ -80,6 +84,11 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, kept, do, dST, needs = given
     call, found = _Call(t, options), given.rooms()
+    if t.v.numel() == 0:
+        found = [room.zero_() for room in found]
+        if needs[5]:
+            _pass_through(dST, found[5])
+        return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, clear=False)
@@ -93,6 +102,14 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
         gradients(*inputs, do, borders, call.grid, options, call.key, TokenGradients(*wanted))
     return found
+
+
+def _pass_through(states: Tensor | None, out: Tensor) -> None:
+    """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
+    if states is None:
+        out.zero_()
+    else:
+        out.copy_(states)
 
 
 def _kept(prepared: Prepared) -> list[Tensor]:

@@ -60,6 +60,10 @@ def prepare(
     gate = gate_kind(g)
     tiles = grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
+    if clear and backward and grid.cu is not None:
+        # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
+        # tile of a packed batch is written.
+        found = Prepared(*(None if x is None else x.zero_() for x in found))
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
     wyfold_prepare_triton[(tiles,)](
         q,
