@@ -63,7 +63,9 @@ def prepare(
     if clear and backward and grid.cu is not None:
         # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
         # tile of a packed batch is written.
-        found = Prepared(*(None if x is None else x.zero_() for x in found))
+        for x in found:
+            if x is not None:
+                x.zero_()
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
     wyfold_prepare_triton[(tiles,)](
         q,
