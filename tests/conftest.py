@@ -49,9 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("wyfold")
     if interpreting():
-        from tests import triton_bf16
+        from tests import triton_bf16, triton_shortcuts
 
         triton_bf16.repair()
+        triton_shortcuts.take()
         # A kernel computes on in rows that are masked later, where numpy has something to say about it.
         for module in ("triton.runtime.interpreter", "numpy"):
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
