@@ -40,7 +40,7 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def made(self: block_type, element_ty: tl.dtype, shape: Any) -> None:
         sizes = builtins.tuple([size.value if isinstance(size, constexpr) else size for size in shape])
-        key = (element_ty, sizes)
+        key = (type(element_ty), str(element_ty), getattr(element_ty, "const", False), sizes)
         if key not in known:
             init(self, element_ty, list(sizes))
             known[key] = dict(self.__dict__)
