@@ -63,7 +63,7 @@ def test_packed_with_every_option(rule: str, folded: bool, chunk_size: int, resu
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)])
 @pytest.mark.parametrize("rule, folded", FORMS)
 def test_16_bits_lose_some_units_in_the_last_place(rule: str, folded: bool, dtype: torch.dtype, unit: float, results):
-    """Of what is returned in float32, which own rounding does not hide: no less than a tenth, and no more than three."""
+    """Of what is returned in float32, which no own rounding hides: at least a tenth of one, at most three."""
     gate = {} if rule == "delta_rule" else {"gate": "weak"}
     a = inputs.draw("random", rule, Shape(1, 130, 1, 1, 32, 32), state="normal", dtype=dtype, **gate)
     a["output_final_state"] = True
