@@ -12,6 +12,7 @@ the row of its configurations, the arguments of the real launch and what Triton 
 import argparse
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import re
@@ -29,6 +30,12 @@ from wyfold.cli.subjects import SUBJECTS
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
 from wyfold.stages import table
+
+if importlib.util.find_spec("triton") is not None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    RUN = JITFunction.run
 
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "triton"
@@ -130,8 +137,6 @@ class PretendDriver:
 @contextlib.contextmanager
 def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[None]:
     """Kernels serve CPU tensors, as on this architecture; `launched(kernel, *arguments)` in place of a launch."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launched(self, *arguments, grid=grid, **options)
@@ -147,21 +152,21 @@ def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[Non
 
 def compiled(call: Call, architecture: str) -> list[Usage]:
     """Every kernel of a call."""
-    from triton import knobs
-    from triton.runtime.jit import JITFunction
-
-    compile_only, found = JITFunction.run, []
-
-    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):
-            ready = compile_only(kernel, *arguments, warmup=True, **options)
-        found.append(usage(ready, log.getvalue()))
-
-    with knobs.cache.scope(), knobs.nvidia.scope(), pretending(architecture, launched):
-        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
+    found: list[Usage] = []
+    with pretending(architecture, lambda *arguments, **options: found.append(compile_one(*arguments, **options))):
         call.run()
     return found
+
+
+def compile_one(kernel: Any, *arguments: Any, **options: Any) -> Usage:
+    """What a launch with these arguments compiles; inside `pretending`."""
+    from triton import knobs
+
+    log = io.StringIO()
+    with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
+        ready = RUN(kernel, *arguments, warmup=True, **options)
+    return usage(ready, log.getvalue())
 
 
 def rows_of(call: Call, architecture: str) -> set[tuple[str, str]]:
@@ -234,21 +239,42 @@ def complaints(call: Call, architecture: str, found: list[Usage]) -> list[str]:
 
 CALLS = (
     Call("chunk_delta_rule"),
-    Call("chunk_gated_delta_rule"),
     Call("chunk_gated_delta_rule, gate inside", packed=True),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
     Call("chunk_gated_delta_rule", "float32"),
     Call("chunk_gated_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
-    Call("chunk_gated_delta_rule", K=256, V=256),
-    Call("chunk_kda"),
-    Call("chunk_kda, bounded gate"),
     Call("chunk_kda, gate inside", packed=True),
-    Call("chunk_kda", "float16", 64, 64, options=(("chunk_size", 16),)),
-    Call("chunk_kda", "float32", 256, 256),
+    Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
+    Call("chunk_kda", K=256, V=256),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", dtype) for dtype in ("bfloat16", "float32")),
-    *(Call(norm, dtype) for norm in ("l2norm", "rms_norm_gated") for dtype in ("bfloat16", "float32")),
+    *(
+        Call(name)
+        for name in (
+            "causal_conv1d",
+            "l2norm",
+            "rms_norm_gated",
+            "fused_gdn_gate",
+            "fused_kda_gate",
+            "fused_beta_sigmoid",
+        )
+    ),
 )
+"""What `make test` compiles: every row of every table, every kind of gate, dtype and form."""
+
+WIDE = (
+    Call("chunk_gated_delta_rule"),
+    Call("chunk_gated_delta_rule", K=256, V=256),
+    Call("chunk_gated_delta_rule", "float16"),
+    Call("chunk_gated_delta_rule", "float32", 256, 256),
+    Call("chunk_gated_delta_rule", K=64, V=64),
+    Call("chunk_kda"),
+    Call("chunk_kda", "float32"),
+    Call("chunk_kda", "float32", 256, 256),
+    Call("chunk_kda", K=64, V=64),
+    *(Call(name, "float32") for name in ("causal_conv1d", "l2norm", "rms_norm_gated", "fused_kda_gate")),
+)
+"""What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
 def main() -> None:

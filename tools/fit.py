@@ -1,0 +1,134 @@
+"""Rows for GPUs out of reach: the measured card's, changed where they do not fit or spill, by what the compiler says.
+
+    python -m tools.fit                every architecture but the measured one
+    python -m tools.fit sm_80 sm_89    some of them
+
+Rewrites runtime/configs/<architecture>.json: the general rows of sm_90's file (those proved on that card for one key
+stay there), and for each launch of tests/compile/aot.py that asks for too much shared memory, or spills more than SPARE
+bytes, the candidate near its row that fits and spills least, as a row for launches of its dtype, tiles and gate.
+"""
+
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+from tests.compile import aot
+
+from wyfold.runtime import launch
+from wyfold.runtime.launch import Config
+
+MEASURED = "sm_90"
+SPARE = 256
+CONFIGS = aot.HERE.parents[1] / "src" / "wyfold" / "runtime" / "configs"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A launch as it asked for its configuration."""
+
+    kernel: str
+    key: str
+
+
+class Cost(NamedTuple):
+    """What a launch takes, in the order it matters: whether it asks for too much shared memory; bytes spilled."""
+
+    over: bool
+    spilled: int
+
+
+def table_text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A table with one row per line."""
+    kernels = []
+    for kernel, rows in table.items():
+        lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+        body = f"{{{lines[0]}}}" if len(lines) == 1 else "{\n    " + ",\n    ".join(lines) + "\n  }"
+        kernels.append(f"  {json.dumps(kernel)}: {body}")
+    return "{\n" + ",\n".join(kernels) + "\n}\n"
+
+
+def general(row: str) -> str:
+    """The words of a key that say what a kernel takes of a card: dtype, tiles, chunk and gate."""
+    words = [launch._tile(word) for word in row.split()]
+    return " ".join(word for word in words if word not in ("AF", "EF"))
+
+
+def candidates(config: Config) -> list[Config]:
+    """A configuration, and those with smaller tiles, other warps, fewer loads in flight, or a limit on registers."""
+
+    def sizes(name: str, size: int) -> tuple[int, ...]:
+        return (size, size // 2) if name[0] == "B" and size > 16 else (size,)
+
+    tiles = itertools.product(*(sizes(name, size) for name, size in config.blocks.items()))
+    blocks = [dict(zip(config.blocks, found, strict=True)) for found in tiles]
+    warps = [n for n in (config.warps, 2 * config.warps) if n <= 8]
+    stages = sorted({config.stages, 1}, reverse=True)
+    return [Config(w, s, b, limit) for b, w, s, limit in itertools.product(blocks, warps, stages, (None, 255))]
+
+
+class Card:
+    """One architecture and the table that is made for it."""
+
+    def __init__(self, architecture: str):
+        self.architecture = architecture
+        self.table = {
+            kernel: {name: row for name, row in rows.items() if "proved" not in row}
+            for kernel, rows in launch.shipped(MEASURED).items()
+        }
+        self.write()
+
+    def write(self) -> None:
+        (CONFIGS / f"{self.architecture}.json").write_text(table_text(self.table))
+        for cached in (launch._table, launch.row):
+            cached.cache_clear()
+
+    def costs(self, call: aot.Call, only: str = "") -> dict[Lookup, Cost]:
+        """Launch -> what it takes, of every kernel of a call, or of one alone; the worst of several."""
+        lookups: list[Lookup] = []
+        usual, found = launch.row, {}
+
+        def row(where: str, kernel: str, key: str) -> str:
+            lookups.append(Lookup(kernel, key))
+            return usual(where, kernel, key)
+
+        def compiled(kernel: Any, *arguments: Any, **options: Any) -> None:
+            if not only or lookups[-1].kernel == only:
+                usage = aot.compile_one(kernel, *arguments, **options)
+                cost = Cost(usage.shared > aot.SHARED[self.architecture], usage.spilled)
+                found[lookups[-1]] = max(cost, found.get(lookups[-1], cost))
+
+        with mock.patch.object(launch, "row", row), aot.pretending(self.architecture, compiled):
+            call.run()
+        return found
+
+    def improve(self, call: aot.Call, lookup: Lookup) -> None:
+        """A row for launches like this one, if some candidate is better than the row it gets."""
+        name, kernel = general(lookup.key), lookup.kernel
+        row = launch.row(self.architecture, kernel, lookup.key)
+        tried = []
+        for config in candidates(launch._table(self.architecture)[kernel][row]):
+            with launch.trying(self.architecture, kernel, name, config):
+                tried.append((self.costs(call, kernel)[lookup], config))
+        best, config = min(tried, key=lambda pair: pair[0])
+        print(f"{self.architecture} {kernel} {name}: {tried[0][0]} -> {best} {config}", flush=True)
+        if best < tried[0][0]:
+            limit = {} if config.registers is None else {"registers": config.registers}
+            fields = {**config.blocks, "warps": config.warps, "stages": config.stages, **limit}
+            self.table[kernel][name] = fields
+            self.write()
+
+
+def main() -> None:
+    for architecture in sys.argv[1:] or [name for name in aot.SHARED if name != MEASURED]:
+        card = Card(architecture)
+        for call in (*aot.CALLS, *aot.WIDE):
+            for lookup, cost in card.costs(call).items():
+                if cost > Cost(False, SPARE):
+                    card.improve(call, lookup)
+
+
+if __name__ == "__main__":
+    main()
