@@ -271,7 +271,7 @@ def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
         h = BT >> (level + 1)
         return tl.where(meets_transposed(h, BT), b_J, 0.0)
     elif GATE == "scalar":
-        return b_J * pairwise_decay(running_sum(b_g, GATE), BT)
+        return b_J * interval_decay(b_g, BT)
     else:
         return b_J
 
@@ -293,6 +293,20 @@ def pairwise_decay(b_G, BT: tl.constexpr):
     o = tl.arange(0, BT)
     difference = b_G[:, None] - b_G[None, :]
     return tl.exp(tl.where(o[:, None] >= o[None, :], difference, -difference))
+
+
+@triton.jit
+def interval_decay(b_g, BT: tl.constexpr):
+    """exp of the sum of a scalar gate after row s, up to row r; 1 where r is not after s.   [BT, BT], [r, s]
+
+    A gate is split into a multiple of 2^-10, whose running sums are exact, and a rest whose sums are small: however
+    strong a gate before both rows is, their difference loses nothing to it.
+    """
+    o = tl.arange(0, BT)
+    b_coarse = (b_g + 12288.0) - 12288.0
+    b_G, b_rest = tl.cumsum(b_coarse, axis=0), tl.cumsum(b_g - b_coarse, axis=0)
+    difference = (b_G[:, None] - b_G[None, :]) + (b_rest[:, None] - b_rest[None, :])
+    return tl.exp(tl.where(o[:, None] > o[None, :], difference, 0.0))
 
 
 @triton.jit

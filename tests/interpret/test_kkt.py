@@ -1,0 +1,125 @@
+"""`chunk_scaled_dot_kkt` by its kernel: against the row loop in float64, for every gate, grid, width and dtype.
+
+Inputs lie between guards of NaN, results are born as NaN.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from wyfold import chunk_scaled_dot_kkt, reference
+from wyfold.reference import error
+from wyfold.reference.inputs import GATES
+from wyfold.reference.targets import target
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (0, 17, 17, 82, 83, 147)
+
+
+def drawn(T: int, gate: str, B: int = 1, H: int = 1, HV: int = 2, K: int = 24, dtype: torch.dtype = FP32):
+    k = torch.nn.functional.normalize(torch.randn(B, T, H, K), dim=-1).to(dtype)
+    g = None if gate == "none" else -torch.rand(B, T, HV, *((K,) if gate == "channel" else ()))
+    return k, torch.rand(B, T, HV), g
+
+
+def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **options) -> None:
+    """float32 results have their target; 16-bit ones may be as far off as the eager backend's."""
+    wide = (None if x is None else x.double() for x in inputs)
+    truth = reference.chunk_scaled_dot_kkt(*wide, chunk_size=options["chunk_size"], cu_seqlens=cu)
+    eager = chunk_scaled_dot_kkt(*inputs, cu_seqlens=cu, backend="eager", **options)
+    wanted = {"target": target("o", FP32)} if got.dtype == FP32 else {"yardstick": eager}
+    error.require(error.judge(got.cpu(), truth, **wanted, name="L"))
+    assert torch.equal(got.cpu() == 0, eager == 0)
+
+
+@pytest.fixture
+def moved(guarded: Callable, device: torch.device) -> Callable:
+    """Inputs on the device, between guards."""
+    return lambda inputs: [None if x is None else guarded(x.to(device)) for x in inputs]
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+@pytest.mark.parametrize(
+    "C, T, H, HV, K, dtype",
+    [(64, 70, 1, 2, 24, FP32), (32, 64, 2, 4, 40, BF16), (16, 33, 1, 3, 8, FP16), (64, 65, 1, 1, 136, BF16)],
+    ids=str,
+)
+def test_dense(gate: str, C: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype, moved: Callable):
+    inputs = drawn(T, gate, 2, H, HV, K, dtype)
+    got = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=C, backend="triton")
+    assert got.dtype == FP32
+    judged(inputs, None, got, chunk_size=C)
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+@pytest.mark.parametrize("C, output_dtype", [(64, FP32), (32, BF16), (16, FP32)], ids=str)
+def test_packed(gate: str, C: int, output_dtype: torch.dtype, moved: Callable, device: torch.device):
+    cu, options = torch.tensor(RAGGED), {"chunk_size": C, "output_dtype": output_dtype}
+    inputs = drawn(RAGGED[-1] + 13, gate)
+    past = tuple(x if x is None else x.clone() for x in inputs)
+    for x in past:
+        if x is not None:
+            x[:, RAGGED[-1] :] = torch.nan
+    got = chunk_scaled_dot_kkt(*moved(past), cu_seqlens=cu.to(device), backend="triton", **options)
+    judged(inputs, cu, got, **options)
+    for start, end in itertools.pairwise(RAGGED):
+        alone = (x if x is None else x[:, start:end] for x in inputs)
+        assert torch.equal(chunk_scaled_dot_kkt(*moved(alone), backend="triton", **options), got[:, start:end])
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("channels", [(), (24,)], ids=["scalar", "channel"])
+def test_any_gate(kind: str, channels: tuple[int, ...], moved: Callable):
+    k, beta, _ = drawn(67, "none", dtype=BF16)
+    g = GATES[kind]((1, 67, 2, *channels), torch.Generator().manual_seed(0)).float()
+    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=64, backend="triton")
+    judged((k, beta, g), None, got, chunk_size=64)
+
+
+@pytest.mark.parametrize("kind", ["reset first", "reset one", "reset last"])
+@pytest.mark.parametrize("channels", [(), (24,)], ids=["scalar", "channel"])
+def test_a_strong_gate_costs_the_decays_between_other_rows_nothing(
+    kind: str, channels: tuple[int, ...], moved: Callable
+):
+    k, beta, _ = drawn(64, "none", dtype=BF16)
+    g = GATES[kind]((1, 64, 2, *channels), torch.Generator().manual_seed(0)).float()
+    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), backend="triton")
+    truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double())
+    # A product of exact rows, an exponential of what is summed without it, two factors.
+    assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, moved: Callable):
+    inputs = drawn(40, gate)
+    L = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=16, backend="triton")
+    for x in inputs:
+        if x is None:
+            continue
+        broken = x.clone()
+        broken[:, 20] = torch.nan
+        changed = [broken if y is x else y for y in inputs]
+        got = chunk_scaled_dot_kkt(*moved(changed), chunk_size=16, backend="triton")
+        assert got[:, 20].isnan().any()
+        assert torch.equal(got[:, :16], L[:, :16]) and torch.equal(got[:, 32:], L[:, 32:])
+        row = torch.arange(40, device=got.device) % 16
+        assert (got.masked_fill((torch.arange(16, device=got.device) < row[:, None])[:, None], 0) == 0).all()
+
+
+def test_strided_is_contiguous(device: torch.device):
+    k, beta, g = (x.to(device) for x in drawn(50, "scalar", 2, 2, 4))
+    L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16, backend="triton")
+    head_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, beta, g)]
+    assert torch.equal(chunk_scaled_dot_kkt(*head_first, chunk_size=16, backend="triton"), L)
+    shared = chunk_scaled_dot_kkt(k[:, :, :1].expand_as(k), beta, g, chunk_size=16, backend="triton")
+    assert torch.equal(shared, chunk_scaled_dot_kkt(k[:, :, :1], beta, g, chunk_size=16, backend="triton"))
+
+
+def test_repeats(device: torch.device):
+    inputs = [None if x is None else x.to(device) for x in drawn(100, "scalar", K=64, dtype=BF16)]
+    L = chunk_scaled_dot_kkt(*inputs, backend="triton")
+    count = 3 if device.type == "cpu" else 100
+    assert all(torch.equal(chunk_scaled_dot_kkt(*inputs, backend="triton"), L) for _ in range(count))
