@@ -81,9 +81,7 @@ def test_any_gate(kind: str, channels: tuple[int, ...], moved: Callable):
 
 @pytest.mark.parametrize("kind", ["reset first", "reset one", "reset last"])
 @pytest.mark.parametrize("channels", [(), (24,)], ids=["scalar", "channel"])
-def test_a_strong_gate_costs_the_decays_between_other_rows_nothing(
-    kind: str, channels: tuple[int, ...], moved: Callable
-):
+def test_a_strong_gate_costs_decays_between_other_rows_nothing(kind: str, channels: tuple[int, ...], moved: Callable):
     k, beta, _ = drawn(64, "none", dtype=BF16)
     g = GATES[kind]((1, 64, 2, *channels), torch.Generator().manual_seed(0)).float()
     got = chunk_scaled_dot_kkt(*moved((k, beta, g)), backend="triton")
