@@ -247,7 +247,12 @@ CALLS = (
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", K=256, V=256),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
-    *(Call("chunk_scaled_dot_kkt", dtype) for dtype in ("bfloat16", "float32")),
+    *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
+    *(
+        Call("chunk_scaled_dot_kkt", dtype, options=(("chunk_size", C), ("g", None)))
+        for dtype in ("bfloat16", "float32")
+        for C in (16, 32, 64)
+    ),
     *(
         Call(name)
         for name in (
@@ -272,6 +277,7 @@ WIDE = (
     Call("chunk_kda", "float32"),
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
+    Call("chunk_scaled_dot_kkt", "float32"),
     *(Call(name, "float32") for name in ("causal_conv1d", "l2norm", "rms_norm_gated", "fused_kda_gate")),
 )
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
