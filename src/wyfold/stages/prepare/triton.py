@@ -12,17 +12,27 @@ from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.decay.triton import (
+    add_channel_grams,
     decayed_grams_transposed,
     gate_kind,
     load_gate,
-    past_row,
+    load_sub_chunk_gate,
     running_sum,
     scalar_rows,
-    spans,
-    to_row,
+    sub_chunk_sums,
+    sums_after,
+    sums_between,
 )
 from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
-from wyfold.tile.index.triton import chunk_span, load_strength, load_tokens, store_tile, store_tokens
+from wyfold.tile.index.triton import (
+    chunk_span,
+    load_strength,
+    load_sub_chunks,
+    load_tokens,
+    store_sub_chunks,
+    store_tile,
+    store_tokens,
+)
 from wyfold.tile.inverse.triton import inverse_transposed
 from wyfold.tile.norm.triton import reciprocal_norm
 
@@ -58,7 +68,7 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate = gate_kind(g)
-    tiles = grid.chunks * HV
+    tiles, whole = grid.chunks * HV, max(16, triton.next_power_of_2(K))
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
     if clear and backward and grid.cu is not None:
         # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
@@ -95,7 +105,8 @@ def prepare(
         K=K,
         V=V,
         BT=C,
-        BK=max(16, triton.next_power_of_2(K)),
+        BK=min(whole, config.blocks["BK"]) if gate == "channel" else whole,
+        BE=min(whole, config.blocks["BE"]) if gate == "channel" else whole,
         BV=max(16, triton.next_power_of_2(V)),
         PACKED=grid.cu is not None,
         GATE=gate,
@@ -105,7 +116,8 @@ def prepare(
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
-        num_warps=config.warps,
+        # With a channel gate a warp has a sub-chunk of its own.
+        num_warps=C // 16 if gate == "channel" else config.warps,
         num_stages=config.stages,
         enable_fp_fusion=True,
     )
@@ -176,6 +188,7 @@ def wyfold_prepare_triton(
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BE: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
@@ -196,41 +209,82 @@ def wyfold_prepare_triton(
             store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
         return
 
-    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
-    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
-    _, b_g = load_gate(
-        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
-    )
+    o_r = tl.arange(0, BT)
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
-    b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
-    if NORM:
-        b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
+    if GATE == "channel":
+        # 0, for addresses in sub-chunks.
+        nothing = tl.minimum(T, 0)
+        b_rq, b_rk, b_qk = _row_products(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, NORM)
+        b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
+        for column in range(0, K, BK):
+            b_q = load_sub_chunks(p_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            if NORM:
+                b_q *= b_rq.reshape(BT // 16, 16, 1)
+                b_k *= b_rk.reshape(BT // 16, 16, 1)
+            b_P, b_first, b_rest = sub_chunk_sums(
+                load_sub_chunk_gate(
+                    p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                    ACTIVATION, K, BT, BK,
+                )
+            )  # fmt: skip
+            b_between = sums_between(b_first, b_rest, BT // 16)
+            b_JT, b_PT, b_qf, b_kf = add_channel_grams(
+                b_JT, b_PT, b_q, b_k, b_P, b_rest, b_between, BT // 16, BK, OP, PRECISION
+            )
+            i_i = tl.arange(0, BT // 16)[:, None, None]
+            b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
+            b_in = tl.exp2(b_start)[:, None]
+            store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, nothing, K, BT, BK)
+            store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, nothing, K, BT, BK)
+            o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
+            last = (o_n == BT // 16 - 1) & (o_k < K)
+            tl.store(p_total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
+        b_JT, b_PT = b_JT.permute(1, 0, 2).reshape(BT, BT), b_PT.permute(1, 0, 2).reshape(BT, BT)
+        before = o_r[:, None] < o_r[None, :]
+        b_JT = tl.where(before, b_JT, 0.0)
+        b_PT = tl.where(before, b_PT, tl.where(o_r[:, None] == o_r[None, :], b_qk[None, :], 0.0))
+        # Goes to no product of tiles.
+        b_J = tl.trans(b_JT)
+    else:
+        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
+        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
+        _, b_g = load_gate(
+            p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
+        )
+        b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+        if NORM:
+            b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
+        b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
-    b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION, EXACT)
     b_AT = inverse_transposed(b_J * b_beta[:, None], b_JT * b_beta[None, :], BT, EXACT)
     if p_A is not None:
         store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
     if p_W is not None:
-        o_r = tl.arange(0, BT)
         b_W = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
         b_W -= mm_exact(b_AT * b_beta[:, None], b_JT, None, EXACT)
         store_tile(p_W, i_tile, 0, 0, b_W, BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
-    b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
-    o_r = tl.arange(0, BT)
     if GATE == "channel":
-        b_kn = b_k.to(tl.float32) * b_rk[:, None]
-        b_in_k = tl.exp(spans(to_row(BT), b_g, EXACT))
-        store_tile(p_kd, i_tile, 0, 0, b_kn * b_in_k, BT, K, BT, BK)
-        store_tile(p_qd, i_tile, 0, 0, b_q.to(tl.float32) * b_rq[:, None] * b_in_k, BT, K, BT, BK)
-        o_k = tl.arange(0, BK)
-        tl.store(p_total + i_tile * K + o_k, tl.exp(tl.sum(b_g, axis=0)), mask=o_k < K)
         if p_E is not None:
-            b_kt = b_kn * tl.exp(spans(past_row(BT), b_g, EXACT))
-            store_tile(p_E, i_tile, 0, 0, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BK)
-        b_rk, b_rq = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+            for column in range(0, K, BE):
+                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
+                if NORM:
+                    b_k *= b_rk.reshape(BT // 16, 16, 1)
+                b_P, b_first, b_rest = sub_chunk_sums(
+                    load_sub_chunk_gate(
+                        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                        ACTIVATION, K, BT, BE,
+                    )
+                )  # fmt: skip
+                b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
+                b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
+                store_tile(p_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
+        b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+        b_rk, b_rq = b_in, b_in
     else:
+        b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
         tl.store(p_total + i_tile, total)
         if p_E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
@@ -240,3 +294,23 @@ def wyfold_prepare_triton(
     tl.store(p_row + BT, b_in * b_rq)
     tl.store(p_row + 2 * BT, b_out * b_rk)
     tl.store(p_row + 3 * BT, b_beta)
+
+
+@triton.jit
+def _row_products(p_q, s_q, p_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """Reciprocal norms of rows of q and k, or ones, and the product of each q with its own k, normalised.   3 x [BT]"""
+    BW: tl.constexpr = 64
+    b_qq, b_kk, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
+    for column in range(0, K, BW):
+        b_q = load_tokens(p_q, s_q, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_k = load_tokens(p_k, s_k, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_qk += tl.sum(b_q * b_k, axis=1)
+        if NORM:
+            b_qq += tl.sum(b_q * b_q, axis=1)
+            b_kk += tl.sum(b_k * b_k, axis=1)
+    if NORM:
+        b_rq, b_rk = tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
+        return b_rq, b_rk, b_qk * b_rq * b_rk
+    else:
+        ones = tl.full((BT,), 1.0, tl.float32)
+        return ones, ones, b_qk

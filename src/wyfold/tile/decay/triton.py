@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.dot.triton import mm, self_product
-from wyfold.tile.index.triton import load_token_scalars, load_tokens, store_token_scalars, store_tokens
+from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -189,61 +189,162 @@ def meets(h, BT: tl.constexpr):
 
 @triton.jit
 def decayed_grams_transposed(
-    b_q,
-    b_k,
-    b_rq,
-    b_rk,
-    b_g,
-    GATE: tl.constexpr,
-    BT: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    b_q, b_k, b_rq, b_rk, b_g, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Grams of normalised rows, s before or at r, both [s, r], and the key gram [r, s] as well.
+    """Grams of normalised rows, s before or at r, both [s, r], and the key gram [r, s] as well; gates are no channels'.
 
-        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r, else 0
-        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <= r, else 0
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r] - G[s])    s <  r, else 0
+        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r] - G[s])    s <= r, else 0
 
     Args:
         b_q, b_k: [BT, BK] raw rows.
         b_rq, b_rk: [BT] reciprocal norms, or ones.
-        b_g: From `load_log_gate`.
+        b_g: From `load_gate`.
 
     Returns:
         J, J^T, P^T: [BT, BT] float32.
     """
     o = tl.arange(0, BT)
-    if GATE == "channel":
-        b_kn = b_k.to(tl.float32) * b_rk[:, None]
-        b_qn = b_q.to(tl.float32) * b_rq[:, None]
-        on = (o[:, None] == o[None, :]).to(tl.float32)
-        b_PT = on * tl.sum(b_qn * b_kn, axis=1)[None, :]
-        b_J = tl.zeros((BT, BT), tl.float32)
-        b_JT = tl.zeros((BT, BT), tl.float32)
-        for level in tl.static_range(6):
-            h = 32 >> level
-            if h < BT:
-                decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-                b_kd = (b_kn * decay).to(OP)
-                b_qd = (b_qn * decay).to(OP)
-                pair = meets(h, BT)
-                b_kk = mm(b_kd, tl.trans(b_kd), None, OP, PRECISION)
-                b_J += tl.where(meets_transposed(h, BT), b_kk, 0.0)
-                b_JT += tl.where(pair, b_kk, 0.0)
-                b_PT += tl.where(pair, mm(b_kd, tl.trans(b_qd), None, OP, PRECISION), 0.0)
-        return b_J, b_JT, b_PT
-    else:
-        b_kk = mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
-        b_PT = mm(b_k, tl.trans(b_q), None, OP, PRECISION) * (b_rk[:, None] * b_rq[None, :])
-        if GATE == "scalar":
-            b_G = tl.cumsum(b_g, axis=0)
-            b_kk *= pairwise_decay(b_G, BT)
-            b_PT *= pairwise_decay(b_G, BT)
-        before = o[:, None] < o[None, :]
-        after = o[:, None] > o[None, :]
-        b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
-        return tl.where(after, b_kk, 0.0), tl.where(before, b_kk, 0.0), b_PT
+    b_kk = mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
+    b_PT = mm(b_k, tl.trans(b_q), None, OP, PRECISION) * (b_rk[:, None] * b_rq[None, :])
+    if GATE == "scalar":
+        b_G = tl.cumsum(b_g, axis=0)
+        b_kk *= pairwise_decay(b_G, BT)
+        b_PT *= pairwise_decay(b_G, BT)
+    before = o[:, None] < o[None, :]
+    after = o[:, None] > o[None, :]
+    b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
+    return tl.where(after, b_kk, 0.0), tl.where(before, b_kk, 0.0), b_PT
+
+
+@triton.jit
+def load_sub_chunk_gate(
+    p_g,
+    s_g,
+    p_A_log,
+    p_dt_bias,
+    b,
+    t,
+    h,
+    column,
+    rows,
+    nothing,
+    lower_bound,
+    clamp,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
+    x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
+    g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
+    if ACTIVATION != "given":
+        o_r = 16 * tl.arange(0, BT // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+        o_k = column + tl.arange(0, BK)[None, None, :]
+        g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
+    return g * 1.4426950408889634
+
+
+@triton.jit
+def sub_chunk_sums(b_g):
+    """Sums of gates [NB, 16, BK] in their sub-chunk: after its first row up to each, the first, and after the first.
+
+    Returns:
+        [NB, 16, BK], [NB, BK], [NB, BK].
+    """
+    o_i = tl.arange(0, 16)[None, :, None]
+    b_P = tl.cumsum(tl.where(o_i == 0, 0.0, b_g), axis=1)
+    b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1)
+    b_rest = tl.sum(tl.where(o_i == 15, b_P, 0.0), axis=1)
+    return b_P, b_first, b_rest
+
+
+@triton.jit
+def sums_between(b_first, b_rest, NB: tl.constexpr):
+    """Gates from the end of sub-chunk n to the first row of sub-chunk i > n, and, at i = 0, all those before n.
+
+    Zero for other i. One sum over sub-chunks serves both.   [NB, NB, BK], [i, n]
+    """
+    i_m = tl.arange(0, NB)[:, None, None, None]
+    i_i = tl.arange(0, NB)[None, :, None, None]
+    i_n = tl.arange(0, NB)[None, None, :, None]
+    inside = ((i_n < i_m) & (i_m < i_i)) | ((i_i == 0) & (i_m < i_n))
+    b_sum, b_first = (b_first + b_rest)[:, None, None], b_first[:, None, None]
+    return tl.sum(tl.where(inside, b_sum, tl.where((i_m == i_i) & (i_n < i_i), b_first, 0.0)), axis=0)
+
+
+@triton.jit
+def sums_after(b_x, NB: tl.constexpr):
+    """Sums over later sub-chunks of one number for each.   [NB, BK]"""
+    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    return tl.sum(tl.where(i_m > i_n, b_x[:, None], 0.0), axis=0)
+
+
+REACH: tl.constexpr = tl.constexpr(96.0)
+"""Span of log2 decays that one anchor serves: bfloat16 and float32 hold its factors, down to 2^-96 and up to 2^96."""
+
+
+@triton.jit
+def add_channel_grams(
+    b_JT,
+    b_PT,
+    b_q,
+    b_k,
+    b_P,
+    b_rest,
+    b_between,
+    NB: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Transposed grams plus what some channels give, for rows r of sub-chunk i.   [NB, BT, 16], [i, s, r]
+
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
+        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
+
+    and anything where s >= r. The anchor of a row r is the first of its sub-chunk, so that its factor is exp2(P[r]). A
+    row s of an earlier sub-chunk decays up to there. One of the same sub-chunk has the factor exp2(-P[s]), as long as
+    P[s] >= -REACH, which 15 gates rarely miss. Where one does, further anchors follow, REACH from each other, and each
+    serves the s inside its reach; to the others those are zeros, so that nothing but their own rows feels them.
+
+    Args:
+        b_q, b_k: [NB, 16, BK] normalised rows.
+        b_P, b_rest: From `sub_chunk_sums`.
+        b_between: From `sums_between`.
+
+    Returns:
+        J^T, P^T; and q and k with their factors, float32.
+    """
+    b_factor = tl.exp2(b_P)
+    b_qf, b_kf = b_q * b_factor, b_k * b_factor
+    b_qr, b_kr = b_qf.to(OP).permute(0, 2, 1), b_kf.to(OP).permute(0, 2, 1)
+
+    i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    b_on = tl.where(i_n < i_i, tl.exp2(b_between + b_rest), tl.where(i_n == i_i, 1.0, 0.0))
+    b_s = -b_P
+    most = -tl.min(b_rest)
+    anchors = tl.where(most > 0.0, most / REACH, 0.0).to(tl.int32) + 1
+    if anchors > 1:
+        b_s = tl.where(b_P < -REACH, -1024.0, b_s)
+    b_ks = ((b_k * tl.exp2(b_s))[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
+    b_JT = mm(b_ks, b_kr, b_JT, OP, PRECISION)
+    b_PT = mm(b_ks, b_qr, b_PT, OP, PRECISION)
+    if anchors > 1:
+        b_s = tl.exp2(tl.where(b_P < -REACH, b_rest[:, None] - b_P, -1024.0))
+        b_on = tl.where(i_n < i_i, tl.exp2(b_between), 0.0)
+        b_ks = ((b_k * b_s)[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
+        b_JT = mm(b_ks, b_kr, b_JT, OP, PRECISION)
+        b_PT = mm(b_ks, b_qr, b_PT, OP, PRECISION)
+        for anchor in range(1, anchors):
+            b_p = b_P + anchor * REACH
+            b_factor = tl.exp2(tl.where(b_p > 0.0, 0.0, b_p))
+            b_s = tl.exp2(tl.where((b_p < 0.0) & (b_p >= -REACH), -b_p, -1024.0))
+            b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, BK)
+            b_JT = mm(b_ks, (b_k * b_factor).permute(0, 2, 1), b_JT, OP, PRECISION)
+            b_PT = mm(b_ks, (b_q * b_factor).permute(0, 2, 1), b_PT, OP, PRECISION)
+    return b_JT, b_PT, b_qf, b_kf
 
 
 def gram_levels(gate: str, chunk_size: int) -> int:
@@ -447,12 +548,13 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
 
 @triton.jit
 def channel_bwd(
-    b_qn,
-    b_kn,
+    b_q,
+    b_k,
+    b_rq,
+    b_rk,
     b_g,
-    b_dM,
-    b_dP,
-    b_dPT,
+    p_pairs,
+    i_tile,
     b_dq,
     b_dk,
     b_dk_write,
@@ -466,43 +568,53 @@ def channel_bwd(
     """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
     Args:
-        b_qn, b_kn: [BT, BK] normalised rows, float32.
+        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
         b_g: [BT, BK] log gate.
-        b_dM: [BT, BT] in OP: gradient of J below the diagonal, its transpose above.
-        b_dP, b_dPT: [BT, BT] in OP: gradient of P and its transpose.
+        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T. They
+            come from memory, a level's share at a time: in registers they would leave no room.
         b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
 
     Returns:
-        dq, dk, and dg of the per-token log gate in interval form: [BT, BK] each.
+        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [BT, BK] each.
     """
     b_decay = tl.exp(spans(to_row(BT), b_g, EXACT))
     b_dq *= b_decay
     b_dk *= b_decay
     b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
-    b_dg = spans(from_row(BT), b_qn * b_dq + b_kn * b_dk, EXACT)
-    b_dg += spans(before_row(BT), b_kn * b_dk_write, EXACT)
+    b_read = b_q * b_rq[:, None] * b_dq + b_k * b_rk[:, None] * b_dk
+    b_dg = spans(from_row(BT), b_read, EXACT)
+    b_dg += spans(before_row(BT), b_k * b_rk[:, None] * b_dk_write, EXACT)
     b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
     b_dk += b_dk_write
 
     o = tl.arange(0, BT)
-    b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP.to(tl.float32), 0.0), axis=1)[:, None]
-    b_dq += b_diagonal * b_kn
-    b_dk += b_diagonal * b_qn
+    b_diagonal = tl.load(p_pairs + (i_tile * 3 + 1) * (BT * BT) + o * (BT + 1)).to(tl.float32)[:, None]
+    b_dq += b_diagonal * (b_k * b_rk[:, None])
+    b_dk += b_diagonal * (b_q * b_rq[:, None])
     h = BT // 2
     while h > 0:
         b_decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-        b_kd, b_qd = b_kn * b_decay, b_qn * b_decay
+        b_kd = b_k * b_rk[:, None] * b_decay
         earlier, later = meets(h, BT), meets_transposed(h, BT)
-        zero = tl.zeros((BT, BT), OP)
-        b_dq_level = mm(tl.where(later, b_dP, zero), b_kd, None, OP, PRECISION)
-        b_dk_level = mm(tl.where(later | earlier, b_dM, zero), b_kd, None, OP, PRECISION)
-        b_dk_level = mm(tl.where(earlier, b_dPT, zero), b_qd, b_dk_level, OP, PRECISION)
-        b_dg += spans(from_anchor(h, BT), b_qd * b_dq_level + b_kd * b_dk_level, EXACT)
-        b_dq += b_decay * b_dq_level
-        b_dk += b_decay * b_dk_level
+        b_level = mm(_pairs(p_pairs, i_tile, 1, later, BT), b_kd, None, OP, PRECISION)
+        b_dq += b_decay * b_level
+        b_qd = b_q * b_rq[:, None] * b_decay
+        b_along = b_qd * b_level
+        b_level = mm(_pairs(p_pairs, i_tile, 0, later | earlier, BT), b_kd, None, OP, PRECISION)
+        b_level = mm(_pairs(p_pairs, i_tile, 2, earlier, BT), b_qd, b_level, OP, PRECISION)
+        b_dk += b_decay * b_level
+        b_dg += spans(from_anchor(h, BT), b_along + b_kd * b_level, EXACT)
         h = h // 2
     return b_dq, b_dk, b_dg
+
+
+@triton.jit
+def _pairs(p_pairs, i_tile, which, mask, BT: tl.constexpr):
+    """One of a tile's three pair gradients where the mask lets it through, else zeros.   [BT, BT]"""
+    o = tl.arange(0, BT)
+    offsets = (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
+    return tl.load(p_pairs + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
