@@ -276,9 +276,11 @@ def _step(
         b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
     b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
     b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
-    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
 
-    b_R = residual(b_S, b_k, b_v, b_in_k, OP, PRECISION)
+    b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+    # After the product, which needs the most registers: these numbers would be as many again.
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_R = residual(b_v, b_Sk, b_in_k)
     b_y = (b_R * b_beta[None, :]).to(OP)
     b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
     if TMA and FULL:

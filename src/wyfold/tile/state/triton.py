@@ -35,9 +35,9 @@ def store_state(
 
 
 @triton.jit
-def residual(b_S, b_k, b_v, b_in, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Residual R^T = v^T - (S^T k^T) in, rounded nowhere.   [BV, BT] float32"""
-    return tl.trans(b_v).to(tl.float32) - mm(b_S, tl.trans(b_k), None, OP, PRECISION) * b_in[None, :]
+def residual(b_v, b_Sk, b_in):
+    """Residual R^T = v^T - (S^T k^T) in, given S^T k^T; rounded nowhere.   [BV, BT] float32"""
+    return tl.trans(b_v).to(tl.float32) - b_Sk * b_in[None, :]
 
 
 @triton.jit
