@@ -12,7 +12,7 @@ Gradients of the taps and the bias are summed over a few tokens, then over a spa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,8 +58,8 @@ def conv(
     if programs * D == 0:
         return
     wyfold_conv_triton[(programs * spans.blocks,)](
-        x, *x.stride(), weight, *weight.stride(), _vector(bias), residual, *_strides(residual, 2),
-        state, *_strides(state, 3), _boundaries(cu_seqlens), out, *out.stride(), final_state, *_strides(final_state, 3),
+        x, x.stride(), weight, weight.stride(), _vector(bias), residual, _strides(residual, 2),
+        state, _strides(state, 3), _boundaries(cu_seqlens), out, out.stride(), final_state, _strides(final_state, 3),
         x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
         0 if final_state is None else final_state.shape[2], spans.programs, spans.groups,
         ACTIVATED=activated, D=D, W=W, **spans.launch(),
@@ -97,9 +97,9 @@ def conv_bwd(
         return
     partial = x.new_empty(walks, W + 1, D, dtype=dtype) if sums and walks else None
     wyfold_conv_bwd_triton[(programs * spans.blocks,)](
-        x, *x.stride(), weight, *weight.stride(), _vector(bias), state, *_strides(state, 3), _boundaries(cu_seqlens),
-        dy, *_strides(dy, 2), dfinal, *_strides(dfinal, 3), out.x, *_strides(out.x, 2), out.state,
-        *_strides(out.state, 3), partial,
+        x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
+        dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,
+        _strides(out.state, 3), partial,
         x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
         0 if dfinal is None else dfinal.shape[2], 0 if out.state is None else out.state.shape[2], walks, spans.groups,
         ACTIVATED=activated, D=D, W=W, **spans.launch(),
@@ -113,36 +113,30 @@ def conv_bwd(
 
 
 class _Spans(NamedTuple):
-    """`programs` spans of `groups` groups of G tokens each, in `blocks` blocks of BD channels."""
+    """`programs` spans of `groups` groups of BT tokens each, in `blocks` blocks of BD channels."""
 
     programs: int
     groups: int
     blocks: int
     BD: int
-    G: int
-    warps: int
-    stages: int
+    BT: int
+    options: dict[str, Any]
 
-    def launch(self) -> dict[str, int | bool]:
-        return {
-            "BD": self.BD,
-            "G": self.G,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": False,
-        }
+    def launch(self) -> dict[str, Any]:
+        return {"BD": self.BD, "BT": self.BT, **self.options}
 
 
 def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
     """Spans, by shapes alone: as long as leaves a GPU enough of them. Each walks `overlap` tokens into the next."""
     T, D = x.shape
     config = tuned("conv.triton", f"{launch} W{W}", x.device)
-    G, BD = config.blocks["G"], min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
+    BT, BD = config.blocks["BT"], min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
     blocks = triton.cdiv(D, BD)
     span = min(max(T * blocks // config.blocks["PROGRAMS"], config.blocks["SHORTEST"]), config.blocks["LONGEST"])
-    groups = triton.cdiv(span + overlap, G)
+    groups = triton.cdiv(span + overlap, BT)
     warps = max(1, config.warps * BD // config.blocks["BD"])
-    return _Spans(triton.cdiv(T, groups * G - overlap), groups, blocks, BD, G, warps, config.stages)
+    options = {**config.options(), "num_warps": warps, "enable_fp_fusion": False}
+    return _Spans(triton.cdiv(T, groups * BT - overlap), groups, blocks, BD, BT, options)
 
 
 def _sequences(cu_seqlens: Tensor | int, *states: Tensor | None) -> int:
@@ -225,27 +219,31 @@ def _load(p, o, mask):
 
 
 @triton.jit
-def _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
-    """The W - 1 inputs before token t of sequence n, oldest first, from its state where it has none itself."""
+def _input(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d):
+    """Input at token t of sequence n, from the state it came with if that is before its start."""
+    b_x = _load(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
+    if p_state is not None:
+        o_state = n * s_state[0] + o_d * s_state[1] + (S + t - start) * s_state[2]
+        b_x = tl.where(t < start, _load(p_state, o_state, m_d & (t < start) & (n < N)), b_x)
+    return b_x
+
+
+@triton.jit
+def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
+    """The W - 1 inputs before token t of sequence n, oldest first."""
     window: tl.tuple = ()
     for i in tl.static_range(W - 1):
         at = t - (W - 1) + i
-        b_x = _load(p_x, at * s_x + o_d * s_xd, m_d & (at >= start) & (at < last))
-        if p_state is not None:
-            m_state = m_d & (at < start) & (n < N)
-            b_x = tl.where(
-                at < start, _load(p_state, n * s_sn + o_d * s_sd + (S + at - start) * s_sc, m_state), b_x
-            )  # fmt: skip
-        window = window + (b_x,)
+        window = window + (_input(p_x, s_x, p_state, s_state, n, start, at, N, S, last, o_d, m_d),)
     return window
 
 
 @triton.jit
-def _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W: tl.constexpr):
+def _filter(p_w, s_w, p_bias, o_d, m_d, W: tl.constexpr):
     """Taps, oldest first, and the bias, zeros where there is none."""
     w: tl.tuple = ()
     for i in tl.static_range(W):
-        w = w + (_load(p_w, o_d * s_wd + i * s_ww, m_d),)
+        w = w + (_load(p_w, o_d * s_w[0] + i * s_w[1], m_d),)
     if p_bias is not None:
         bias = _load(p_bias, o_d, m_d)
     else:
@@ -254,12 +252,12 @@ def _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def _rows(p, s_row, s_column, t, limit, o_d, m_d, G: tl.constexpr):
-    """G neighbouring tokens, each a row, zeros from `limit` on."""
+def _rows(p, s_rows, t, limit, o_d, m_d, BT: tl.constexpr):
+    """BT neighbouring tokens, each a row, zeros from `limit` on."""
     rows: tl.tuple = ()
-    for i in tl.static_range(G):
+    for i in tl.static_range(BT):
         if p is not None:
-            rows = rows + (_load(p, (t + i) * s_row + o_d * s_column, m_d & (t + i < limit)),)
+            rows = rows + (_load(p, (t + i) * s_rows[0] + o_d * s_rows[1], m_d & (t + i < limit)),)
         else:
             rows = rows + (o_d * 0.0,)
     return rows
@@ -294,9 +292,9 @@ def _through(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
 def wyfold_conv_triton(
-    p_x, s_x, s_xd, p_w, s_wd, s_ww, p_bias, p_residual, s_r, s_rd, p_state, s_sn, s_sd, s_sc, p_cu, p_y, s_y, s_yd,
-    p_final, s_fn, s_fd, s_fc, T, N, length, S, S_final, spans, groups,
-    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    p_x, s_x, p_w, s_w, p_bias, p_residual, s_residual, p_state, s_state, p_cu, p_y, s_y, p_final, s_final,
+    T, N, length, S, S_final, spans, groups,
+    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
@@ -304,74 +302,73 @@ def wyfold_conv_triton(
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
     if i_program < spans:
-        w, b_bias = _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W)
-        t = i_program * groups * G
+        w, b_bias = _filter(p_w, s_w, p_bias, o_d, m_d, W)
+        t = i_program * groups * BT
         n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
-        window = _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t, N, S, last, o_d, m_d, W)
+        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
         for _ in range(groups):
-            if t + G <= end:
-                rows = _rows(p_x, s_x, s_xd, t, last, o_d, m_d, G)
-                residuals = _rows(p_residual, s_r, s_rd, t, last, o_d, m_d, G)
-                for i in tl.static_range(G):
+            if t + BT <= end:
+                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
+                residuals = _rows(p_residual, s_residual, t, last, o_d, m_d, BT)
+                for i in tl.static_range(BT):
                     full = window + (rows[i],)
                     b_y = _output(full, w, b_bias, residuals[i], t + i < last, p_bias, p_residual, ACTIVATED, W)
-                    tl.store(p_y + (t + i) * s_y + o_d * s_yd, b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T))
+                    tl.store(
+                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                    )
                     window = full[1:]
             else:
                 # A sequence ends among these tokens, which go one by one.
-                for i in range(G):
+                for i in range(BT):
                     if t + i >= end:
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
                         window = _window(
-                            p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t + i, N, S, last, o_d, m_d, W
+                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
                         )  # fmt: skip
-                    full = window + _rows(p_x, s_x, s_xd, t + i, last, o_d, m_d, 1)
-                    residual = _rows(p_residual, s_r, s_rd, t + i, last, o_d, m_d, 1)
+                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
+                    residual = _rows(p_residual, s_residual, t + i, last, o_d, m_d, 1)
                     b_y = _output(full, w, b_bias, residual[0], t + i < last, p_bias, p_residual, ACTIVATED, W)
-                    tl.store(p_y + (t + i) * s_y + o_d * s_yd, b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T))
+                    tl.store(
+                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                    )
                     window = full[1:]
-            t += G
+            t += BT
     elif p_final is not None:
         n = i_program - spans
         start = _boundary(p_cu, n, T, length)
         end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
         for c in range(S_final):
-            at = end - S_final + c
-            b_x = _load(p_x, at * s_x + o_d * s_xd, m_d & (at >= start))
-            if p_state is not None:
-                m_state = m_d & (at < start)
-                b_x = tl.where(
-                    at < start, _load(p_state, n * s_sn + o_d * s_sd + (S + at - start) * s_sc, m_state), b_x
-                )  # fmt: skip
-            tl.store(p_final + n * s_fn + o_d * s_fd + c * s_fc, b_x.to(p_final.dtype.element_ty), mask=m_d)
+            b_x = _input(p_x, s_x, p_state, s_state, n, start, end - S_final + c, N, S, last, o_d, m_d)
+            p_out = p_final + n * s_final[0] + o_d * s_final[1] + c * s_final[2]
+            tl.store(p_out, b_x.to(p_final.dtype.element_ty), mask=m_d)
 
 
 @triton.jit
-def _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, t, N, S, o_d, m_d):
+def _left(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
     """Gradient of the input at t of sequence n through the state that left, of which it is entry S - (end - t)."""
     c = S - (end - t)
-    return _load(p_dfinal, n * s_dfn + o_d * s_dfd + c * s_dfc, m_d & (c >= 0) & (n < N))
+    return _load(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
 
 
 @triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
 def wyfold_conv_bwd_triton(
-    p_x, s_x, s_xd, p_w, s_wd, s_ww, p_bias, p_state, s_sn, s_sd, s_sc, p_cu, p_dy, s_dy, s_dyd,
-    p_dfinal, s_dfn, s_dfd, s_dfc, p_dx, s_dx, s_dxd, p_dstate, s_dsn, s_dsd, s_dsc, p_partial,
+    p_x, s_x, p_w, s_w, p_bias, p_state, s_state, p_cu, p_dy, s_dy, p_dfinal, s_dfinal, p_dx, s_dx,
+    p_dstate, s_dstate, p_partial,
     T, N, length, S, S_final, S_dstate, spans, groups,
-    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
     m_d = o_d < D
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
-    w, b_bias = _filter(p_w, s_wd, s_ww, p_bias, o_d, m_d, W)
+    w, b_bias = _filter(p_w, s_w, p_bias, o_d, m_d, W)
     if i_program < spans:
-        first = i_program * (groups * G - (W - 1))
-        limit = tl.minimum(first + groups * G - (W - 1), T)
+        first = i_program * (groups * BT - (W - 1))
+        limit = tl.minimum(first + groups * BT - (W - 1), T)
         t = first
         n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
-        window = _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t, N, S, last, o_d, m_d, W)
+        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
         pending = zeros(W - 1, BD)
         total = zeros(W + 1, BD)
         for _ in range(groups):
@@ -379,10 +376,10 @@ def wyfold_conv_bwd_triton(
             b_dbias = tl.zeros((BD,), tl.float32)
             # The row that is complete with t + i is that of W - 1 tokens before. Near a sequence's end the state that
             # left gives to it as well.
-            if (t + G <= end) & (t + G <= limit) & ((p_dfinal is None) | (end - (t + G - W) > S_final)):
-                rows = _rows(p_x, s_x, s_xd, t, last, o_d, m_d, G)
-                d_rows = _rows(p_dy, s_dy, s_dyd, t, last, o_d, m_d, G)
-                for i in tl.static_range(G):
+            if (t + BT <= end) & (t + BT <= limit) & ((p_dfinal is None) | (end - (t + BT - W) > S_final)):
+                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
+                d_rows = _rows(p_dy, s_dy, t, last, o_d, m_d, BT)
+                for i in tl.static_range(BT):
                     full = window + (rows[i],)
                     b_d = _through(full, w, b_bias, d_rows[i], t + i < last, p_bias, ACTIVATED, W)
                     if p_partial is not None:
@@ -392,10 +389,10 @@ def wyfold_conv_bwd_triton(
                         b_dx, pending = taps_bwd(b_d, w, pending, W)
                         at = t + i - (W - 1)
                         mask = m_d & (at >= first) & (at >= start)
-                        tl.store(p_dx + at * s_dx + o_d * s_dxd, b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
                     window = full[1:]
             else:
-                for i in range(G):
+                for i in range(BT):
                     if t + i >= end:
                         # What is pending belongs to a sequence that is over: no later token gives to it.
                         if p_dx is not None:
@@ -404,15 +401,15 @@ def wyfold_conv_bwd_triton(
                                 mask = m_d & (at >= first) & (at >= start) & (at < limit)
                                 b_dx = pending[k]
                                 if p_dfinal is not None:
-                                    b_dx += _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, at, N, S_final, o_d, mask)
-                                tl.store(p_dx + at * s_dx + o_d * s_dxd, b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                                    b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
+                                tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
                         window = _window(
-                            p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, t + i, N, S, last, o_d, m_d, W
+                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
                         )  # fmt: skip
                         pending = zeros(W - 1, BD)
-                    full = window + _rows(p_x, s_x, s_xd, t + i, last, o_d, m_d, 1)
-                    d_row = _rows(p_dy, s_dy, s_dyd, t + i, last, o_d, m_d, 1)
+                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
+                    d_row = _rows(p_dy, s_dy, t + i, last, o_d, m_d, 1)
                     b_d = _through(full, w, b_bias, d_row[0], t + i < last, p_bias, ACTIVATED, W)
                     if p_partial is not None:
                         b_own = tl.where(t + i < limit, b_d, 0.0)
@@ -423,14 +420,14 @@ def wyfold_conv_bwd_triton(
                         at = t + i - (W - 1)
                         mask = m_d & (at >= first) & (at >= start) & (at < limit)
                         if p_dfinal is not None:
-                            b_dx += _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, at, N, S_final, o_d, mask)
-                        tl.store(p_dx + at * s_dx + o_d * s_dxd, b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                            b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
+                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
                     window = full[1:]
             sums: tl.tuple = ()
             for i in tl.static_range(W):
                 sums = sums + (total[i] + dw[i],)
             total = sums + (total[W] + b_dbias,)
-            t += G
+            t += BT
         if p_partial is not None:
             for i in tl.static_range(W + 1):
                 tl.store(p_partial + (i_program * (W + 1) + i) * D + o_d, total[i], mask=m_d)
@@ -438,9 +435,9 @@ def wyfold_conv_bwd_triton(
         n = i_program - spans
         start = _boundary(p_cu, n, T, length)
         end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
-        window = _window(p_x, s_x, s_xd, p_state, s_sn, s_sd, s_sc, n, start, start, N, S, last, o_d, m_d, W)
-        rows = _rows(p_x, s_x, s_xd, start, end, o_d, m_d, W - 1)
-        d_rows = _rows(p_dy, s_dy, s_dyd, start, end, o_d, m_d, W - 1)
+        window = _window(p_x, s_x, p_state, s_state, n, start, start, N, S, last, o_d, m_d, W)
+        rows = _rows(p_x, s_x, start, end, o_d, m_d, W - 1)
+        d_rows = _rows(p_dy, s_dy, start, end, o_d, m_d, W - 1)
         dstate = zeros(W - 1, BD)
         for i in tl.static_range(W - 1):
             full = window + (rows[i],)
@@ -450,16 +447,16 @@ def wyfold_conv_bwd_triton(
                 given = given + ((tl.fma(w[k - i], b_d, dstate[k]) if k >= i else dstate[k]),)
             dstate = given
             window = full[1:]
-        p_out = p_dstate + n * s_dsn + o_d * s_dsd
+        p_out = p_dstate + n * s_dstate[0] + o_d * s_dstate[1]
         for i in tl.static_range(W - 1):
             b_dstate = dstate[i]
             if p_dfinal is not None:
                 at = start - (W - 1) + i
-                b_dstate += _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, at, N, S_final, o_d, m_d)
-            tl.store(p_out + (S_dstate - (W - 1) + i) * s_dsc, b_dstate, mask=m_d)
+                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+            tl.store(p_out + (S_dstate - (W - 1) + i) * s_dstate[2], b_dstate, mask=m_d)
         for c in range(S_dstate - (W - 1)):
             b_dstate = tl.zeros((BD,), tl.float32)
             if p_dfinal is not None:
                 at = start - S_dstate + c
-                b_dstate += _left(p_dfinal, s_dfn, s_dfd, s_dfc, n, end, at, N, S_final, o_d, m_d)
-            tl.store(p_out + c * s_dsc, b_dstate, mask=m_d)
+                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+            tl.store(p_out + c * s_dstate[2], b_dstate, mask=m_d)

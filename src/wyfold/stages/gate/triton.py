@@ -7,7 +7,7 @@ their partial sums in one order.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def gate(
     tile = _tiles("gate", x, out)
     if tile.tiles:
         wyfold_gate_triton[(tile.tiles * tile.blocks,)](
-            x, *tile.steps(x), _vector(A_log), _vector(dt_bias), out, *tile.steps(out), x.shape[0], lower_bound,
+            x, tile.steps(x), _vector(A_log), _vector(dt_bias), out, tile.steps(out), x.shape[0], lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
         )  # fmt: skip
 
@@ -59,7 +59,7 @@ def gate_bwd(
     programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
     wyfold_gate_bwd_triton[(programs * tile.blocks,)](
-        x, *tile.steps(x), _vector(A_log), _vector(dt_bias), dg, *tile.steps(dg), out.x, *tile.steps(out.x), partial,
+        x, tile.steps(x), _vector(A_log), _vector(dt_bias), dg, tile.steps(dg), out.x, tile.steps(out.x), partial,
         x.shape[0], tile.tiles, programs, lower_bound,
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     tile = _tiles("beta_sigmoid", x, out)
     if tile.tiles:
         wyfold_beta_sigmoid_triton[(tile.tiles * tile.blocks,)](
-            x, *tile.steps(x), out, *tile.steps(out), x.shape[0], float(scale), **tile.launch()
+            x, tile.steps(x), out, tile.steps(out), x.shape[0], float(scale), **tile.launch()
         )
 
 
@@ -85,7 +85,7 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     tile = _tiles("beta_sigmoid_bwd", x, dbeta, dx)
     if tile.tiles:
         wyfold_beta_sigmoid_bwd_triton[(tile.tiles * tile.blocks,)](
-            x, *tile.steps(x), dbeta, *tile.steps(dbeta), dx, *tile.steps(dx), x.shape[0], float(scale), **tile.launch()
+            x, tile.steps(x), dbeta, tile.steps(dbeta), dx, tile.steps(dx), x.shape[0], float(scale), **tile.launch()
         )
 
 
@@ -100,9 +100,8 @@ class _Tiles(NamedTuple):
     BW: int
     unit: int
     evenly: bool
-    warps: int
-    stages: int
     programs: int
+    options: dict[str, Any]
 
     def steps(self, x: Tensor | None) -> tuple[int, int, int]:
         """Distances between tokens, in units, between heads, and between columns."""
@@ -111,18 +110,9 @@ class _Tiles(NamedTuple):
         token, head, channel = x.stride()
         return token // self.unit, head, head if self.C == 1 else channel
 
-    def launch(self) -> dict[str, int | bool]:
-        return {
-            "W": self.W,
-            "C": self.C,
-            "BR": self.BR,
-            "BW": self.BW,
-            "UNIT": self.unit,
-            "EVENLY": self.evenly,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": False,
-        }
+    def launch(self) -> dict[str, Any]:
+        names = {"W": self.W, "C": self.C, "BR": self.BR, "BW": self.BW, "UNIT": self.unit, "EVENLY": self.evenly}
+        return {**names, **self.options}
 
 
 def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
@@ -142,9 +132,8 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
         BW,
         row_unit(*tensors),
         evenly,
-        config.warps,
-        config.stages,
         config.blocks.get("PROGRAMS", 1),
+        {**config.options(), "enable_fp_fusion": False},
     )
 
 
@@ -167,12 +156,12 @@ def _columns(i_block, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def _at(o_c, s_head, s_column, C: tl.constexpr, EVENLY: tl.constexpr):
-    """Where columns are; EVENLY if heads follow each other as channels do."""
+def _at(o_c, s, C: tl.constexpr, EVENLY: tl.constexpr):
+    """Where columns are, by the strides s; EVENLY if heads follow each other as channels do."""
     if EVENLY:
-        return o_c * s_column
+        return o_c * s[2]
     else:
-        return o_c // C * s_head + o_c % C * s_column
+        return o_c // C * s[1] + o_c % C * s[2]
 
 
 @triton.jit
@@ -184,7 +173,7 @@ def _parameters(p_A_log, p_dt_bias, o_c, W: tl.constexpr, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_gate_triton(
-    p_x, s_x, s_xh, s_xc, p_A_log, p_dt_bias, p_g, s_g, s_gh, s_gc, n, lower_bound,
+    p_x, s_x, p_A_log, p_dt_bias, p_g, s_g, n, lower_bound,
     BOUNDED: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
     UNIT: tl.constexpr, EVENLY: tl.constexpr,
 ):  # fmt: skip
@@ -193,14 +182,14 @@ def wyfold_gate_triton(
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
     b_rate, b_bias = _parameters(p_A_log, p_dt_bias, o_c, W, C)
-    b_u = load_rows(p_x, s_x, o_r, _at(o_c, s_xh, s_xc, C, EVENLY), mask, UNIT) + b_bias
+    b_u = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
     b_g = lower_bound * sigmoid(b_u * b_rate) if BOUNDED else softplus(b_u) * (b_rate * -1.0)
-    store_rows(p_g, s_g, o_r, _at(o_c, s_gh, s_gc, C, EVENLY), mask, b_g, UNIT)
+    store_rows(p_g, s_g[0], o_r, _at(o_c, s_g, C, EVENLY), mask, b_g, UNIT)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "programs"])
 def wyfold_gate_bwd_triton(
-    p_x, s_x, s_xh, s_xc, p_A_log, p_dt_bias, p_dg, s_dg, s_dgh, s_dgc, p_dx, s_dx, s_dxh, s_dxc, p_partial,
+    p_x, s_x, p_A_log, p_dt_bias, p_dg, s_dg, p_dx, s_dx, p_partial,
     n, tiles, programs, lower_bound,
     BOUNDED: tl.constexpr, DRATE: tl.constexpr, DBIAS: tl.constexpr,
     W: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr, EVENLY: tl.constexpr,
@@ -214,14 +203,14 @@ def wyfold_gate_bwd_triton(
     for i_tile in range(i_program, tiles, programs):
         o_r = row_offsets(i_tile, BR)
         mask = (o_r < n) & m_c
-        b_u = load_rows(p_x, s_x, o_r, _at(o_c, s_xh, s_xc, C, EVENLY), mask, UNIT) + b_bias
-        b_dg = load_rows(p_dg, s_dg, o_r, _at(o_c, s_dgh, s_dgc, C, EVENLY), mask, UNIT)
+        b_u = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
+        b_dg = load_rows(p_dg, s_dg[0], o_r, _at(o_c, s_dg, C, EVENLY), mask, UNIT)
         if BOUNDED:
             b_dx = sigmoid_bwd(b_u * b_rate, b_dg * lower_bound) * b_rate
         else:
             b_dx = b_dg * sigmoid(b_u) * (b_rate * -1.0)
         if p_dx is not None:
-            store_rows(p_dx, s_dx, o_r, _at(o_c, s_dxh, s_dxc, C, EVENLY), mask, b_dx, UNIT)
+            store_rows(p_dx, s_dx[0], o_r, _at(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)
         # The gate is not floored: after a reset its gradient is zero, and -inf * 0 would be no number.
         if DRATE and BOUNDED:
             b_drate += tl.where(b_dx == 0, 0.0, b_u * b_dx)
@@ -240,27 +229,27 @@ def wyfold_gate_bwd_triton(
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_beta_sigmoid_triton(
-    p_x, s_x, s_xh, s_xc, p_beta, s_beta, s_betah, s_betac, n, scale,
+    p_x, s_x, p_beta, s_beta, n, scale,
     W: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr, EVENLY: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (W + BW - 1) // BW
     o_r = row_offsets(tl.program_id(0) // blocks, BR)
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
-    b_x = load_rows(p_x, s_x, o_r, _at(o_c, s_xh, s_xc, C, EVENLY), mask, UNIT)
-    store_rows(p_beta, s_beta, o_r, _at(o_c, s_betah, s_betac, C, EVENLY), mask, scale * sigmoid(b_x), UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT)
+    store_rows(p_beta, s_beta[0], o_r, _at(o_c, s_beta, C, EVENLY), mask, scale * sigmoid(b_x), UNIT)
 
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_beta_sigmoid_bwd_triton(
-    p_x, s_x, s_xh, s_xc, p_dbeta, s_dbeta, s_dbetah, s_dbetac, p_dx, s_dx, s_dxh, s_dxc, n, scale,
+    p_x, s_x, p_dbeta, s_dbeta, p_dx, s_dx, n, scale,
     W: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr, EVENLY: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (W + BW - 1) // BW
     o_r = row_offsets(tl.program_id(0) // blocks, BR)
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
-    b_x = load_rows(p_x, s_x, o_r, _at(o_c, s_xh, s_xc, C, EVENLY), mask, UNIT)
-    b_dbeta = load_rows(p_dbeta, s_dbeta, o_r, _at(o_c, s_dbetah, s_dbetac, C, EVENLY), mask, UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT)
+    b_dbeta = load_rows(p_dbeta, s_dbeta[0], o_r, _at(o_c, s_dbeta, C, EVENLY), mask, UNIT)
     b_dx = sigmoid_bwd(b_x, b_dbeta) * scale
-    store_rows(p_dx, s_dx, o_r, _at(o_c, s_dxh, s_dxc, C, EVENLY), mask, b_dx, UNIT)
+    store_rows(p_dx, s_dx[0], o_r, _at(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)

@@ -9,7 +9,7 @@ each, and their partial sums are added in one order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
     """
     tile = _tiles("l2norm", x)
     if tile.tiles:
-        wyfold_l2norm_triton[(tile.tiles,)](x, *tile.steps(x), out, *tile.steps(out), x.shape[0], eps, **tile.launch())
+        wyfold_l2norm_triton[(tile.tiles,)](x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch())
 
 
 def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
@@ -44,7 +44,7 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     tile = _tiles("l2norm_bwd", x, dy, dx)
     if tile.tiles:
         wyfold_l2norm_bwd_triton[(tile.tiles,)](
-            x, *tile.steps(x), dy, *tile.steps(dy), dx, *tile.steps(dx), x.shape[0], eps, **tile.launch()
+            x, tile.steps(x), dy, tile.steps(dy), dx, tile.steps(dx), x.shape[0], eps, **tile.launch()
         )
 
 
@@ -62,8 +62,8 @@ def rms_norm_gated(
     tile = _tiles("rms_norm_gated", x, z, out)
     if tile.tiles:
         wyfold_rms_norm_gated_triton[(tile.tiles,)](
-            x, *tile.steps(x), z, *tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
-            out, *tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
+            x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
+            out, tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
         )  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def rms_norm_gated_bwd(
     sums = [total for total in (out.weight, out.bias) if total is not None]
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
     wyfold_rms_norm_gated_bwd_triton[(programs,)](
-        x, *tile.steps(x), z, *tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
-        dy, *tile.steps(dy), out.x, *tile.steps(out.x), out.z, *tile.steps(out.z), partial,
+        x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
+        dy, tile.steps(dy), out.x, tile.steps(out.x), out.z, tile.steps(out.z), partial,
         x.shape[0], tile.tiles, programs, options.eps,
         DWEIGHT=out.weight is not None, DBIAS=out.bias is not None, **_choices(options), **tile.launch(),
     )  # fmt: skip
@@ -103,24 +103,15 @@ class _Tiles(NamedTuple):
     BR: int
     BW: int
     unit: int
-    warps: int
-    stages: int
     programs: int
+    options: dict[str, Any]
 
     def steps(self, x: Tensor | None) -> tuple[int, int]:
         """Distances between rows, in units, and between columns."""
         return (0, 0) if x is None else (x.stride(0) // self.unit, x.stride(1))
 
-    def launch(self) -> dict[str, int | bool]:
-        return {
-            "W": self.W,
-            "BR": self.BR,
-            "BW": self.BW,
-            "UNIT": self.unit,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": False,
-        }
+    def launch(self) -> dict[str, Any]:
+        return {"W": self.W, "BR": self.BR, "BW": self.BW, "UNIT": self.unit, **self.options}
 
 
 def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
@@ -136,8 +127,8 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
     size, BW = config.blocks["TILE"], triton.next_power_of_2(W)
     BR = max(1, size // BW)
     warps = config.warps * max(1, min(32 // config.warps, BW // size))
-    unit = row_unit(x, *others)
-    return _Tiles(triton.cdiv(n, BR), W, BR, BW, unit, warps, config.stages, config.blocks.get("PROGRAMS", 1))
+    options = {**config.options(), "num_warps": warps, "enable_fp_fusion": False}
+    return _Tiles(triton.cdiv(n, BR), W, BR, BW, row_unit(x, *others), config.blocks.get("PROGRAMS", 1), options)
 
 
 def _choices(options: RmsNormOptions) -> dict[str, bool]:
@@ -158,62 +149,62 @@ def _offsets(tile, n, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_l2norm_triton(
-    p_x, s_x, s_xc, p_y, s_y, s_yc, n, eps,
+    p_x, s_x, p_y, s_y, n, eps,
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
-    store_rows(p_y, s_y, o_r, o_c * s_yc, mask, row_norm(b_x, eps, 1)[0], UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, o_c * s_x[1], mask, UNIT)
+    store_rows(p_y, s_y[0], o_r, o_c * s_y[1], mask, row_norm(b_x, eps, 1)[0], UNIT)
 
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_l2norm_bwd_triton(
-    p_x, s_x, s_xc, p_dy, s_dy, s_dyc, p_dx, s_dx, s_dxc, n, eps,
+    p_x, s_x, p_dy, s_dy, p_dx, s_dx, n, eps,
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
-    b_dy = load_rows(p_dy, s_dy, o_r, o_c * s_dyc, mask, UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, o_c * s_x[1], mask, UNIT)
+    b_dy = load_rows(p_dy, s_dy[0], o_r, o_c * s_dy[1], mask, UNIT)
     b_y, b_r = row_norm(b_x, eps, 1)
-    store_rows(p_dx, s_dx, o_r, o_c * s_dxc, mask, row_norm_bwd(b_y, b_r, b_dy, 1), UNIT)
+    store_rows(p_dx, s_dx[0], o_r, o_c * s_dx[1], mask, row_norm_bwd(b_y, b_r, b_dy, 1), UNIT)
 
 
 @triton.jit
-def _forward(
-    x, z, w, bias, eps, STORAGE: tl.constexpr, BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr, ROUND: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """act(z); the normed row and its reciprocal root mean square; as the weight meets it; times weight, plus bias."""
-    gate = sigmoid(z) if SIGMOID else silu(z)
-    normed, r = row_norm(x if NORM_FIRST else x * gate, eps, W)
-    rounded = normed.to(STORAGE).to(tl.float32) if ROUND else normed
-    affine = rounded * w
-    if BIAS:
-        affine += bias
-    return gate, normed, r, rounded, affine
+def _activated(b_z, SIGMOID: tl.constexpr):
+    return sigmoid(b_z) if SIGMOID else silu(b_z)
+
+
+@triton.jit
+def _affine(b_normed, b_w, p_bias, b_bias, STORAGE: tl.constexpr, ROUND: tl.constexpr):
+    """The normed row as the weight meets it; times the weight, plus the bias."""
+    b_rounded = b_normed.to(STORAGE).to(tl.float32) if ROUND else b_normed
+    b_affine = b_rounded * b_w
+    if p_bias is not None:
+        b_affine += b_bias
+    return b_rounded, b_affine
 
 
 @triton.jit(do_not_specialize=["n"])
 def wyfold_rms_norm_gated_triton(
-    p_x, s_x, s_xc, p_z, s_z, s_zc, p_w, p_bias, p_y, s_y, s_yc, n, eps,
+    p_x, s_x, p_z, s_z, p_w, p_bias, p_y, s_y, n, eps,
     SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr, ROUND: tl.constexpr,
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     o_r, o_c, mask = _offsets(tl.program_id(0), n, W, BR, BW)
-    b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
-    b_z = load_rows(p_z, s_z, o_r, o_c * s_zc, mask, UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, o_c * s_x[1], mask, UNIT)
+    b_z = load_rows(p_z, s_z[0], o_r, o_c * s_z[1], mask, UNIT)
     b_w, b_bias = load_columns(p_w, o_c, W), load_columns(p_bias, o_c, W)
-    gate, _, _, _, b_y = _forward(
-        b_x, b_z, b_w, b_bias, eps, p_x.dtype.element_ty, p_bias is not None, SIGMOID, NORM_FIRST, ROUND, W
-    )
+    b_act = _activated(b_z, SIGMOID)
+    b_normed = row_norm(b_x if NORM_FIRST else b_x * b_act, eps, W)[0]
+    b_y = _affine(b_normed, b_w, p_bias, b_bias, p_x.dtype.element_ty, ROUND)[1]
     if NORM_FIRST:
-        b_y *= gate
-    store_rows(p_y, s_y, o_r, o_c * s_yc, mask, b_y, UNIT)
+        b_y *= b_act
+    store_rows(p_y, s_y[0], o_r, o_c * s_y[1], mask, b_y, UNIT)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "programs"])
 def wyfold_rms_norm_gated_bwd_triton(
-    p_x, s_x, s_xc, p_z, s_z, s_zc, p_w, p_bias, p_dy, s_dy, s_dyc, p_dx, s_dx, s_dxc, p_dz, s_dz, s_dzc, p_partial,
+    p_x, s_x, p_z, s_z, p_w, p_bias, p_dy, s_dy, p_dx, s_dx, p_dz, s_dz, p_partial,
     n, tiles, programs, eps,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr, ROUND: tl.constexpr,
     W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, UNIT: tl.constexpr,
@@ -225,24 +216,25 @@ def wyfold_rms_norm_gated_bwd_triton(
     b_w, b_bias = load_columns(p_w, o_c, W), load_columns(p_bias, o_c, W)
     for i_tile in range(i_program, tiles, programs):
         o_r, o_c, mask = _offsets(i_tile, n, W, BR, BW)
-        b_x = load_rows(p_x, s_x, o_r, o_c * s_xc, mask, UNIT)
-        b_z = load_rows(p_z, s_z, o_r, o_c * s_zc, mask, UNIT)
-        b_dy = load_rows(p_dy, s_dy, o_r, o_c * s_dyc, mask, UNIT)
-        gate, normed, r, rounded, affine = _forward(
-            b_x, b_z, b_w, b_bias, eps, p_x.dtype.element_ty, p_bias is not None, SIGMOID, NORM_FIRST, ROUND, W
-        )
-        d_affine = b_dy * gate if NORM_FIRST else b_dy
-        d_normed = row_norm_bwd(normed, r, d_affine * b_w, W)
+        b_x = load_rows(p_x, s_x[0], o_r, o_c * s_x[1], mask, UNIT)
+        b_z = load_rows(p_z, s_z[0], o_r, o_c * s_z[1], mask, UNIT)
+        b_dy = load_rows(p_dy, s_dy[0], o_r, o_c * s_dy[1], mask, UNIT)
+        b_act = _activated(b_z, SIGMOID)
+        b_normed, b_r = row_norm(b_x if NORM_FIRST else b_x * b_act, eps, W)
+        b_rounded, b_affine = _affine(b_normed, b_w, p_bias, b_bias, p_x.dtype.element_ty, ROUND)
+        b_daffine = b_dy * b_act if NORM_FIRST else b_dy
+        b_dnormed = row_norm_bwd(b_normed, b_r, b_daffine * b_w, W)
         if DWEIGHT:
-            b_dw = tl.fma(d_affine, rounded, b_dw)
+            b_dw = tl.fma(b_daffine, b_rounded, b_dw)
         if DBIAS:
-            b_dbias += d_affine
+            b_dbias += b_daffine
         if p_dx is not None:
-            store_rows(p_dx, s_dx, o_r, o_c * s_dxc, mask, d_normed if NORM_FIRST else d_normed * gate, UNIT)
+            b_dx = b_dnormed if NORM_FIRST else b_dnormed * b_act
+            store_rows(p_dx, s_dx[0], o_r, o_c * s_dx[1], mask, b_dx, UNIT)
         if p_dz is not None:
-            d_gate = b_dy * affine if NORM_FIRST else d_normed * b_x
-            b_dz = sigmoid_bwd(b_z, d_gate) if SIGMOID else silu_bwd(b_z, d_gate)
-            store_rows(p_dz, s_dz, o_r, o_c * s_dzc, mask, b_dz, UNIT)
+            b_dact = b_dy * b_affine if NORM_FIRST else b_dnormed * b_x
+            b_dz = sigmoid_bwd(b_z, b_dact) if SIGMOID else silu_bwd(b_z, b_dact)
+            store_rows(p_dz, s_dz[0], o_r, o_c * s_dz[1], mask, b_dz, UNIT)
     o_partial = i_program.to(tl.int64) * W + o_c
     if DWEIGHT:
         tl.store(p_partial + o_partial, column_sum(b_dw), mask=o_c < W)
