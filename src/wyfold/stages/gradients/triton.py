@@ -24,7 +24,7 @@ from wyfold.tile.decay.triton import (
     state_gate_gradient,
     store_gate_gradient,
 )
-from wyfold.tile.dot.triton import exact, mm, operand, precision
+from wyfold.tile.dot.triton import exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
     fetch_tile,
@@ -74,6 +74,9 @@ def gradients(
         dA_log = torch.empty(grid.chunks, HV, -(-K // BK) if gate == "channel" else 1, **floats)
     if out.dt_bias is not None:
         ddt_bias = torch.empty(grid.chunks, HV, K if gate == "channel" else 1, **floats)
+    pairs = None
+    if gate == "channel":
+        pairs = torch.empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype), device=q.device)
     gathered = HV > H or options.qk_l2norm
     wide = torch.empty(2, grid.chunks * H, C, K, **floats) if gathered else None
     copied = V % BV == 0
@@ -109,6 +112,7 @@ def gradients(
             strides(out.beta),
             dA_log,
             ddt_bias,
+            pairs,
             None if wide is None else wide[0],
             None if wide is None else wide[1],
             grid.cu,
@@ -186,6 +190,7 @@ def wyfold_gradients_triton(
     s_dbeta,
     p_dA_log,
     p_ddt_bias,
+    p_pairs,
     p_dq_wide,
     p_dk_wide,
     p_cu,
@@ -325,6 +330,11 @@ def wyfold_gradients_triton(
         b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
         b_dM = tl.where(earlier, b_dJT.to(OP), b_dM)
         b_dPT = (tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)).to(OP)
+        if CHANNEL:
+            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+            tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
         for i_k in range(NK):
@@ -347,7 +357,6 @@ def wyfold_gradients_triton(
             b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
             b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
             if CHANNEL:
-                b_qn, b_kn = b_q.to(tl.float32) * b_rq[:, None], b_k.to(tl.float32) * b_rk[:, None]
                 b_x, b_gate = load_gate(
                     p_g,
                     s_g,
@@ -367,12 +376,13 @@ def wyfold_gradients_triton(
                     BK,
                 )
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_qn,
-                    b_kn,
+                    b_q,
+                    b_k,
+                    b_rq,
+                    b_rk,
                     b_gate,
-                    b_dM,
-                    b_dP,
-                    b_dPT,
+                    p_pairs,
+                    i_tile,
                     b_dq,
                     b_dk,
                     b_dk_write,
