@@ -27,15 +27,15 @@ FLOAT32_EXCEPTIONS = {
 # Family (or the gate that decides instead of it) to tensor to bound.
 SIXTEEN_BIT = {
     "random": {
-        "o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3.5e-3,
+        "o": 4.5e-3, "state": 4e-3, "dq": 4.5e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 6.5e-3, "dg": 4.5e-3,
         "dh0": 4.5e-3, "dA_log": 1.2e-2, "ddt_bias": 5.5e-3,
     },
     "uniform+": {
-        "o": 5e-3, "state": 4.5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 5e-3, "dg": 6e-3,
+        "o": 5e-3, "state": 5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 7.5e-3, "dg": 9.5e-3,
         "dh0": 4.5e-3, "dA_log": 1.6e-2, "ddt_bias": 1.6e-2,
     },
     "identical": {
-        "o": 5e-3, "state": 3e-3, "dq": 3.5e-2, "dk": 5e-3, "dv": 8e-3, "dbeta": 8e-3, "dg": 0.25,
+        "o": 5e-3, "state": 6e-2, "dq": 3.5e-2, "dk": 6.5e-3, "dv": 8e-3, "dbeta": 1e-2, "dg": 0.25,
         "dh0": 2.5e-3, "dA_log": 1.2e-2, "ddt_bias": 1.4e-2,
     },
     "beta 2": {
@@ -43,8 +43,8 @@ SIXTEEN_BIT = {
         "dh0": 2e-2, "dA_log": 3.5e-2, "ddt_bias": 1.5e-2,
     },
     "converged": {
-        "o": 2.5e-3, "state": 2.2e-3, "dq": 3e-3, "dk": 5e-3, "dv": 4e-3, "dbeta": 4e-3, "dg": 8e-3,
-        "dh0": 1e-3,
+        "o": 3.6e-3, "state": 2.2e-3, "dq": 3.6e-3, "dk": 7.5e-3, "dv": 1.2e-2, "dbeta": 8e-3, "dg": 4.2e-2,
+        "dh0": 2.3e-3,
     },
     "gate -20": {
         "o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3e-3,

@@ -1,0 +1,160 @@
+"""What the delta rules' kernels promise bit for bit, on a card, in shapes as models have them.
+
+The interpreter's tests hold the same promises at small shapes; here are the launch configurations that ship, the copy
+engine beside plain loads, and a machine that could order things differently each time.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wyfold
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+LENGTHS = (70, 0, 128, 1, 201)
+REPEATS = 100
+
+Call = dict[str, Any]
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(rule: str, results):
+    """`run(arguments, incoming, ...)`: everything one call gives."""
+    op = getattr(wyfold, f"chunk_{rule}")
+    return lambda a, fed, **options: results(op, a, None, fed, output_final_state=True, **options)
+
+
+@pytest.fixture
+def call(rule: str, placed):
+    """`call(T, N, ...)`: arguments, and what is fed back, on the card."""
+
+    def draw(T: int, N: int = 1, *, B: int = 1, dtype: torch.dtype = torch.bfloat16, K: int = 128) -> tuple[Call, Call]:
+        a = inputs.draw("random", rule, Shape(B, T, 2, 2, K, K), state="normal", sequences=N, dtype=dtype)
+        fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+        return placed(a), placed(fed)
+
+    return draw
+
+
+def tokens(a: Call, those: slice) -> Call:
+    return a | {name: a[name][:, those] for name in PER_TOKEN if name in a}
+
+
+def boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor], *context: object) -> None:
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), (name, *context)
+
+
+@pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 64)], ids=str)
+def test_a_hundred_times_the_same(dtype: torch.dtype, K: int, call, run):
+    a, fed = call(1000, 2, B=2, dtype=dtype, K=K)
+    first = run(a, fed)
+    for i in range(REPEATS):
+        same(run(a, fed), first, i)
+
+
+def test_kept_is_recomputed(call, run):
+    a, fed = call(300)
+    same(run(a, fed, disable_recompute=True), run(a, fed))
+
+
+def test_packed_is_separate(call, run, card):
+    """Place and neighbours change nothing, nor what lies past the last boundary."""
+    T, N = sum(LENGTHS), len(LENGTHS)
+    a, fed = call(T + 9, N)
+    for x in (*(a[name] for name in PER_TOKEN if name in a), fed["o"]):
+        x[:, T:] = math.nan
+    packed = run(a, fed, cu_seqlens=boundaries(LENGTHS, card))
+    for n, (begin, end) in enumerate(itertools.pairwise(boundaries(LENGTHS, card).tolist())):
+        alone = tokens(a, slice(begin, end)) | {"initial_state": a["initial_state"][n : n + 1]}
+        expected = run(alone, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
+        for name, x in expected.items():
+            mine = packed[name][n : n + 1] if name in ("state", "dinitial_state") else packed[name][:, begin:end]
+            assert torch.equal(mine, x), (n, name)
+    assert not any(packed[name][:, T:].any() for name in ("o", "dq", "dk", "dv", "dbeta"))
+
+
+@pytest.mark.parametrize("t", [1, 64, 100, 191])
+def test_the_past_does_not_know_the_future(t: int, call, run):
+    a, fed = call(256)
+    fed = {"o": fed["o"].clone()}
+    fed["o"][:, t:] = 0
+    changed = a | {name: a[name].clone() for name in PER_TOKEN if name in a}
+    for name in PER_TOKEN:
+        if name in a:
+            changed[name][:, t:] = changed[name][:, t:].flip(1) * 0.5
+    plain, other = run(a, fed), run(changed, fed)
+    for name in ("o", *(f"d{name}" for name in PER_TOKEN if name in a)):
+        assert torch.equal(other[name][:, :t], plain[name][:, :t]), name
+    assert torch.equal(other["dinitial_state"], plain["dinitial_state"])
+    assert not torch.equal(other["o"][:, t:], plain["o"][:, t:])
+
+
+def test_strided_is_contiguous(call, run):
+    """q, k and v as columns of one projection, gates with heads before tokens, states turned, gradients transposed."""
+    a, fed = call(300)
+    plain = run(a, fed)
+    strided = dict(a)
+    room = torch.full((1, 300, 2, 3 * 128 + 8), math.nan, dtype=torch.bfloat16, device=a["q"].device)
+    for i, name in enumerate(("q", "k", "v")):
+        strided[name] = room[..., 1 + 128 * i : 1 + 128 * (i + 1)].copy_(a[name])  # not aligned to 16 bytes
+    for name in ("g", "beta"):
+        if name in a:
+            strided[name] = a[name].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["initial_state"] = a["initial_state"].mT.contiguous().mT
+    back = {"o": fed["o"].transpose(1, 2).contiguous().transpose(1, 2), "state": fed["state"].mT.contiguous().mT}
+    same(run(strided, back), plain)
+
+
+@pytest.mark.parametrize("where", ["k", "v", "initial_state", "do"])
+def test_a_nan_stays_in_its_sequence_head_and_side_of_time(where: str, call, run, card):
+    """In an input it may reach outputs of its own chunk and later, in a gradient those of its own chunk and earlier."""
+    a, fed = call(sum(LENGTHS), len(LENGTHS))
+    options = {"cu_seqlens": boundaries(LENGTHS, card)}
+    n, begin, end, token, head = 4, 199, 400, 100, 1
+    clean = run(a, fed, **options)
+    poisoned, arrows = dict(a), dict(fed)
+    if where == "do":
+        arrows["o"] = fed["o"].clone()
+        arrows["o"][:, begin + token, head, 3] = math.nan
+    elif where == "initial_state":
+        poisoned[where] = a[where].clone()
+        poisoned[where][n, head, 5, 3] = math.nan
+    else:
+        poisoned[where] = a[where].clone()
+        poisoned[where][:, begin + token, head, 3] = math.nan
+    got = run(poisoned, arrows, **options)
+    for name, x in clean.items():
+        states = name in ("state", "dinitial_state")
+        other = 1 if states else 2
+        assert torch.equal(got[name].select(other, 1 - head), x.select(other, 1 - head)), f"{name}: another head"
+        if states:
+            assert torch.equal(got[name][:n], x[:n]), f"{name}: another sequence"
+        else:
+            assert torch.equal(got[name][:, :begin], x[:, :begin]), f"{name}: another sequence"
+    chunk = begin + token // 64 * 64
+    if where in ("k", "v"):
+        assert torch.equal(got["o"][:, begin:chunk], clean["o"][:, begin:chunk])
+        assert got["o"][:, begin + token, head].isnan().any()
+    if where == "do":
+        assert torch.equal(got["o"], clean["o"]) and torch.equal(got["state"], clean["state"])
+        for name in ("dq", "dk", "dv", "dbeta"):
+            assert torch.equal(got[name][:, chunk + 64 : end], clean[name][:, chunk + 64 : end]), name
+        assert got["dv"].isnan().any()

@@ -1,0 +1,162 @@
+"""The delta rules' kernels on a card: every output and gradient by the rules of `error.judge`.
+
+The truth is the token loop in float64, of long sequences the eager backend in float64, which is held to the loop
+elsewhere; the yardstick of 16-bit results is `reference.rounded`; both on the CPU. A call's shape, dtype and options
+decide what has to be compiled, so they are few, and each serves many inputs.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wyfold
+from wyfold import reference
+from wyfold.reference import inputs
+from wyfold.reference.error import Verdict, judge, require, rms
+from wyfold.reference.rounded import chunked
+from wyfold.reference.shapes import Shape
+from wyfold.reference.targets import target
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FAMILIES = ("random", "uniform+", "identical", "near-identical", "beta 2", "converged")
+GATES = ("zero", "-1e-6", "-1", "-5", "-20", "-88", "-1e3", "-1e4", "any", "spiky", "dead channel")
+RESETS = ("reset one", "reset first", "reset last", "reset all", "alternating")
+WIDTHS = [("gated_delta_rule", 64, 128), ("kda", 128, 64), ("delta_rule", 192, 256), ("kda", 256, 256)]
+WIDTHS += [(rule, 96, 40) for rule in RULES]
+PREPARED = [("delta_rule", None), ("gated_delta_rule", "model"), ("kda", "model"), ("kda", "model bounded")]
+FEW = 64
+"""Numbers, such as a gate parameter's gradient: their error is one draw and not a size. The target alone binds them."""
+
+Call = dict[str, Any]
+
+
+@pytest.fixture
+def judged(placed, arrows, results) -> Callable[..., list[Verdict]]:
+    """`judged(rule, arguments, row)`: of everything a call gives; `row` of the targets, or None for no target."""
+
+    def verdicts(rule: str, a: Call, row: str | None, *, long: bool = False) -> list[Verdict]:
+        a |= {"output_final_state": True}
+        fed = arrows(a)
+        wide = {name: x.double() if floating(x) else x for name, x in a.items()}
+        back = {name: x.double() for name, x in fed.items()}
+        loop = getattr(wyfold, f"chunk_{rule}") if long else getattr(reference, rule)
+        truth = results(loop, wide, None, back)
+        yardstick = results(chunked, a, None, fed) if a["q"].dtype != FP32 else {}
+        got = results(getattr(wyfold, f"chunk_{rule}"), placed(a), None, placed(fed))
+        assert got.keys() == truth.keys()
+        return [verdict(name, got[name].cpu(), x, yardstick.get(name), a["q"].dtype, row) for name, x in truth.items()]
+
+    return verdicts
+
+
+def verdict(
+    name: str, got: Tensor, truth: Tensor, yardstick: Tensor | None, dtype: torch.dtype, row: str | None
+) -> Verdict:
+    bound = None if row is None else target({"dinitial_state": "dh0"}.get(name, name), dtype, row)
+    if truth.numel() < FEW:
+        yardstick, bound = None, bound or target(name, dtype)
+    return judge(got, truth, yardstick, name=name, target=bound, per_token=name in ("dbeta", "dg") and got.ndim == 3)
+
+
+def floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def drawn(family: str, rule: str, shape: Shape, *, gate: str | None = None, dtype: torch.dtype = BF16, **more) -> Call:
+    """A call whose initial state is normal where a gate is asked for, else zeros, for which the targets are meant."""
+    state = "zero" if gate is None else "normal"
+    if gate != "-1e4":
+        return inputs.draw(family, rule, shape, gate=gate, dtype=dtype, **{"state": state, **more})
+    a = inputs.draw(family, rule, shape, gate="-1e3", state=state, dtype=dtype, **more)
+    return a | {"g": 10 * a["g"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rule", RULES)
+def test_families(rule: str, family: str, judged):
+    require(*judged(rule, drawn(family, rule, Shape(1, 200, 2, 2, 128, 128)), family))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "near-identical"])
+@pytest.mark.parametrize("rule", RULES)
+def test_families_over_many_chunks(rule: str, family: str, judged):
+    require(*judged(rule, drawn(family, rule, Shape(1, 1024, 2, 2, 128, 128)), family, long=True))
+
+
+@pytest.mark.parametrize("gate", GATES + RESETS)
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_gates(rule: str, gate: str, judged):
+    require(*judged(rule, drawn("random", rule, Shape(1, 200, 2, 2, 128, 128), gate=gate), None))
+
+
+@pytest.mark.parametrize("dtype, K", [(FP16, 128), (FP32, 64)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_other_dtypes(rule: str, dtype: torch.dtype, K: int, judged):
+    shape = Shape(1, 200, 2, 2, K, K)
+    for family in ("random", "uniform+", "identical"):
+        require(*judged(rule, drawn(family, rule, shape, dtype=dtype), family))
+    if rule != "delta_rule":
+        for gate in ("-5", "-20", "alternating", "any"):
+            row = None if dtype == FP16 else "gate alternating" if gate == "alternating" else "random"
+            require(*judged(rule, drawn("random", rule, shape, gate=gate, dtype=dtype), row))
+
+
+@pytest.mark.parametrize("rule, K, V", WIDTHS)
+def test_widths(rule: str, K: int, V: int, judged):
+    """Two value heads to a key head. Wider than 128, the targets do not bind."""
+    for family in ("random", "identical"):
+        row = None if max(K, V) > 128 or family == "identical" else family
+        require(*judged(rule, drawn(family, rule, Shape(1, 150, 1, 2, K, V)), row))
+
+
+@pytest.mark.parametrize("rule, gate", PREPARED)
+def test_packed_and_prepared_in_the_kernel(rule: str, gate: str | None, judged):
+    """Norm, logits and gate inside, value heads in groups, sequences of no token, of one, and of a chunk and one."""
+    lengths = [0, 65, 1, 0, 130, 64, 1]
+    options = {"keys": "huge", "beta": "logits", "state": "normal", "sequences": len(lengths)}
+    a = drawn("random", rule, Shape(1, sum(lengths), 2, 4, 64, 64), gate=gate, **options)
+    a |= {"cu_seqlens": wyfold.SequenceLayout.from_lengths(lengths).cu_seqlens, "use_qk_l2norm_in_kernel": True}
+    require(*judged(rule, a | {"allow_neg_eigval": True}, None))
+
+
+# --- beside another implementation -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fla(card) -> Callable[[str], Callable[..., Any]]:
+    """`fla(rule)`: its operator of that rule, which takes our keywords."""
+    if importlib.util.find_spec("fla") is None:
+        pytest.skip("fla is not installed")
+    torch.use_deterministic_algorithms(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield lambda rule: getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("family", ["random", "uniform+", "identical"])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_further_from_the_truth_than_fla(rule: str, family: str, fla, placed, arrows, results):
+    a = drawn(family, rule, Shape(1, 1024, 2, 2, 128, 128)) | {"output_final_state": True}
+    fed = arrows(a)
+    wide = {name: x.double() if floating(x) else x for name, x in a.items()}
+    op = getattr(wyfold, f"chunk_{rule}")
+    truth = results(op, wide, None, {name: x.double() for name, x in fed.items()})
+    try:
+        theirs = results(fla(rule), placed(a), None, placed(fed))
+    except Exception as refusal:
+        pytest.skip(f"fla does not run this: {refusal}")
+    ours = results(op, placed(a), None, placed(fed))
+    further = {}
+    for name, x in truth.items():
+        us, them = rms(ours[name].cpu(), x), rms(theirs[name].cpu(), x)
+        if not us <= 1.05 * them:
+            further[name] = f"{us:.2e} against {them:.2e}"
+    assert not further
