@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold.cli import main, subjects, verify
@@ -13,6 +14,7 @@ from wyfold.cli.scorecard import ROWS
 from wyfold.cli.scorecard.finding import Finding, Row
 from wyfold.cli.subjects import SUBJECTS, incoming, judged, measured
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
 from wyfold.stages.gradients import eager as gradients_stage
 from wyfold.stages.scan import eager as scan_stage
 
@@ -119,7 +121,8 @@ def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsy
     assert main(["verify", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
     record = json.loads(file.read_text())
-    assert (record["device"], record["backend_asked_for"], record["not_run"]) == ("cpu", None, {})
+    assert (record["device"], record["not_run"]) == ("cpu", {})
+    assert {operator["backend"] for operator in record["operators"]} == {"eager"}
     assert "error on cpu, against the float64 recurrence" in capsys.readouterr().out
 
 
@@ -130,15 +133,24 @@ def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch)
     arguments = subject.arguments(SMALL, torch.float32, 0)
     played = subject.ours(arguments)
     monkeypatch.setattr(wyfold, subject.operator, lambda **given: called.append(given) or played)
-    monkeypatch.setattr(subjects, "demanded", lambda device: "eager")
+    monkeypatch.setattr(subjects.Subject, "backend", lambda self, moved: "gluon")
     assert all(map(torch.equal, subject.ours_on(torch.device("meta"), arguments), played))
-    assert called[0].keys() == {*arguments, "backend"} and called[0]["backend"] == "eager"
+    assert called[0].keys() == {*arguments, "backend"} and called[0]["backend"] == "gluon"
     assert {x.device.type for x in called[0].values() if isinstance(x, torch.Tensor)} == {"meta"}
 
 
-def test_eager_is_demanded_on_cuda_alone():
-    asked = {device: subjects.demanded(torch.device(device)) for device in ("cpu", "cuda", "cuda:1", "mps")}
-    assert asked == {"cpu": None, "cuda": "eager", "cuda:1": "eager", "mps": None}
+def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
+    monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    for name, backend in (("chunk_kda", "triton"), ("fused_recurrent_kda", "eager"), ("chunk_ttt_linear", "eager")):
+        arguments = SUBJECTS[name].arguments(SMALL, torch.float32, 0)
+        assert SUBJECTS[name].backend(arguments) == "eager"
+        with FakeTensorMode():
+            there = {
+                key: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+                for key, x in arguments.items()
+            }
+            assert SUBJECTS[name].backend(there) == backend
 
 
 def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch, tmp_path, capsys):
@@ -187,6 +199,8 @@ def test_on_a_card(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("cuda-*-verify-errors.json")
     record = json.loads(file.read_text())
-    assert (record["device"], record["backend_asked_for"]) == ("cuda:0", "eager")
+    assert record["device"] == "cuda:0"
+    measured = {(o["operator"], o["dtype"]): o["backend"] for o in record["operators"]}
+    assert measured["chunk_kda", "bfloat16"] == measured["l2norm", "float32"] == "triton"
+    assert measured["chunk_kda", "float64"] == measured["chunk_ttt_linear", "bfloat16"] == "eager"
     assert {operator["dtype"] for operator in record["operators"]} == set(verify.DTYPES)
-    assert "asked for backend='eager'" in done.stdout

@@ -63,9 +63,19 @@ class Subject:
 
     def ours_on(self, device: torch.device, arguments: Arguments) -> tuple[Tensor, ...]:
         """`ours` of arguments moved from the CPU to a device, results moved back; gradients take the same way."""
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        asked = demanded(device)
-        return tuple(x.to(HOST) for x in self.ours(moved if asked is None else moved | {"backend": asked}))
+        moved = self.on(device, arguments)
+        return tuple(x.to(HOST) for x in self.ours(moved | {"backend": self.backend(moved)}))
+
+    def on(self, device: torch.device, arguments: Arguments) -> Arguments:
+        """The arguments with every tensor on a device."""
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+    def backend(self, arguments: Arguments) -> str:
+        """Who is measured on the arguments' device: the table's choice, or eager where it has none."""
+        try:
+            return wyfold.explain(getattr(wyfold, self.operator), **arguments, **(self.fixed or {})).backend
+        except wyfold.UnsupportedError:
+            return "eager"
 
     def truth(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """The same from the token loop, in the dtype of the arguments."""
@@ -74,11 +84,6 @@ class Subject:
     def _results(self, returned: Any) -> tuple[Tensor, ...]:
         results = returned if isinstance(returned, tuple) else (returned,)
         return tuple(results[: len(self.outputs)])
-
-
-def demanded(device: torch.device) -> str | None:
-    """The backend to ask every operator for on a device: eager on CUDA, where it is never chosen unasked."""
-    return "eager" if device.type == "cuda" else None
 
 
 def _delta(

@@ -182,7 +182,7 @@ class Tuner:
         drawn = subject.arguments(shape, getattr(torch, self.case.dtype), 0)
 
         def ours(arguments: Arguments) -> tuple[torch.Tensor, ...]:
-            return tuple(x.cpu() for x in subject.ours({**_on(self.device, arguments), "backend": "triton"}))
+            return tuple(x.cpu() for x in subject.ours({**subject.on(self.device, arguments), "backend": "triton"}))
 
         def calls() -> Iterator[dict[str, torch.Tensor]]:
             for _ in range(REPEATS):
@@ -245,7 +245,3 @@ def shown(candidates: list[Candidate], what: str) -> Iterator[Candidate]:
 
     console = Console(stderr=True)
     yield from track(candidates, what, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _on(device: torch.device, arguments: Arguments) -> Arguments:
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}

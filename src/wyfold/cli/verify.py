@@ -1,7 +1,8 @@
 """How far this machine's results are from the float64 recurrence, or from a promise of the scorecard.
 
 Without --row and --tier: the relative error of every output and every gradient of every operator, per dtype, with its
-limit. --device moves the operators there; inputs and truth stay on the CPU. With --row or --tier: rows of the
+limit. --device moves the operators there; inputs and truth stay on the CPU. What is measured is the table's choice, and
+eager where the table has none on that device. With --row or --tier: rows of the
 reliability scorecard, on the CPU, each a promise and the check that it holds here. A row that did not run is "not run",
 never "pass". Exit code 1 if anything is over its limit or a row fails.
 """
@@ -23,7 +24,7 @@ from wyfold.cli import DONE, FAILED, UsageError, results
 from wyfold.cli.arguments import device, whole
 from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, run_row
 from wyfold.cli.scorecard.finding import Scope
-from wyfold.cli.subjects import SUBJECTS, Subject, demanded, judged
+from wyfold.cli.subjects import SUBJECTS, Subject, judged
 from wyfold.reference.error import Verdict
 from wyfold.reference.shapes import Shape
 
@@ -38,6 +39,7 @@ class Outcome:
 
     subject: Subject
     dtype: str
+    backend: str
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -50,7 +52,8 @@ class Outcome:
             v.name: {"value": v.measured.rms, "target": v.limits.rms, "pass": v.passed, "reason": v.reason}
             for v in self.verdicts
         }
-        return {"operator": self.subject.name, "dtype": self.dtype, "pass": self.passed, "tensors": tensors}
+        who = {"operator": self.subject.name, "dtype": self.dtype, "backend": self.backend}
+        return {**who, "pass": self.passed, "tensors": tensors}
 
     def cells(self) -> list[tuple[str, ...]]:
         """Rows of the table: one for the outputs, one for the gradients."""
@@ -62,7 +65,7 @@ class Outcome:
                 worst = max(some, key=lambda v: v.measured.rms / v.limits.rms if v.limits.rms else v.measured.rms)
                 nearest = f"{worst.name} {worst.measured.rms:.1e} of {worst.limits.rms:.1e}"
                 verdict = "pass" if all(v.passed for v in some) else "FAIL"
-                rows.append((self.subject.name, self.dtype, what, errors, nearest, verdict))
+                rows.append((self.subject.name, self.dtype, self.backend, what, errors, nearest, verdict))
         return rows
 
 
@@ -79,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=device,
         default="cpu",
-        help='PyTorch device to measure; on CUDA every operator is asked for backend="eager" (default: %(default)s)',
+        help="PyTorch device to measure (default: %(default)s)",
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of every draw (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
@@ -112,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
         found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
         failed = not all(outcome.passed for outcome in outcomes)
     if args.out:
-        where = {"device": str(args.device), "backend_asked_for": demanded(args.device)}
-        measured = {"threads": torch.get_num_threads(), "seed": args.seed, **where, **found}
+        where = {"device": str(args.device), "threads": torch.get_num_threads()}
+        measured = {"seed": args.seed, **where, **found}
         record = results.provenance("verify", words) | measured
         file = results.write(args.out, f"{args.device.type}-{record['date'][:10]}-verify-{name}.json", record)
         results.say(f"wrote {file}")
@@ -139,7 +142,9 @@ def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[
         for name, subject in SUBJECTS.items():
             for dtype in dtypes:
                 progress.begin(f"{name}, {dtype}")
-                outcomes.append(Outcome(subject, dtype, tuple(judged(subject, shape, dtypes[dtype], seed, device))))
+                found = tuple(judged(subject, shape, dtypes[dtype], seed, device))
+                arguments = subject.on(device, subject.arguments(QUICK, dtypes[dtype], seed))
+                outcomes.append(Outcome(subject, dtype, subject.backend(arguments), found))
     return outcomes
 
 
@@ -155,10 +160,8 @@ def scorecard(numbers: list[int], seed: int, quick: bool) -> list[Record]:
 
 def report_accuracy(outcomes: list[Outcome], device: torch.device, missing: Mapping[str, str]) -> None:
     """The table of errors, how many are over their limits, and what was not run."""
-    columns = ("operator", "dtype", "what", "relative error of each tensor", "nearest its limit", "")
-    asked = demanded(device)
-    where = f"{device}, asked for backend={asked!r}" if asked else str(device)
-    title = f"error on {where}, against the float64 recurrence"
+    columns = ("operator", "dtype", "backend", "what", "relative error of each tensor", "nearest its limit", "")
+    title = f"error on {device}, against the float64 recurrence"
     results.show(title, columns, [cells for o in outcomes for cells in o.cells()])
     failed = [(o, v) for o in outcomes for v in o.verdicts if not v.passed]
     for outcome, verdict in failed:
