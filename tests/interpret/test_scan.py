@@ -1,0 +1,211 @@
+"""The scans' two ways of moving tiles: boxes and addresses give the same bits, and no box lets a neighbour's rows in.
+
+The interpreter has a copy engine as well, so both run there; on a GPU the promise is the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from wyfold.reference import inputs  # noqa: E402
+from wyfold.reference.shapes import Shape  # noqa: E402
+from wyfold.runtime.chunks import ChunkGrid, chunk_grid  # noqa: E402
+from wyfold.runtime.options import DeltaOptions  # noqa: E402
+from wyfold.stages.prepare.triton import gate_kind, launch_key, prepare  # noqa: E402
+from wyfold.stages.scan import triton as forward  # noqa: E402
+from wyfold.stages.scan_bwd import triton as backward  # noqa: E402
+from wyfold.tile.index import triton as index  # noqa: E402
+
+FORMS = [("delta_rule", False), ("gated_delta_rule", False), ("gated_delta_rule", True), ("kda", True)]
+CUTS = {
+    "one row a sequence": None,
+    "whole chunks": (0, 16, 48),
+    "within a chunk": (0, 5, 9, 9, 30, 46),
+    "one chunk and some": (0, 33, 45, 47),
+}
+OPTIONS = DeltaOptions(
+    operator="test",
+    recurrent=False,
+    scale=0.3,
+    qk_l2norm=True,
+    activation="given",
+    lower_bound=0.0,
+    clamp=0.0,
+    beta_logit=False,
+    beta_most=1.0,
+    state_v_first=False,
+    state_dtype=torch.float32,
+    final_state=True,
+    chunk_size=16,
+    checkpoint_every=16,
+    save=False,
+    keep_factors=False,
+    backend="triton",
+)
+
+
+@dataclass
+class Drawn:
+    """Tokens of a call, what flows back into it, and its cut."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    do: Tensor
+    initial_state: Tensor
+    dST: Tensor
+    cu: Tensor | None
+
+    @property
+    def grid(self) -> ChunkGrid:
+        return chunk_grid(*self.q.shape[:2], OPTIONS.chunk_size, self.cu)
+
+
+@pytest.fixture
+def draw(device: torch.device) -> Callable[..., Drawn]:
+    """A call's tensors on the device; `cut` is a packed batch's boundaries."""
+
+    def drawn(rule: str, shape: Shape, cut: tuple[int, ...] | None, dtype: torch.dtype = torch.float32) -> Drawn:
+        N = None if cut is None else len(cut) - 1
+        a = inputs.draw("random", rule, shape, state="normal", sequences=N)
+        moved = {name: x.to(device, dtype) for name, x in a.items() if name in ("q", "k", "v", "beta")}
+        g = a["g"].to(device) if "g" in a else None
+        state = a["initial_state"].to(device)
+        do = torch.randn(moved["v"].shape).to(device, dtype)
+        cu = None if cut is None else torch.tensor(cut, device=device)
+        return Drawn(**moved, g=g, do=do, initial_state=state, dST=torch.randn_like(state), cu=cu)
+
+    return drawn
+
+
+def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Everything that the two stages write; padding tiles of a packed batch left out."""
+    made = []
+
+    def taken(found: Any) -> Any:
+        made.append(found is not None)
+        return found
+
+    for stage in (forward, backward):
+        original = index.token_boxes
+        monkeypatch.setattr(stage, "copies_boxes", lambda device: boxes)
+        monkeypatch.setattr(stage, "token_boxes", lambda *x, original=original: taken(original(*x)))
+    grid, (K, V) = a.grid, (a.q.shape[3], a.v.shape[3])
+    key = launch_key(a.q.dtype, K, V, OPTIONS.chunk_size, gate_kind(a.g), folded)
+    o, final, dS0 = a.v.new_full(a.v.shape, 7), a.initial_state.clone(), a.initial_state.clone()
+    first = grid.first_checkpoints(OPTIONS.checkpoint_every, a.q.device)
+    states = a.initial_state.new_zeros(grid.chunks, *a.initial_state.shape[1:])
+    prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, OPTIONS, o, folded=folded, backward=True)
+    forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, OPTIONS, key, o, final, states, first)
+    borders = backward.scan_bwd(a.q, a.k, a.v, prepared, a.initial_state, a.do, a.dST, grid, OPTIONS, key, dS0)
+    assert all(made) and bool(made) == boxes, "the tensors of these tests can be boxes"
+    tiles = (grid.chunks if a.cu is None else int(grid.first[-1])) * a.v.shape[2]
+    return {"o": o, "final": final, "states": states, "dS0": dS0} | {
+        name: x[:tiles] for name, x in borders._asdict().items()
+    }
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("rule", "folded"), FORMS)
+def test_boxes_and_addresses_give_the_same_bits(rule, folded, cut, draw, monkeypatch):
+    shape = Shape(2, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 32)
+    a = draw(rule, shape, cut, torch.bfloat16 if cut is None else torch.float32)
+    boxes = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    addresses = scans(a, folded, boxes=False, monkeypatch=monkeypatch)
+    for name in boxes:
+        assert boxes[name].isfinite().all(), name
+        assert torch.equal(boxes[name], addresses[name]), name
+
+
+@pytest.mark.parametrize(("rule", "folded"), FORMS)
+def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
+    """The second of four sequences is NaN, and lies in the boxes of the first one's last chunk."""
+    a = draw(rule, Shape(1, 70, 1, 1, 16, 16), (0, 21, 30, 30, 66))
+    clean = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    for x in (a.q, a.k, a.v, a.do, a.beta, a.g):
+        if x is not None:
+            x[:, 21:30] = float("nan")
+    spoiled = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    others = [0, 2, 3]
+    kept = torch.tensor([t for t in range(66) if not 21 <= t < 30], device=a.q.device)
+    assert spoiled["o"][:, 21:30].isnan().all()
+    assert torch.equal(clean["o"][:, kept], spoiled["o"][:, kept])
+    for name in ("final", "dS0"):
+        assert spoiled[name][1].isnan().any()
+        assert torch.equal(clean[name][others], spoiled[name][others]), name
+    tiles = [0, 1, *range(3, 6)]  # chunks of the others
+    for name in ("S", "dS", "e", "X"):
+        assert torch.equal(clean[name][tiles], spoiled[name][tiles]), name
+
+
+@pytest.mark.parametrize(("rule", "folded"), FORMS)
+def test_a_sequences_rows_past_its_end_stay_as_they_are(rule, folded, draw, monkeypatch, guarded):
+    a = draw(rule, Shape(1, 40, 1, 1, 16, 16), (0, 21))
+    a = replace(a, **{name: guarded(getattr(a, name)) for name in ("q", "k", "v", "do", "beta")})
+    found = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    assert (found["o"][:, 21:] == 0).all(), "zeros, by prepare"
+    assert found["o"][:, :21].isfinite().all()
+
+
+class TestWhatCanBeABox:
+    """Chosen from metadata; what the copy engine cannot take gets no descriptor."""
+
+    B, T, H, W = 2, 24, 3, 16
+
+    def tokens(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+    def matrix(self, x: Tensor) -> Tensor | None:
+        """What a descriptor's boxes are cut from."""
+        found = index.token_boxes(x, 8, 16)
+        return None if found is None else found.base.as_strided(found.shape, found.strides, found.base.storage_offset())
+
+    @pytest.mark.parametrize("part", ["all", "a slice of heads", "heads apart", "one row, heads first"])
+    def test_rows_of_a_head_are_where_they_were(self, part: str):
+        B, T, H, W = self.B, self.T, self.H, self.W
+        x = {
+            "all": lambda: self.tokens(B, T, H, W),
+            "a slice of heads": lambda: self.tokens(B, T, H + 2, W)[:, :, 1:-1],
+            "heads apart": lambda: self.tokens(B, T, H, 3, W)[:, :, :, 1],
+            "one row, heads first": lambda: self.tokens(1, H, T, W).transpose(1, 2),
+        }[part]()
+        matrix = self.matrix(x)
+        for b in range(x.shape[0]):
+            for h in range(H):
+                column = h * x.stride(2)
+                assert torch.equal(matrix[b * T : (b + 1) * T, column : column + W], x[b, :, h])
+
+    @pytest.mark.parametrize(
+        "refused",
+        ["columns apart", "expanded", "rows unaligned", "base unaligned", "batch apart", "half a width", "no tokens"],
+    )
+    def test_others_are_refused(self, refused: str):
+        B, T, H, W = self.B, self.T, self.H, self.W
+        x = {
+            "columns apart": lambda: self.tokens(B, T, H, W, 2)[..., 0],
+            "expanded": lambda: torch.ones(()).expand(B, T, H, W),
+            "rows unaligned": lambda: self.tokens(B, T, H * W + 1)[..., :-1].unflatten(-1, (H, W)),
+            "base unaligned": lambda: self.tokens(B, T, H * W + 4)[..., 1 : H * W + 1].unflatten(-1, (H, W)),
+            "batch apart": lambda: self.tokens(B, 2 * T, H, W)[:, :T],
+            "half a width": lambda: self.tokens(B, T, H, 24),
+            "no tokens": lambda: self.tokens(B, 0, H, W),
+        }[refused]()
+        assert index.token_boxes(x, 8, 16) is None
+
+    def test_tiles(self):
+        tiles = self.tokens(4, 32, 16)
+        found = index.tile_boxes(tiles, 16, 16)
+        assert list(found.shape) == [128, 16] and list(found.block_shape) == [16, 16]
+        assert index.tile_boxes(tiles, 24, 16) is None, "a box would reach into the next tile"
+        assert index.tile_boxes(self.tokens(4, 32, 6), 16, 6) is None
+        assert index.tile_boxes(self.tokens(0, 32, 16), 16, 16) is None
+        assert index.number_boxes(self.tokens(4, 24), 24) is None
+        assert index.number_boxes(self.tokens(4, 32), 32) is not None
