@@ -1,9 +1,11 @@
 """The gate on the device, in the one place that knows its kind.
 
 GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction, so the grams are split by dyadic halving: at level h, blocks of 2h rows pair their upper with their
-lower half, both anchored at the lower half's first row. Every running sum from an anchor is a product with a 0/1 matrix
-of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their relative accuracy.
+the contraction. The forward splits its grams by sub-chunks of 16 rows, with anchors at their first rows
+(`add_channel_grams`). Elsewhere they are split by dyadic halving: at level h, blocks of 2h rows pair their upper with
+their lower half, both anchored at the lower half's first row. There every running sum from an anchor is a product with
+a 0/1 matrix of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their
+relative accuracy.
 """
 
 from __future__ import annotations
@@ -325,7 +327,8 @@ def add_channel_grams(
     b_on = tl.where(i_n < i_i, tl.exp2(b_between + b_rest), tl.where(i_n == i_i, 1.0, 0.0))
     b_s = -b_P
     most = -tl.min(b_rest)
-    anchors = tl.where(most > 0.0, most / REACH, 0.0).to(tl.int32) + 1
+    # Rounded up at a multiple of REACH: one too many costs time, one too few a pair.
+    anchors = tl.where(most > 0.0, most / REACH + 0.01, 0.0).to(tl.int32) + 1
     if anchors > 1:
         b_s = tl.where(b_P < -REACH, -1024.0, b_s)
     b_ks = ((b_k * tl.exp2(b_s))[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
