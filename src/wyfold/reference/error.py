@@ -1,7 +1,7 @@
 """How far from the truth a result may be: the only source of tolerances.
 
 A result is judged against the truth (the token loops of this package in float64, and their autograd) beside a yardstick
-(the eager backend in the dtype of the result), which shows what that dtype costs. With
+of the result's dtype (the eager backend; `rounded` for 16-bit kernels), which shows what that dtype costs. With
 
     rms(x)     = |x - truth| / |truth|
     largest(x) = max |x - truth|
@@ -133,7 +133,7 @@ def judge(
     Args:
         got: The result, any shape and float dtype; its dtype sets the floor and the ulp.
         truth: Shape of got, float64.
-        yardstick: Shape of got: what the eager backend returns for the same inputs in the same dtype.
+        yardstick: Shape of got: what the eager backend, or `rounded`, returns for the same inputs in the same dtype.
         name: Of the tensor, for the table.
         target: Absolute bound on the rms error, from `target`.
         per_token: got holds per-token scalars, [B, T, HV].
