@@ -46,7 +46,7 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b of operands that are not rounded: float32, or bfloat16, which is one part; small products first."""
+    """acc + a b of operands of any float that are not rounded; bfloat16 is one part. Small products first."""
     if EXACT == "bf16x3":
         if a.dtype == tl.bfloat16:
             b_high, b_low = bf16_parts(b)
@@ -73,8 +73,8 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
             acc = tl.dot(a_high, b_mid, acc)
             return tl.dot(a_high, b_high, acc)
     elif EXACT == "tf32x3":
-        a_high, a_low = tf32_parts(a.to(tl.float32))
-        b_high, b_low = tf32_parts(b.to(tl.float32))
+        a_high, a_low = tf32_parts(a)
+        b_high, b_low = tf32_parts(b)
         acc = tl.dot(a_low, b_high, acc, input_precision="tf32")
         acc = tl.dot(a_high, b_low, acc, input_precision="tf32")
         return tl.dot(a_high, b_high, acc, input_precision="tf32")
@@ -88,6 +88,7 @@ def bf16_parts(x):
 
     Integer arithmetic on the bits rounds: a conversion there and back is several times slower on a GPU.
     """
+    x = x.to(tl.float32)
     high = _rounded(x, 0x8000, -0x10000)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
@@ -95,6 +96,7 @@ def bf16_parts(x):
 @triton.jit
 def bf16_thirds(x):
     """x as a sum of three bfloat16: all of a float32. A NaN stays one in the last."""
+    x = x.to(tl.float32)
     high = _rounded(x, 0x8000, -0x10000)
     mid = _rounded(x - high, 0, -0x10000)
     return high.to(tl.bfloat16), mid.to(tl.bfloat16), (x - high - mid).to(tl.bfloat16)
@@ -118,6 +120,7 @@ def tf32_parts(x):
 
     A NaN stays one in the second.
     """
+    x = x.to(tl.float32)
     high = _rounded(x, 0x1000, -0x2000)
     return high, x - high
 

@@ -1,0 +1,67 @@
+"""Products of tiles that are taken apart: what the parts leave out, and that nothing else is lost.
+
+The interpreter multiplies parts as they are, so what TF32 would cut off a remainder shows on a card alone.
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+tl = pytest.importorskip("triton.language", reason="Triton is not installed")
+
+dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
+mm_exact, self_product = dot.mm_exact, dot.self_product
+
+SIZE = 32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Of the sum of |a b|: the product of the two remainders and what is cut off them; and 32 additions in float32.
+LEFT_OUT = {"bf16x3": 3 * 2.0**-17, "tf32x3": 3 * 2.0**-22, "bf16x6": 3 * 2.0**-24}
+ADDED = SIZE * 2.0**-24
+
+
+@triton.jit
+def product(p_a, p_b, p_out, EXACT: tl.constexpr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    at = o[:, None] * SIZE + o[None, :]
+    tl.store(p_out + at, mm_exact(tl.load(p_a + at), tl.load(p_b + at), None, EXACT))
+
+
+@triton.jit
+def gram(p_a, p_out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    at = o[:, None] * SIZE + o[None, :]
+    tl.store(p_out + at, self_product(tl.load(p_a + at), None, tl.float32, "tf32x3"))
+
+
+def within(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, left_out: float) -> bool:
+    a, b = a.double().cpu(), b.double().cpu()
+    return bool(((got.double().cpu() - a @ b).abs() <= (left_out + ADDED) * (a.abs() @ b.abs())).all())
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP32, BF16), (FP32, FP16)], ids=str)
+@pytest.mark.parametrize("EXACT", LEFT_OUT)
+def test_operands_are_not_rounded(EXACT: str, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device):
+    a, b = (torch.randn(SIZE, SIZE).mul(scale).to(dtype).to(device) for scale, dtype in zip((1e3, 1.0), dtypes))
+    out = torch.empty(SIZE, SIZE, device=device)
+    product[(1,)](a, b, out, EXACT=EXACT, SIZE=SIZE)
+    assert within(out, a, b, LEFT_OUT[EXACT])
+
+
+@pytest.mark.parametrize("EXACT", LEFT_OUT)
+def test_what_is_not_a_number_stays_none(EXACT: str, device: torch.device):
+    """Whatever its bits: those of arithmetic on a GPU are all ones, which a carry turns into a zero."""
+    a, b = torch.ones(SIZE, SIZE, device=device), torch.ones(SIZE, SIZE, device=device)
+    out = torch.empty(SIZE, SIZE, device=device)
+    for bits in (0x7FFFFFFF, 0x7FC00000):
+        a[3, 5] = torch.tensor(bits, dtype=torch.int32).view(FP32)
+        product[(1,)](a, b, out, EXACT=EXACT, SIZE=SIZE)
+        assert out[3].isnan().all() and not out[4:].isnan().any()
+        product[(1,)](b, a, out, EXACT=EXACT, SIZE=SIZE)
+        assert out[:, 5].isnan().all() and not out[:, 6:].isnan().any()
+
+
+def test_rows_with_themselves(device: torch.device):
+    a = torch.randn(SIZE, SIZE, device=device)
+    out = torch.empty(SIZE, SIZE, device=device)
+    gram[(1,)](a, out, SIZE=SIZE)
+    assert within(out, a, a.mT, LEFT_OUT["tf32x3"])
