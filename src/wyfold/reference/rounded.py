@@ -4,10 +4,10 @@
 next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
 leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
 
-    prepare     decayed rows of a channel gate, those of every level of its grams too; A or E; F; W
+    prepare     decayed rows of a channel gate, those of its grams too; A or E; F; W
     scan        the state as an operand; y; without E also R and the written values
     scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
-    gradients   the gradients of the grams; again the decayed rows of every level
+    gradients   the gradients of the grams; the decayed rows of each level of a channel gate's
 
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
 less than shows beside the rest. From float64 everything is float64, and nothing is rounded.
@@ -17,6 +17,7 @@ less than shows beside the rest. From float64 everything is float64, and nothing
 Forward and backward are written out; what comes before them (norms, gates, sigmoids, groups) is left to autograd.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,9 @@ def _levels(x: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+REACH = 96 * math.log(2)  # decay, natural log, that one anchor of the grams serves
+
+
 # --- the launches, on tiles [n, chunks, C, width] and states [n, K, V] ------------------------------------------------
 
 
@@ -255,15 +259,27 @@ def _pairwise(g: Tensor) -> Tensor:
 
 
 def _grams(form: Form, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """J and P. Under a channel gate, rows of 16 meet all before them and each other at the first of the 16.
+
+    What decays after that row would grow without bound on its way back; so further anchors follow, `REACH` from each
+    other, each for the rows inside its reach.
+    """
     if not form.channel:
         return (_pairwise(g) * (k @ k.mT)).tril(-1), _pairwise(g) * (q @ k.mT)
-    P = torch.diag_embed((q * k).sum(-1))
-    J = torch.zeros_like(P)
-    for between, meet in _levels(g):
-        decay = (between @ g).exp()
-        k_level, q_level = form.fed(k * decay), form.fed(q * decay)
-        J, P = torch.where(meet, k_level @ k_level.mT, J), torch.where(meet, q_level @ k_level.mT, P)
-    return J, P
+    row, token = _positions(g)
+    J, P = (k.new_zeros(*k.shape[:-1], k.shape[-2]) for _ in range(2))
+    for first in range(0, k.shape[-2] if k.numel() else 0, 16):
+        mine = slice(first, first + 16)
+        sums = ((token > row.clamp(max=first)) & (token <= row.clamp(min=first))).to(g) @ g
+        for i in range(int(-sums[..., mine, :].min() / REACH) + 1):
+            anchor = -i * REACH
+            near = (row >= first) & (sums >= anchor - REACH) & ((sums < anchor) | (i == 0))
+            back = (anchor - sums).where(near, -torch.inf)
+            columns = form.fed(k * (sums.where(row < first, back) if i == 0 else back).exp()).mT
+            decay = (sums[..., mine, :] - anchor).clamp(max=0).exp()
+            J[..., mine, :] += form.fed(k[..., mine, :] * decay) @ columns
+            P[..., mine, :] += form.fed(q[..., mine, :] * decay) @ columns
+    return J.tril(-1), P.tril(-1) + torch.diag_embed((q * k).sum(-1))
 
 
 def _grams_bwd(form: Form, q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
