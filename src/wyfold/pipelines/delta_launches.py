@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.pipelines.delta_records import DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
+from wyfold.pipelines.delta_records import INITIAL_STATE, DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
 from wyfold.runtime import check
 from wyfold.runtime.chunks import chunk_grid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
@@ -83,20 +83,24 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 def backward(given: DeltaGradient) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, kept, do, dST, needs = given
-    call, found = _Call(t, options), given.rooms()
+    call, dS0 = _Call(t, options), given.room(INITIAL_STATE)
     if t.v.numel() == 0:
-        found = [room.zero_() for room in found]
-        if needs[5]:
-            _pass_through(dST, found[5])
+        found = [room.zero_() for room in given.rooms()]
+        if needs[INITIAL_STATE]:
+            _pass_through(dST, found[INITIAL_STATE])
         return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, clear=False)
-    wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
-    dS0 = call.outside(wanted.pop(5))
-    initial, dST = call.outside(t.initial_state), call.outside(dST)
+    initial, final = call.outside(t.initial_state), call.outside(dST)
+    entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
     scan_bwd = call.stage("scan_bwd").scan_bwd
-    borders = scan_bwd(t.q, t.k, t.v, prepared, initial, do, dST, call.grid, options, call.key, dS0)
+    borders = scan_bwd(t.q, t.k, t.v, prepared, initial, do, final, call.grid, options, call.key, entering)
+    del prepared  # the tokens' gradients may lie where it lay
+    found = given.rooms()
+    wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
+    found[INITIAL_STATE] = dS0
+    del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
         gradients = call.stage("gradients").gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias

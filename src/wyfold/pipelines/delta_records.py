@@ -31,7 +31,8 @@ class DeltaTensors(NamedTuple):
 
 
 TENSORS, DIFFERENTIABLE = len(DeltaTensors._fields), 8
-SUMMED = ("initial_state", "A_log", "dt_bias")
+INITIAL_STATE = DeltaTensors._fields.index("initial_state")
+SUMMED = (INITIAL_STATE, DeltaTensors._fields.index("A_log"), DeltaTensors._fields.index("dt_bias"))
 
 
 class DeltaResult(NamedTuple):
@@ -59,17 +60,17 @@ class DeltaGradient(NamedTuple):
     dST: Tensor | None
     needs: list[bool]
 
+    def room(self, index: int) -> Tensor:
+        """Unwritten memory for a gradient: in the argument's dtype, but for states and parameters, which sum, in the
+        wide one. No elements if it is not wanted."""
+        x, q = self.tensors[index], self.tensors.q
+        if x is None or not self.needs[index]:
+            return q.new_empty(0)
+        return x.new_empty(x.shape, dtype=wide(q.dtype) if index in SUMMED else x.dtype)
+
     def rooms(self) -> list[Tensor]:
-        """Unwritten memory for every wanted gradient: in the argument's dtype, but for states and parameters, which
-        sum, in the wide one. No elements where none is wanted."""
-        given = zip(self.tensors._fields, self.tensors, self.needs, strict=False)
-        dtype = wide(self.tensors.q.dtype)
-        return [
-            x.new_empty(x.shape, dtype=dtype if name in SUMMED else x.dtype)
-            if need and x is not None
-            else self.tensors.q.new_empty(0)
-            for name, x, need in given
-        ]
+        """Of every gradient."""
+        return [self.room(index) for index in range(DIFFERENTIABLE)]
 
     def rounded(self, found: list[Tensor]) -> list[Tensor]:
         """Every gradient in its argument's dtype."""
