@@ -117,9 +117,7 @@ def prepare(
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
         # With a channel gate a warp has a sub-chunk of its own.
-        num_warps=C // 16 if gate == "channel" else config.warps,
-        num_stages=config.stages,
-        enable_fp_fusion=True,
+        **{**config.options(), "num_warps": C // 16 if gate == "channel" else config.warps},
     )
     return found
 
