@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.pipelines.delta_records import INITIAL_STATE, DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
+from wyfold.pipelines.delta_records import (
+    DIFFERENTIABLE,
+    INITIAL_STATE,
+    DeltaGradient,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    turned,
+)
 from wyfold.runtime import check
 from wyfold.runtime.chunks import chunk_grid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
@@ -97,9 +105,8 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     scan_bwd = call.stage("scan_bwd").scan_bwd
     borders = scan_bwd(t.q, t.k, t.v, prepared, initial, do, final, call.grid, options, call.key, entering)
     del prepared  # the tokens' gradients may lie where it lay
-    found = given.rooms()
+    found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
-    found[INITIAL_STATE] = dS0
     del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
         gradients = call.stage("gradients").gradients
