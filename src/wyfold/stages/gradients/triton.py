@@ -36,6 +36,8 @@ from wyfold.tile.index.triton import (
     store_tokens,
 )
 
+NARROWEST = 64  # narrower slices are computed wrongly on Hopper (docs/facts.md, H200-4)
+
 
 def gradients(
     q: Tensor,
@@ -66,8 +68,8 @@ def gradients(
     (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
     gate = gate_kind(g)
     config = tuned("gradients.triton", key, q.device)
-    BK = min(config.blocks["BK"], max(16, triton.next_power_of_2(K)))
-    BV = min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
+    BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
     floats = {"dtype": torch.float32, "device": q.device}
     dA_log = ddt_bias = None
     if out.A_log is not None:
