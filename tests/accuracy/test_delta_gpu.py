@@ -29,7 +29,8 @@ FAMILIES = ("random", "uniform+", "identical", "near-identical", "beta 2", "conv
 GATES = ("zero", "-1e-6", "-1", "-5", "-20", "-88", "-1e3", "-1e4", "any", "spiky", "dead channel")
 RESETS = ("reset one", "reset first", "reset last", "reset all", "alternating")
 WIDTHS = [("gated_delta_rule", 64, 128), ("kda", 128, 64), ("delta_rule", 192, 256), ("kda", 256, 256)]
-WIDTHS += [(rule, 96, 40) for rule in RULES]
+WIDTHS += [(rule, K, V) for rule in RULES for K, V in ((96, 40), (32, 32))]
+WIDTHS += [("delta_rule", 8, 16), ("gated_delta_rule", 24, 64), ("kda", 16, 24)]
 PREPARED = [("delta_rule", None), ("gated_delta_rule", "model"), ("kda", "model"), ("kda", "model bounded")]
 FEW = 64
 """Numbers, such as a gate parameter's gradient: their error is one draw and not a size. The target alone binds them."""
@@ -110,9 +111,12 @@ def test_other_dtypes(rule: str, dtype: torch.dtype, K: int, judged):
 
 @pytest.mark.parametrize("rule, K, V", WIDTHS)
 def test_widths(rule: str, K: int, V: int, judged):
-    """Two value heads to a key head. Wider than 128, the targets do not bind."""
+    """Two value heads to a key head; widths below 64 make tiles of a kind that went wrong on Hopper (facts.md, H200-4).
+
+    The targets bind where both widths are near those they were set at.
+    """
     for family in ("random", "identical"):
-        row = None if max(K, V) > 128 or family == "identical" else family
+        row = family if family == "random" and min(K, V) >= 40 and max(K, V) <= 128 else None
         require(*judged(rule, drawn(family, rule, Shape(1, 150, 1, 2, K, V)), row))
 
 
