@@ -71,8 +71,8 @@ def wyfold_solve_tril_triton(
 ):
     """One program owns four 16 x 16 blocks on the diagonal, of one chunk: four heads' if C = 16, two heads' if C = 32.
 
-    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64. All that is read is
-    read before anything is computed.
+    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64, with what lies below
+    the first, which is read last: registers are what programs beside this one need.
     """
     TOGETHER: tl.constexpr = 64 // BT
     i = tl.program_id(0).to(tl.int64)
@@ -91,8 +91,6 @@ def wyfold_solve_tril_triton(
     APART: tl.constexpr = 32 if BT == 64 else 0
     if BT >= 32:
         b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16)
-    if BT == 64:
-        b_below = load_blocks(p_L, s_L, 32, 0, 0, rows, heads, 1, 32)
     b_X = substituted(b_L, 2, 2)  # [pair, row, half, column]
     if BT == 16:
         store_diagonal(p_X, s_X, b_X, rows, heads)
@@ -101,6 +99,7 @@ def wyfold_solve_tril_triton(
         b_X = merged(b_low, b_lower, b_high, 2, 16, EXACT)
         store_blocks(p_X, s_X, b_X, 0, 0, APART, rows, heads, 2, 32)
     if BT == 64:
+        b_below = load_blocks(p_L, s_L, 32, 0, 0, rows, heads, 1, 32)
         b_low, b_high = b_X.permute(1, 2, 0).split()
         b_X = corner(b_low, b_below.reshape(32, 32), b_high, EXACT)
         store_blocks(p_X, s_X, b_X[None], 32, 0, 0, rows, heads, 1, 32)
