@@ -71,8 +71,8 @@ def wyfold_solve_tril_triton(
 ):
     """One program owns four 16 x 16 blocks on the diagonal, of one chunk: four heads' if C = 16, two heads' if C = 32.
 
-    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64, with what lies below
-    the first, which is read last: registers are what programs beside this one need.
+    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64. What lies between
+    those is read last: registers decide how many programs run beside this one.
     """
     TOGETHER: tl.constexpr = 64 // BT
     i = tl.program_id(0).to(tl.int64)
