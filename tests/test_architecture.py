@@ -197,7 +197,8 @@ def nameless_results(file: File) -> Iterator[ast.AST]:
     """More than three results of a function of ours travel in a named record.
 
     Not ours to shape are functions registered with torch, whose results are what their schema says, the methods of an
-    autograd.Function, and the public operators. A row of text cells is no record either.
+    autograd.Function, and the public operators. A device function's are tiles in registers, which no record holds. A
+    row of text cells is no record either.
     """
     shaped_by_others = set(PUBLIC)
     for call, name in file.calls():
@@ -210,10 +211,18 @@ def nameless_results(file: File) -> Iterator[ast.AST]:
         for method in node.body
     }
     for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef) and on_device(node):
+            continue
         if isinstance(node, ast.FunctionDef) and node.name not in shaped_by_others and id(node) not in methods:
             yield from (part for part in promised(node) if len(part.elts) > 3)
             if node.returns is None or ast.unparse(node.returns) != "tuple[str, ...]":
                 yield from (value for value in returned(node) if isinstance(value, ast.Tuple) and len(value.elts) > 3)
+
+
+def on_device(function: ast.FunctionDef) -> bool:
+    """Whether it is a kernel or a device function."""
+    names = (dotted(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list)
+    return any(name in ("triton.jit", "gluon.jit") for name in names)
 
 
 def promised(function: ast.FunctionDef) -> Iterator[ast.Tuple]:
@@ -327,6 +336,8 @@ def test_results_that_torch_or_users_shape_need_no_name():
         ("class Call(torch.autograd.Function):\n    def backward(ctx, dx):\n        return dx, dx, dx, dx", False),
         ("class Call:\n    def backward(self, dx):\n        return dx, dx, dx, dx", True),
         ("def chunk_kda(q):\n    return q, q, q, q", False),
+        ("@triton.jit\ndef spans(q):\n    return q, q, q, q", False),
+        ("@triton.jit(do_not_specialize=['T'])\ndef spans(q):\n    return q, q, q, q", False),
         ("def cells() -> tuple[str, ...]:\n    return a, b, c, d", False),
         ("def three() -> tuple[Tensor, Tensor, Tensor]:\n    return x, y, z", False),
     ]:
@@ -355,9 +366,13 @@ def folders(room: str) -> list[Path]:
     return sorted(p for p in (HOUSE / room).iterdir() if p.is_dir() and p.name != "__pycache__")
 
 
+# PyTorch's products come in one kind; a device's in several, and which one is a decision made in one place.
+WITHOUT_A_TWIN = {HOUSE / "tile" / "dot"}
+
+
 @pytest.mark.parametrize("room", ["stages", "tile"])
 def test_every_step_has_an_eager_file_and_a_test_of_its_name(room: str):
-    for folder in folders(room):
+    for folder in set(folders(room)) - WITHOUT_A_TWIN:
         assert (folder / "eager.py").exists(), f"{folder} has no eager.py"
         assert (TESTS / room / f"test_{folder.name}.py").exists(), f"no tests/{room}/test_{folder.name}.py"
 
@@ -372,7 +387,7 @@ def test_every_operator_file_has_a_test_of_its_name():
 
 
 def test_every_kernel_file_has_its_twin():
-    for path in (p for name in KERNEL_FILES for p in HOUSE.rglob(name)):
+    for path in (p for name in KERNEL_FILES for p in HOUSE.rglob(name) if p.parent not in WITHOUT_A_TWIN):
         assert path.with_name("eager.py").exists(), f"{path} has no eager twin"
 
 
