@@ -1,11 +1,11 @@
-"""Rows for GPUs out of reach: the measured card's, changed where they do not fit or spill, by what the compiler says.
+"""Rows for GPUs out of reach, by what the compiler says of their kernels.
 
     python -m tools.fit                every architecture but the measured one
     python -m tools.fit sm_80 sm_89    some of them
 
-Rewrites runtime/configs/<architecture>.json: the general rows of sm_90's file (those proved on that card for one key
-stay there), and for each launch of tests/compile/aot.py that asks for too much shared memory, or spills more than SPARE
-bytes, the candidate near its row that fits and spills least, as a row for launches of its dtype, tiles and gate.
+For each launch of tests/compile/aot.py that asks for too much shared memory, or spills more than SPARE bytes,
+runtime/configs/<architecture>.json gets the candidate near its row that fits and spills least, as a row for launches of
+its dtype, tiles and gate. The file it starts from is its own, or a copy of the measured card's.
 """
 
 import itertools
@@ -73,12 +73,7 @@ class Card:
     """One architecture and the table that is made for it."""
 
     def __init__(self, architecture: str):
-        self.architecture = architecture
-        self.table = {
-            kernel: {name: row for name, row in rows.items() if "proved" not in row}
-            for kernel, rows in launch.shipped(MEASURED).items()
-        }
-        self.write()
+        self.architecture, self.table = architecture, launch.shipped(architecture)
 
     def write(self) -> None:
         (CONFIGS / f"{self.architecture}.json").write_text(table_text(self.table))
