@@ -19,7 +19,7 @@ Forward and backward are written out; what comes before them (norms, gates, sigm
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,6 +178,25 @@ class Factors:
     W: Tensor
 
 
+class Borders(NamedTuple):
+    """What `scan_bwd` leaves of each chunk: S entering it, dS leaving it, errors e, gradients X of y."""
+
+    S: Tensor
+    dS: Tensor
+    e: Tensor
+    X: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of the tiles, in the order of their arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factors:
     J, P = _grams(form, q, k, g)
     unit = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device).expand_as(J)
@@ -210,8 +229,10 @@ def scan(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Te
     return o, S
 
 
-def scan_bwd(form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
-    """S entering and dS leaving each chunk, errors e, gradients X of y; and dS of the first state."""
+def scan_bwd(
+    form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Tensor, dS: Tensor
+) -> tuple[Borders, Tensor]:
+    """Borders, and the gradient of the first state."""
     states = v.new_empty(2, *v.shape[:2], S.shape[-2], v.shape[-1])
     e, X = torch.empty_like(v), torch.empty_like(v)
     for i in range(v.shape[1]):
@@ -226,13 +247,10 @@ def scan_bwd(form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Ten
         X[:, i] = f.F[:, i].mT @ do[:, i] + through
         dS = f.total[:, i] * dS + f.q[:, i].mT @ form.fed(f.read[:, i] * do[:, i])
         dS -= f.k[:, i].mT @ form.fed(f.read[:, i] * beta[:, i] * X[:, i])
-    return *(form.stored(x) for x in (*states, e, X)), dS
+    return Borders(*(form.stored(x) for x in (*states, e, X))), dS
 
 
-def gradients(
-    form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, borders: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv, dg, dbeta."""
+def gradients(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, borders: Borders) -> Gradients:
     S, dS, e, X = borders
     S_, dS_, e_, X_ = (form.fed(x) for x in borders)
     dJ, dP = -beta * beta.mT * (X_ @ e_.mT), beta.mT * (do @ e_.mT)
@@ -242,7 +260,7 @@ def gradients(
     dg += form.of_gate((S * dS).sum(-1)[..., None, :]) * g.sum(-2, keepdim=True).exp()
     for x, dx in zip((dq, dk, dg), _grams_bwd(form, q, k, g, dJ.tril(-1), dP.tril())):
         x += dx
-    return dq, dk + dk_end, beta * X, dg, (X * e).sum(-1, keepdim=True)
+    return Gradients(dq, dk + dk_end, beta * X, dg, (X * e).sum(-1, keepdim=True))
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,5 +335,5 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> Any:
         S, q, k, v, g, beta = ctx.saved_tensors
         do = ctx.form.scale * do
-        *borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS)
-        return None, dS, *gradients(ctx.form, q, k, g, beta, do, tuple(borders))
+        borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS)
+        return None, dS, *gradients(ctx.form, q, k, g, beta, do, borders)
