@@ -63,7 +63,7 @@ bench: $(VENV)/.wyfold
 compile: $(VENV)/.wyfold
 	@test -z "$(TRITON)" || test -d .cache/triton-$(TRITON) || \
 	$(PIP) install --quiet --quiet --no-deps --target .cache/triton-$(TRITON) triton==$(TRITON)
-	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(PYTEST) tests/compile/test_kernels.py $(ARGS)
+	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile.aot $(ARGS)
 
 # --- what `make check` is made of ------------------------------------------------------------------------------------
 
