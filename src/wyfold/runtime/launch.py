@@ -68,6 +68,17 @@ def row(architecture: str, kernel: str, key: str) -> str:
     return max(fitting, key=lambda name: 0 if name == "default" else len(name.split()))
 
 
+def crowd(key: str, programs: int, device: torch.device) -> str:
+    """The key, with the word "few" if a GPU could run twice as many programs, each on a multiprocessor of its own."""
+    return f"{key} few" if 2 * programs <= processors(device) else key
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's for the tensors of the interpreter, which are on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def _tile(word: str) -> str:
     """BK256 of K200: the smallest power of two, from 16 on, that holds a width; any other word as it is."""
     name, width = word[:1], word[1:]

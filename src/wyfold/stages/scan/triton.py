@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
+from wyfold.runtime.launch import crowd, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.dot.triton import mm, operand, precision
@@ -69,7 +69,8 @@ def scan(
         first_state: [N] int64 row in `states` of each sequence's first.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    config = tuned("scan.triton", key, q.device)
+    wide = grid.sequences * HV * -(-V // 128)
+    config = tuned("scan.triton", crowd(key, wide, q.device), q.device)
     BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
     channel = prepared.q is not None
     folded = prepared.E is not None

@@ -109,7 +109,6 @@ def scan_bwd(
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
-        FORWARD_STAGES=config.blocks.get("FORWARD", config.stages),
         **config.options(),
     )
     return found
@@ -183,7 +182,6 @@ def wyfold_scan_bwd_triton(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    FORWARD_STAGES: tl.constexpr,
 ):
     """One program owns BV value rows of one state, or of its gradient."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -235,7 +233,7 @@ def wyfold_scan_bwd_triton(
             b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
         if not CHANNEL:
             total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
-        for i in tl.range(0, steps, num_stages=FORWARD_STAGES):
+        for i in tl.range(0, steps, num_stages=STAGES):
             next_total = total
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
@@ -296,7 +294,6 @@ def _reverse_step(
     if CHANNEL:
         b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
         b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
     else:
         b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
         b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
@@ -311,7 +308,7 @@ def _reverse_step(
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
     b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
     # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
-    b_doT = tl.where(rows < 0, b_dY, tl.trans(b_do).to(tl.float32))
+    b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
     if FOLDED:
         b_X += b_dY
@@ -319,7 +316,9 @@ def _reverse_step(
         b_AT = fetch_tile(x_A, i_tile, 0, 0, BT, BT, BT, BT, TMA)
         b_X = mm(b_dY * b_out[None, :], tl.trans(b_AT), b_X, OP, PRECISION)
     send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
-    b_doT *= (b_in_q * scale)[None, :]
+    b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
     return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
 
 
