@@ -4,7 +4,7 @@
 next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
 leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
 
-    prepare     decayed rows of a channel gate, those of its grams too; A or E; F; W
+    prepare     decayed rows of a channel gate, those of its grams to TF32; A or E; F; W
     scan        the state as an operand; y; without E also R and the written values
     scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
     gradients   the gradients of the grams; the decayed rows of each level of a channel gate's
@@ -115,6 +115,12 @@ class Form:
         if self.dtype == torch.float16:
             return (x.contiguous().view(torch.int32) & -0x2000).view(torch.float32)
         return self.stored(x)
+
+    def in_a_gram(self, x: Tensor) -> Tensor:
+        """x as an operand of a channel gate's grams: TF32, to the nearest."""
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return x
+        return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
     def stored(self, x: Tensor) -> Tensor:
         """x as a tile that another launch reads. Float16, whose range is too small, leaves float32 tiles."""
@@ -293,10 +299,10 @@ def _grams(form: Form, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
             anchor = -i * REACH
             near = (row >= first) & (sums >= anchor - REACH) & ((sums < anchor) | (i == 0))
             back = (anchor - sums).where(near, -torch.inf)
-            columns = form.fed(k * (sums.where(row < first, back) if i == 0 else back).exp()).mT
+            columns = form.in_a_gram(k * (sums.where(row < first, back) if i == 0 else back).exp()).mT
             decay = (sums[..., mine, :] - anchor).clamp(max=0).exp()
-            J[..., mine, :] += form.fed(k[..., mine, :] * decay) @ columns
-            P[..., mine, :] += form.fed(q[..., mine, :] * decay) @ columns
+            J[..., mine, :] += form.in_a_gram(k[..., mine, :] * decay) @ columns
+            P[..., mine, :] += form.in_a_gram(q[..., mine, :] * decay) @ columns
     return J.tril(-1), P.tril(-1) + torch.diag_embed((q * k).sum(-1))
 
 

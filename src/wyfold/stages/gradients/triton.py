@@ -14,7 +14,8 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.decay.triton import (
     channel_bwd,
-    gate_kind,
+    gate_flags,
+    gate_width,
     interval_sum,
     load_gate,
     log_gate_bwd,
@@ -66,21 +67,19 @@ def gradients(
             none is wanted.
     """
     (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    gate = gate_kind(g)
+    flags, gates = gate_flags(g), gate_width(g)
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    floats = {"dtype": torch.float32, "device": q.device}
-    dA_log = ddt_bias = None
+    dA_log = ddt_bias = pairs = wide = None
     if out.A_log is not None:
-        dA_log = torch.empty(grid.chunks, HV, -(-K // BK) if gate == "channel" else 1, **floats)
+        dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
-        ddt_bias = torch.empty(grid.chunks, HV, K if gate == "channel" else 1, **floats)
-    pairs = None
-    if gate == "channel":
-        pairs = torch.empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype), device=q.device)
-    gathered = HV > H or options.qk_l2norm
-    wide = torch.empty(2, grid.chunks * H, C, K, **floats) if gathered else None
+        ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
+    if flags["CHANNEL"]:
+        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
+    if HV > H or options.qk_l2norm:
+        wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     copied = V % BV == 0
     tiles = [_descriptor(x, rows, width) if copied else x for x, rows, width in _boxes(borders, C, BV, BK)]
 
@@ -135,8 +134,7 @@ def gradients(
             BK=BK,
             BV=BV,
             PACKED=grid.cu is not None,
-            GATE=gate,
-            CHANNEL=gate == "channel",
+            **flags,
             ACTIVATION=options.activation,
             CLAMPED=options.clamp != 0,
             NORM=options.qk_l2norm,
@@ -214,6 +212,7 @@ def wyfold_gradients_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
+    SCALAR: tl.constexpr,
     CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -315,7 +314,7 @@ def wyfold_gradients_triton(
         b_decay = pair_decay(b_G, GATE, BT)
         b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay)
         b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta * b_nk)[None, :] * b_decay)
-        if GATE == "scalar":
+        if SCALAR:
             b_pairs = b_dP * _gram(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rq[:, None]
             b_pairs += b_dJ * _gram(p_k, s_k, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rk[:, None]
             b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
@@ -414,7 +413,7 @@ def wyfold_gradients_triton(
                     p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, GATE, K, BT, BK
                 )
             else:
-                if GATE == "scalar":
+                if SCALAR:
                     b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
@@ -432,7 +431,7 @@ def wyfold_gradients_triton(
                     store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)
                 if p_dk is not None:
                     store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
-        if GATE == "scalar":
+        if SCALAR:
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK

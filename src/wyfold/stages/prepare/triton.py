@@ -14,6 +14,7 @@ from wyfold.stages.records import Prepared
 from wyfold.tile.decay.triton import (
     add_channel_grams,
     decayed_grams_transposed,
+    gate_flags,
     gate_kind,
     load_gate,
     load_sub_chunk_gate,
@@ -67,7 +68,7 @@ def prepare(
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
-    gate = gate_kind(g)
+    gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
     tiles, whole = grid.chunks * HV, max(16, triton.next_power_of_2(K))
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
     if clear and backward and grid.cu is not None:
@@ -105,11 +106,12 @@ def prepare(
         K=K,
         V=V,
         BT=C,
-        BK=min(whole, config.blocks["BK"]) if gate == "channel" else whole,
-        BE=min(whole, config.blocks["BE"]) if gate == "channel" else whole,
+        BK=min(whole, config.blocks["BK"]) if channel else whole,
+        BE=min(whole, config.blocks["BE"]) if channel else whole,
         BV=max(16, triton.next_power_of_2(V)),
         PACKED=grid.cu is not None,
         GATE=gate,
+        CHANNEL=channel,
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
@@ -117,7 +119,7 @@ def prepare(
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
         # With a channel gate a warp has a sub-chunk of its own.
-        **{**config.options(), "num_warps": C // 16 if gate == "channel" else config.warps},
+        **{**config.options(), "num_warps": C // 16 if channel else config.warps},
     )
     return found
 
@@ -190,6 +192,7 @@ def wyfold_prepare_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
+    CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
@@ -209,7 +212,7 @@ def wyfold_prepare_triton(
 
     o_r = tl.arange(0, BT)
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
-    if GATE == "channel":
+    if CHANNEL:
         # 0, for addresses in sub-chunks.
         nothing = tl.minimum(T, 0)
         b_rq, b_rk, b_qk = _row_products(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, NORM)
@@ -264,7 +267,7 @@ def wyfold_prepare_triton(
         store_tile(p_W, i_tile, 0, 0, b_W, BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
-    if GATE == "channel":
+    if CHANNEL:
         if p_E is not None:
             for column in range(0, K, BE):
                 b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)

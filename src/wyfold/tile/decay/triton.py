@@ -10,18 +10,31 @@ relative accuracy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
-from wyfold.tile.dot.triton import mm, self_product
+from wyfold.tile.dot.triton import mm, self_product, tf32_parts
 from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
 
 
 def gate_kind(g: Tensor | None) -> str:
     """GATE of the kernels, from the gate [B, T, HV] or [B, T, HV, K] or None."""
     return "none" if g is None else "scalar" if g.ndim == 3 else "channel"
+
+
+def gate_flags(g: Tensor | None) -> dict[str, Any]:
+    """GATE, and what kernels ask of it, as keywords of a launch."""
+    kind = gate_kind(g)
+    return {"GATE": kind, "SCALAR": kind == "scalar", "CHANNEL": kind == "channel"}
+
+
+def gate_width(g: Tensor | None) -> int:
+    """Gates of a token and value head: K of a channel gate, else 1."""
+    return g.shape[3] if g is not None and g.ndim == 4 else 1
 
 
 @triton.jit
@@ -311,6 +324,8 @@ def add_channel_grams(
     P[s] >= -REACH, which 15 gates rarely miss. Where one does, further anchors follow, REACH from each other, and each
     serves the s inside its reach; to the others those are zeros, so that nothing but their own rows feels them.
 
+    Operands have the 11 bits of TF32: with bfloat16's 8, errors of repeated keys add up (docs/numerics.md).
+
     Args:
         b_q, b_k: [NB, 16, BK] normalised rows.
         b_P, b_rest: From `sub_chunk_sums`.
@@ -321,7 +336,8 @@ def add_channel_grams(
     """
     b_factor = tl.exp2(b_P)
     b_qf, b_kf = b_q * b_factor, b_k * b_factor
-    b_qr, b_kr = b_qf.to(OP).permute(0, 2, 1), b_kf.to(OP).permute(0, 2, 1)
+    b_qr = gram_operand(b_qf, OP, PRECISION).permute(0, 2, 1)
+    b_kr = gram_operand(b_kf, OP, PRECISION).permute(0, 2, 1)
 
     i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
     b_on = tl.where(i_n < i_i, tl.exp2(b_between + b_rest), tl.where(i_n == i_i, 1.0, 0.0))
@@ -332,22 +348,36 @@ def add_channel_grams(
     if anchors > 1:
         b_s = tl.where(b_P < -REACH, -1024.0, b_s)
     b_ks = ((b_k * tl.exp2(b_s))[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
-    b_JT = mm(b_ks, b_kr, b_JT, OP, PRECISION)
-    b_PT = mm(b_ks, b_qr, b_PT, OP, PRECISION)
+    b_ks = gram_operand(b_ks, OP, PRECISION)
+    b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
+    b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
     if anchors > 1:
         b_s = tl.exp2(tl.where(b_P < -REACH, b_rest[:, None] - b_P, -1024.0))
         b_on = tl.where(i_n < i_i, tl.exp2(b_between), 0.0)
-        b_ks = ((b_k * b_s)[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
-        b_JT = mm(b_ks, b_kr, b_JT, OP, PRECISION)
-        b_PT = mm(b_ks, b_qr, b_PT, OP, PRECISION)
+        b_ks = gram_operand(((b_k * b_s)[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK), OP, PRECISION)
+        b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
+        b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
         for anchor in range(1, anchors):
             b_p = b_P + anchor * REACH
             b_factor = tl.exp2(tl.where(b_p > 0.0, 0.0, b_p))
             b_s = tl.exp2(tl.where((b_p < 0.0) & (b_p >= -REACH), -b_p, -1024.0))
             b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, BK)
-            b_JT = mm(b_ks, (b_k * b_factor).permute(0, 2, 1), b_JT, OP, PRECISION)
-            b_PT = mm(b_ks, (b_q * b_factor).permute(0, 2, 1), b_PT, OP, PRECISION)
+            b_ks = gram_operand(b_ks, OP, PRECISION)
+            b_kr = gram_operand(b_k * b_factor, OP, PRECISION).permute(0, 2, 1)
+            b_qr = gram_operand(b_q * b_factor, OP, PRECISION).permute(0, 2, 1)
+            b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
+            b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
     return b_JT, b_PT, b_qf, b_kf
+
+
+@triton.jit
+def gram_operand(x, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """x rounded to TF32 where a product would cut its other bits off, or where inputs are bfloat16; NaN stays NaN."""
+    if OP == tl.bfloat16 or PRECISION == "tf32":
+        high, _ = tf32_parts(x)
+        return tl.where(x == x, high, x)
+    else:
+        return x
 
 
 def gram_levels(gate: str, chunk_size: int) -> int:
