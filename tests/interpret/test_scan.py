@@ -126,6 +126,28 @@ def test_boxes_and_addresses_give_the_same_bits(rule, folded, cut, draw, monkeyp
 
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
+def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
+    """A sequence may run alone or among many: the row that the scan takes depends on that, its bits do not."""
+    if device.type != "cuda":
+        pytest.skip("numpy's products add in an order of their own for every number of rows")
+    a = draw(rule, Shape(1, 70, 1, 1, 128, 128), None, torch.bfloat16)
+    grid, found = chunk_grid(1, 70, 64, None), []
+    key = launch_key(a.q.dtype, 128, 128, 64, gate_kind(a.g), folded)
+    options = replace(OPTIONS, chunk_size=64, checkpoint_every=0)
+    o = torch.empty_like(a.v)
+    prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
+    heights = []
+    for words in ("", " few"):
+        monkeypatch.setattr(forward, "crowd", lambda key, *_, words=words: key + words)
+        heights.append(forward.tuned("scan.triton", key + words, a.q.device).blocks["BV"])
+        o, final = torch.empty_like(a.v), torch.empty_like(a.initial_state)
+        forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, options, key, o, final, None, None)
+        found.append((o, final))
+    assert heights[0] > heights[1]
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("rule", "folded"), FORMS)
 def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
     """The second of four sequences is NaN, and lies in the boxes of the first one's last chunk."""
     a = draw(rule, Shape(1, 70, 1, 1, 16, 16), (0, 21, 30, 30, 66))

@@ -55,6 +55,12 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
     assert "maxnreg" not in launch.tuned("scan.triton", "bf16", CPU).options()
 
 
+def test_programs_are_few_while_twice_as_many_would_run_at_once(monkeypatch):
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    assert launch.crowd("bf16 C64", 66, CPU) == "bf16 C64 few"
+    assert launch.crowd("bf16 C64", 67, CPU) == "bf16 C64"
+
+
 @pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])
 def test_a_width_fits_the_tile_that_holds_it(word: str, tile: str):
     assert launch._tile(word) == tile
