@@ -163,7 +163,10 @@ def fetch_tokens(
     TMA: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """`load_tokens` of a tensor of T tokens a buffer row, from a box or an address. FULL: all rows are tokens."""
+    """`load_tokens` of a tensor of T tokens a buffer row, from a box or an address. FULL: all rows are tokens.
+
+    Otherwise rows of another sequence are selected away here, before they meet anything: zero times NaN is NaN.
+    """
     if TMA:
         b_x = x.load([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
         if FULL:
