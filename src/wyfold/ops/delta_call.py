@@ -96,7 +96,7 @@ def call_delta(
     activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
     scale = sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale)
     every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
-    chunk_size = _chunk_size(op, q, v, chunk, every)
+    chunk_size = _chunk_size(op, q, v, gate, chunk, every)
 
     recurrent = chunk is None
     stages = (
@@ -271,21 +271,21 @@ def _check_checkpoints(op: str, wanted: bool, every: int | None) -> int:
     return 64 if every is None else check.integer(op, "checkpoint_every", every, least=1)
 
 
-def _chunk_size(op: str, q: Tensor, v: Tensor, chunk: ChunkFlags | None, every: int) -> int:
+def _chunk_size(op: str, q: Tensor, v: Tensor, gate: GateFlags, chunk: ChunkFlags | None, every: int) -> int:
     """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
     if chunk is None:
         return math.gcd(every, 64)
     check.flag(op, disable_recompute=chunk.disable_recompute)
     if chunk.chunk_size is not None:
         check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
-    size = chunk.chunk_size or _best_chunk_size(q, v)
+    size = chunk.chunk_size or _best_chunk_size(q, v, channel_gate=gate.channel)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
 
 
-def _best_chunk_size(q: Tensor, v: Tensor) -> int:
-    """Fastest rows of a chunk, by device and widths alone (docs/facts.md, CPU-3)."""
+def _best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
+    """Fastest rows of a chunk, by device, kind of gate and widths alone (docs/facts.md, CPU-3 and H200-5)."""
     if q.device.type != "cpu":
-        return 64
+        return 32 if channel_gate else 64
     return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16

@@ -78,8 +78,8 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g arrives before its activation, g = -exp(A_log) softplus(g + dt_bias).
         A_log: [HV] any float. Log rate of the activation. None: rate 1. Its shape may be any of HV elements.
         dt_bias: [HV] any float. Bias of the activation. None: 0.
-        chunk_size: 16, 32 or 64; None is 16 on the CPU, 32 there if K V >= 128^2, else 64. Another size changes last
-            bits, nothing else.
+        chunk_size: 16, 32 or 64; None is 16 on the CPU, 32 there if K V >= 128^2; elsewhere 64, and 32 for KDA. Another
+            size changes last bits, nothing else.
         disable_recompute: Keep the chunks' factors for the backward: memory for time, same bits.
         cu_seqlens_cpu: [N+1] the same boundaries on the CPU, where known: saves a wait on a GPU. Changes no bit.
         backend: None for the table's choice; "eager", "triton" or "gluon" as a demand.
