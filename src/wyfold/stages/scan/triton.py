@@ -138,7 +138,7 @@ def _boxes(q, k, v, rows, total, E, W, F, o, C, BK, BV):
         tile_boxes(F, C, C),
         token_boxes(o, C, BV),
     )
-    return None if found.count(None) > 1 else found
+    return None if sum(x is None for x in found) > 1 else found
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])

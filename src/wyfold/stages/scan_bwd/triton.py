@@ -133,7 +133,7 @@ def _boxes(q, k, v, do, rows, total, E, A, F, W, S, dS, e, X, C, BK, BV):
         tile_boxes(e, C, BV),
         tile_boxes(X, C, BV),
     )
-    return None if found.count(None) > 1 else found
+    return None if sum(x is None for x in found) > 1 else found
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
