@@ -31,6 +31,7 @@ from unittest import mock
 
 import torch
 
+import wyfold
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
@@ -85,8 +86,8 @@ class Call:
         words += [f"HV{self.heads}"] if self.heads != 2 else []
         return " ".join(words)
 
-    def run(self) -> None:
-        """Forward, and backward where there is one."""
+    def arguments(self) -> dict[str, Any]:
+        """What the operator is given, on the CPU."""
         subject = SUBJECTS[self.subject]
         arguments = subject.arguments(Shape(1, 64, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
@@ -94,7 +95,12 @@ class Call:
         for x in arguments.values():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_()
-        outputs = subject.ours({**arguments, **dict(self.options), "backend": "triton"})
+        return {**arguments, **dict(self.options), "backend": "triton"}
+
+    def run(self) -> None:
+        """Forward, and backward where there is one."""
+        subject = SUBJECTS[self.subject]
+        outputs = subject.ours(self.arguments())
         if subject.backward:
             torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
@@ -191,6 +197,13 @@ def rows_of(call: Call, architecture: str) -> set[tuple[str, str]]:
     return found
 
 
+def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
+    """The same from the plan of a call that is not made."""
+    with pretending(architecture, lambda *_, **__: None):
+        plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
+    return {(f"{stage}.triton", row) for stage, _, row in plan.rows}
+
+
 def usage(kernel: Any, log: str) -> Usage:
     """Of a compiled kernel; read once, from the assembler's log, and kept beside the compiler's own cache."""
     kept = CACHE / f"{kernel.hash}.usage.json"
@@ -250,6 +263,8 @@ CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
     Call("chunk_gated_delta_rule", "float32"),
+    Call("chunk_gated_delta_rule", "float16", 256, 256),
+    Call("chunk_gated_delta_rule", "float32", 256, 256),
     Call("chunk_gated_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
     Call("chunk_kda", "float32", 64, 64),
@@ -280,7 +295,6 @@ WIDE = (
     Call("chunk_gated_delta_rule"),
     Call("chunk_gated_delta_rule", K=256, V=256),
     Call("chunk_gated_delta_rule", "float16"),
-    Call("chunk_gated_delta_rule", "float32", 256, 256),
     Call("chunk_gated_delta_rule", K=64, V=64),
     Call("chunk_kda"),
     Call("chunk_kda", options=(("chunk_size", 64),), heads=128),
