@@ -142,6 +142,7 @@ def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch)
 def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
     monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     for name, backend in (("chunk_kda", "triton"), ("fused_recurrent_kda", "eager"), ("chunk_ttt_linear", "eager")):
         arguments = SUBJECTS[name].arguments(SMALL, torch.float32, 0)
         assert SUBJECTS[name].backend(arguments) == "eager"

@@ -28,6 +28,11 @@ def test_no_configuration_is_left_out(architecture: str):
     assert not shipped - taken
 
 
+@pytest.mark.parametrize("call", [*aot.CALLS, *aot.WIDE], ids=str)
+def test_explain_names_the_rows_that_the_call_takes(call: aot.Call):
+    assert aot.rows_explained(call, "sm_90") == aot.rows_of(call, "sm_90")
+
+
 def test_what_is_over_is_told(monkeypatch):
     call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True)
     monkeypatch.setattr(aot, "allowances", dict)

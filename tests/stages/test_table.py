@@ -27,6 +27,7 @@ def card(monkeypatch):
         support = support if proof is None else support._replace(proof=proof)
         monkeypatch.setattr(launch, "support", lambda device: support)
         monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+        monkeypatch.setattr(launch, "processors", lambda device: 132)
         monkeypatch.setattr(table, "_warned", [])
 
     return insert

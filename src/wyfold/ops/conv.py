@@ -92,7 +92,16 @@ def causal_conv1d(
     rows = {"x": x, "residual": residual}
     copies = tuple(name for name, t in rows.items() if t is not None and not _one_row(t))
     dtypes = table.dtypes(x, weight, bias, residual, initial_state)
-    plan = table.plan(_NAME, x.device, backend, forward=("conv",), backward=("conv",), dtypes=dtypes, copies=copies)
+    plan = table.plan(
+        _NAME,
+        x.device,
+        backend,
+        forward=("conv",),
+        backward=("conv",),
+        dtypes=dtypes,
+        copies=copies,
+        keys=lambda: [("conv", f"conv W{W}"), ("conv", f"conv_bwd W{W}")],
+    )
     tensors = _Tensors(x, weight, bias, residual, initial_state, cu)
     y, final_state = _Conv.apply(*tensors, output_final_state, activation is not None, plan.backend)
     return y, final_state if output_final_state else None

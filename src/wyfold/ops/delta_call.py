@@ -114,7 +114,7 @@ def call_delta(
         dtypes=table.dtypes(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
-        keys=lambda: _launch_keys(stages, q, v, g, chunk_size),
+        keys=lambda: _launch_keys(stages, q, v, g, chunk_size, N),
     )
     options = DeltaOptions(
         operator=op,
@@ -141,13 +141,15 @@ def call_delta(
 
 
 def _launch_keys(
-    stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int
+    stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(stage, what its configuration depends on) of a call's kernels."""
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
-    return [(stage, key) for stage in dict.fromkeys(stages[0] + stages[1])]
+    keys = dict.fromkeys(stages[0] + stages[1], key)
+    keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v)
+    return list(keys.items())
 
 
 def _check_tensors(

@@ -82,7 +82,7 @@ def solve_tril(
     H, C = A.shape[2:]
     output_dtype = output_dtype or widest(A)
     per_part = _chunks_per_part(C, H, C, widest(A))
-    plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, output_dtype))
+    plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, output_dtype), lambda it: it.launch_key(A.dtype, C))
     return _Constant.apply(_solve_tril_op, A, cu, output_dtype, plan.backend)
 
 
@@ -145,7 +145,11 @@ def chunk_scaled_dot_kkt(
         check.log_gates(op, g, cu)
     per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
     output_dtype = output_dtype or widest(k, beta, g)
-    plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), output_dtype))
+
+    def key(it: Any) -> str:
+        return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
+
+    plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), output_dtype), key)
     return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, output_dtype, plan.backend)
 
 
@@ -185,11 +189,22 @@ def _plan(
     per_part: int,
     backend: str | None,
     dtypes: tuple[torch.dtype, ...],
+    key: Callable[[Any], str],
 ) -> Plan:
+    """key: gives what the launch depends on, from the module of its kernel."""
     N = None if cu is None else cu.shape[0] - 1
     parts = split.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
-    return table.plan(op, x.device, backend, forward=(stage,), dtypes=dtypes, chunk_size=chunk_size, parts=parts)
+    return table.plan(
+        op,
+        x.device,
+        backend,
+        forward=(stage,),
+        dtypes=dtypes,
+        chunk_size=chunk_size,
+        parts=parts,
+        keys=lambda: [(stage, key(table.launches(stage, "triton")))],
+    )
 
 
 def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int) -> ChunkGrid:

@@ -69,8 +69,7 @@ def scan(
         first_state: [N] int64 row in `states` of each sequence's first.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    wide = grid.sequences * HV * -(-V // 128)
-    config = tuned("scan.triton", crowd(key, wide, q.device), q.device)
+    config = tuned("scan.triton", scan_key(key, grid.sequences, v), q.device)
     BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
     channel = prepared.q is not None
     folded = prepared.E is not None
@@ -139,6 +138,12 @@ def _boxes(q, k, v, rows, total, E, W, F, o, C, BK, BV):
         token_boxes(o, C, BV),
     )
     return None if sum(x is None for x in found) > 1 else found
+
+
+def scan_key(key: str, sequences: int, v: Tensor) -> str:
+    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
+    HV, V = v.shape[2:]
+    return crowd(key, sequences * HV * -(-V // 128), v.device)
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])
