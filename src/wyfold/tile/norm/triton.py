@@ -14,12 +14,6 @@ def reciprocal_norm(b_x, eps: tl.constexpr = 1e-6):
 
 
 @triton.jit
-def l2norm_bwd(b_y, b_r, b_dy):
-    """dx = r (dy - y <y, dy>) of rows y = x r, exact with eps included.   [BT, BK] float32"""
-    return b_r[:, None] * (b_dy - b_y * tl.sum(b_y * b_dy, axis=1)[:, None])
-
-
-@triton.jit
 def row_norm(b_x, eps, COUNT: tl.constexpr):
     """y = x r with r = (sum x^2 / COUNT + eps)^(-1/2); COUNT is 1 for `l2norm`, the width for `rms_norm`.
 
