@@ -259,17 +259,14 @@ def complaints(call: Call, architecture: str, found: list[Usage]) -> list[str]:
 
 
 CALLS = (
-    Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
-    Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True),
-    Call("chunk_gated_delta_rule", "float16", 64, 64),
-    Call("chunk_gated_delta_rule", "float32"),
-    Call("chunk_gated_delta_rule", "float16", 256, 256),
-    Call("chunk_gated_delta_rule", "float32", 256, 256),
-    Call("chunk_gated_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
+    Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
     Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
-    Call("chunk_kda", "float32", 64, 64),
-    Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", K=256, V=256),
+    Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
+    Call("chunk_gated_delta_rule", "float16", 64, 64),
+    Call("chunk_gated_delta_rule", "float32", 64, 64),
+    Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
+    Call("chunk_kda", "float32", 64, 64),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
     *(
@@ -289,7 +286,10 @@ CALLS = (
         )
     ),
 )
-"""What `make test` compiles: every row of every table, every kind of gate, dtype and form."""
+"""What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype."""
+
+OWN = {"sm_90": tuple(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32"))}
+"""For rows that only the measured card has."""
 
 WIDE = (
     Call("chunk_gated_delta_rule"),
@@ -298,7 +298,9 @@ WIDE = (
     Call("chunk_gated_delta_rule", K=64, V=64),
     Call("chunk_kda"),
     Call("chunk_kda", options=(("chunk_size", 64),), heads=128),
-    Call("chunk_gated_delta_rule", "float32", 64, 64),
+    Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
+    Call("chunk_gated_delta_rule", "float32"),
+    Call("chunk_gated_delta_rule", "float32", 256, 256),
     Call("chunk_kda", "float32"),
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
@@ -308,10 +310,15 @@ WIDE = (
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
+def calls(architecture: str) -> tuple[Call, ...]:
+    """What is compiled for one architecture."""
+    return *CALLS, *OWN.get(architecture, ())
+
+
 def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call, list[Usage]]]:
     """Every call whose name holds the word, with its kernels, for one architecture."""
-    calls = [call for call in (*CALLS, *(WIDE if wide else ())) if word in str(call)]
-    return [(call, compiled(call, architecture)) for call in calls]
+    found = [call for call in (*calls(architecture), *(WIDE if wide else ())) if word in str(call)]
+    return [(call, compiled(call, architecture)) for call in found]
 
 
 def main() -> int:
