@@ -2,11 +2,14 @@
 
 import importlib.util
 import inspect
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import wyfold
+from wyfold.runtime import launch
 from wyfold.stages import table
 
 QUESTIONS = {"checked", "doctor", "explain"}
@@ -64,3 +67,34 @@ def test_a_missing_extra_comes_with_the_line_that_installs_it(monkeypatch):
 def test_a_torch_older_than_supported_is_named(version: str, bad: bool, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)
     assert bool(wyfold.doctor().known_bad) == bad
+
+
+@pytest.mark.parametrize(
+    ("version", "proof", "said"),
+    [
+        ("3.6.0", "verified", "verified on sm_90 under Triton 3.6.0"),
+        ("3.7.1", "compiled", "unverified on sm_90 under Triton 3.7.1: .*`wyfold verify` measures it"),
+        ("4.0.0", "", "refused: Triton 4.0.0 is not in the table"),
+    ],
+)
+def test_a_card_says_what_is_known_of_the_kernels_on_it(version: str, proof: str, said: str, monkeypatch):
+    """Beside its name and architecture, and as what every stage's kernels rest on."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card", total_memory=2**37)
+    )
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", version)._replace(proof=proof))
+    report = wyfold.doctor()
+    (card,) = report.hardware["gpus"]
+    assert (card["name"], card["architecture"]) == ("a card", "sm_90")
+    assert re.match(said, card["triton"])
+    kernels = {stage: cell["triton"] for stage, cell in report.cells.items() if "triton" in cell}
+    assert {"prepare", "scan", "norm"} <= kernels.keys() and set(kernels.values()) == {card["triton"]}
+    assert card["triton"] in str(report)
+
+
+def test_without_a_card_the_kernels_rest_on_nothing_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "support", lambda device: launch.Support("", "", "", "no card"))
+    assert wyfold.doctor().cells["scan"]["triton"] == "no card"

@@ -54,8 +54,8 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--backend",
         choices=table.BACKENDS,
-        help='of every operator; on CUDA today "eager" has to be asked for (default: the table\'s choice, '
-        "as `wyfold doctor` prints it)",
+        help='of every operator; on CUDA "eager" has to be asked for, also where there is no kernel yet '
+        "(default: the table's choice, as `wyfold doctor` prints it)",
     )
 
 
