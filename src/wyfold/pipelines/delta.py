@@ -50,7 +50,8 @@ class Delta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, saved = ctx.saved_tensors[:TENSORS], list(ctx.saved_tensors[TENSORS:])
+        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         # A compiler passes zeros for every result, the empty ones nobody asked for among them.
         dST = dST if ctx.options.final_state else None
