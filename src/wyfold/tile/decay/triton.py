@@ -537,10 +537,12 @@ def store_gate_gradient(
     elif GATE == "scalar":
         if p_dg is not None:
             store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
+        # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
+        o_one = i_tile + tl.arange(0, 1)
         if p_ddt_bias is not None:
-            tl.store(p_ddt_bias + i_tile, tl.sum(tl.where(o_r < rows, b_dx, 0.0), axis=0))
+            tl.store(p_ddt_bias + o_one, tl.sum(tl.where(o_r < rows, b_dx, 0.0)[None, :], axis=1))
         if p_dA_log is not None:
-            tl.store(p_dA_log + i_tile, tl.sum(tl.where(o_r < rows, b_dA, 0.0), axis=0))
+            tl.store(p_dA_log + o_one, tl.sum(tl.where(o_r < rows, b_dA, 0.0)[None, :], axis=1))
 
 
 @triton.jit
