@@ -79,12 +79,22 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def tile_width(width: int) -> int:
+    """The smallest power of two, from 16 on, that holds a width: the tile of K or V."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
 def _tile(word: str) -> str:
-    """BK256 of K200: the smallest power of two, from 16 on, that holds a width; any other word as it is."""
+    """BK256 of K200, the tile of that width; any other word as it is."""
     name, width = word[:1], word[1:]
     if name not in ("K", "V") or not width.isdigit():
         return word
-    return f"B{name}{max(16, 1 << (int(width) - 1).bit_length())}"
+    return f"B{name}{tile_width(int(width))}"
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """Of a key."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:

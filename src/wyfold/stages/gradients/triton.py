@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.decay.triton import (
+    FLOOR,
     channel_bwd,
     gate_flags,
     gate_width,
@@ -28,6 +31,8 @@ from wyfold.tile.decay.triton import (
 from wyfold.tile.dot.triton import exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
+    copies_boxes,
+    every_box,
     fetch_tile,
     load_strength,
     load_tile,
@@ -35,6 +40,8 @@ from wyfold.tile.index.triton import (
     store_tile,
     store_token_scalars,
     store_tokens,
+    strides,
+    tile_boxes,
 )
 
 NARROWEST = 64  # narrower slices are computed wrongly on Hopper (docs/facts.md, H200-4)
@@ -80,84 +87,75 @@ def gradients(
         pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
-    copied = V % BV == 0
-    tiles = [_descriptor(x, rows, width) if copied else x for x, rows, width in _boxes(borders, C, BV, BK)]
-
-    def strides(x: Tensor | None) -> tuple[int, ...] | None:
-        return None if x is None else x.stride()
-
-    with torch.cuda.device_of(q):
-        wyfold_gradients_triton[(grid.chunks * H,)](
-            q,
-            q.stride(),
-            k,
-            k.stride(),
-            g,
-            strides(g),
-            beta,
-            strides(beta),
-            A_log,
-            dt_bias,
-            do,
-            do.stride(),
-            *tiles,
-            out.q,
-            strides(out.q),
-            out.k,
-            strides(out.k),
-            out.v,
-            strides(out.v),
-            out.g,
-            strides(out.g),
-            out.beta,
-            strides(out.beta),
-            dA_log,
-            ddt_bias,
-            pairs,
-            None if wide is None else wide[0],
-            None if wide is None else wide[1],
-            grid.cu,
-            grid.first,
-            grid.sequence,
-            grid.sequences,
-            grid.tokens,
-            grid.per_sequence,
-            options.scale,
-            options.lower_bound,
-            options.clamp or -104.0,
-            options.beta_most,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BT=C,
-            BK=BK,
-            BV=BV,
-            PACKED=grid.cu is not None,
-            **flags,
-            ACTIVATION=options.activation,
-            CLAMPED=options.clamp != 0,
-            NORM=options.qk_l2norm,
-            LOGIT=options.beta_logit,
-            COPIED=copied,
-            OP=operand(q.dtype),
-            PRECISION=precision(q.dtype),
-            EXACT=exact(q.dtype),
-            **config.options(),
-        )
+    boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
+    wyfold_gradients_triton[(grid.chunks * H,)](
+        q,
+        q.stride(),
+        k,
+        k.stride(),
+        g,
+        strides(g),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        do,
+        do.stride(),
+        *(boxes or borders),
+        out.q,
+        strides(out.q),
+        out.k,
+        strides(out.k),
+        out.v,
+        strides(out.v),
+        out.g,
+        strides(out.g),
+        out.beta,
+        strides(out.beta),
+        dA_log,
+        ddt_bias,
+        pairs,
+        None if wide is None else wide[0],
+        None if wide is None else wide[1],
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.scale,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BV=BV,
+        PACKED=grid.cu is not None,
+        **flags,
+        ACTIVATION=options.activation,
+        CLAMPED=options.clamp != 0,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        COPIED=boxes is not None,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        EXACT=exact(q.dtype),
+        **config.options(),
+    )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-def _boxes(borders: TokenBorders, C: int, BV: int, BK: int) -> list[tuple[Tensor, int, int]]:
-    """Each tile tensor with the box that is read at once."""
-    return [(borders.S, BV, BK), (borders.dS, BV, BK), (borders.e, C, BV), (borders.X, C, BV)]
-
-
-def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, width])
+def _boxes(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
+    """All of them as boxes, or None if one cannot be."""
+    states, rows = [(x, BV, BK) for x in (borders.S, borders.dS)], [(x, C, BV) for x in (borders.e, borders.X)]
+    return every_box(borders, [tile_boxes(*box) for box in states + rows])
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
-from wyfold.tile.decay.triton import add_key_gram, decay_key_gram, gate_kind, gram_levels, load_given_gate
+from wyfold.runtime.launch import dtype_word, tile_width, tuned
+from wyfold.tile.decay.triton import FLOOR, add_key_gram, decay_key_gram, gate_kind, gram_levels, load_gate
 from wyfold.tile.dot.triton import exact, operand, precision
-from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tokens
+from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tokens, strides
 
 
 def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor) -> None:
@@ -35,7 +35,7 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         beta,
         beta.stride(),
         g,
-        None if g is None else g.stride(),
+        strides(g),
         out,
         out.stride(),
         grid.cu,
@@ -44,11 +44,12 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         grid.sequences,
         grid.tokens,
         grid.per_sequence,
+        FLOOR,
         H=H,
         HV=HV,
         K=K,
         BT=C,
-        BK=min(max(16, triton.next_power_of_2(K)), config.blocks["BK"]),
+        BK=min(tile_width(K), config.blocks["BK"]),
         PACKED=grid.cu is not None,
         GATE=gate,
         LEVELS=gram_levels(gate, C),
@@ -60,11 +61,10 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
 
 def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> str:
     """What a launch configuration depends on."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    return f"{name} K{K} C{chunk_size} {gate}"
+    return f"{dtype_word(dtype)} K{K} C{chunk_size} {gate}"
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "floor"])
 def wyfold_kkt_triton(
     p_k,
     s_k,
@@ -80,6 +80,7 @@ def wyfold_kkt_triton(
     N,
     T,
     per_sequence,
+    floor,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -105,9 +106,9 @@ def wyfold_kkt_triton(
         b_level = tl.zeros((BT, BT), tl.float32)
         for column in range(0, K, BK):
             b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)
-            b_g = load_given_gate(p_g, s_g, b, t, i_hv, column, rows, GATE, K, BT, BK)
+            _, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, column, rows, 0.0, floor, GATE, "given", K, BT, BK)
             b_level = add_key_gram(b_level, b_k, b_g, level, GATE, BT, OP, PRECISION)
-        b_g = load_given_gate(p_g, s_g, b, t, i_hv, 0, rows, GATE, K, BT, BK)
+        _, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
         b_J += decay_key_gram(b_level, b_g, level, GATE, BT)
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)

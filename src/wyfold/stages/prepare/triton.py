@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
+from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.decay.triton import (
+    FLOOR,
     add_channel_grams,
     decayed_grams_transposed,
     gate_flags,
@@ -33,6 +34,7 @@ from wyfold.tile.index.triton import (
     store_sub_chunks,
     store_tile,
     store_tokens,
+    strides,
 )
 from wyfold.tile.inverse.triton import inverse_transposed
 from wyfold.tile.norm.triton import reciprocal_norm
@@ -69,7 +71,7 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
-    tiles, whole = grid.chunks * HV, max(16, triton.next_power_of_2(K))
+    tiles, whole = grid.chunks * HV, tile_width(K)
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
     if clear and backward and grid.cu is not None:
         # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
@@ -84,9 +86,9 @@ def prepare(
         k,
         k.stride(),
         g,
-        None if g is None else g.stride(),
+        strides(g),
         beta,
-        None if beta is None else beta.stride(),
+        strides(beta),
         A_log,
         dt_bias,
         o if clear else None,
@@ -99,7 +101,7 @@ def prepare(
         grid.tokens,
         grid.per_sequence,
         options.lower_bound,
-        options.clamp or -104.0,
+        options.clamp or FLOOR,
         options.beta_most,
         H=H,
         HV=HV,
@@ -108,7 +110,7 @@ def prepare(
         BT=C,
         BK=min(whole, config.blocks["BK"]) if channel else whole,
         BE=min(whole, config.blocks["BE"]) if channel else whole,
-        BV=max(16, triton.next_power_of_2(V)),
+        BV=tile_width(V),
         PACKED=grid.cu is not None,
         GATE=gate,
         CHANNEL=channel,
@@ -147,8 +149,7 @@ def reads_folded(g: Tensor | None) -> bool:
 
 def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
     """What a launch configuration depends on."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    return f"{name} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
+    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most"])

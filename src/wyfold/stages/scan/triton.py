@@ -15,17 +15,21 @@ its own after the loop, the only one that has to tell its tokens from the next s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import crowd, tuned
+from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.dot.triton import mm, operand, precision
 from wyfold.tile.index.triton import (
     copies_boxes,
+    every_box,
     fetch_numbers,
     fetch_rows,
     fetch_tile,
@@ -33,6 +37,7 @@ from wyfold.tile.index.triton import (
     number_boxes,
     sequence_span,
     store_tokens,
+    strides,
     tile_boxes,
     token_boxes,
 )
@@ -70,12 +75,12 @@ def scan(
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan.triton", scan_key(key, grid.sequences, v), q.device)
-    BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     folded = prepared.E is not None
     factors = prepared.E, None if folded else prepared.W, prepared.F
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
-    boxes = _boxes(*where, C, BK, BV) if copies_boxes(q.device) else None
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_rows, x_total, x_E, x_W, x_F, x_o = boxes or where
     wyfold_scan_triton[(grid.sequences * HV * -(-V // BV),)](
         x_q,
@@ -90,14 +95,14 @@ def scan(
         x_W,
         x_F,
         initial_state,
-        None if initial_state is None else initial_state.stride(),
+        strides(initial_state),
         x_o,
         o,
         o.stride(),
         final_state,
-        None if final_state is None else final_state.stride(),
+        strides(final_state),
         states,
-        None if states is None else states.stride(),
+        strides(states),
         first_state,
         grid.cu,
         grid.first,
@@ -123,8 +128,9 @@ def scan(
     )
 
 
-def _boxes(q, k, v, rows, total, E, W, F, o, C, BK, BV):
+def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
+    q, k, v, rows, total, E, W, F, o = given
     channel = q.ndim == 3
     found = (
         tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
@@ -137,7 +143,7 @@ def _boxes(q, k, v, rows, total, E, W, F, o, C, BK, BV):
         tile_boxes(F, C, C),
         token_boxes(o, C, BV),
     )
-    return None if sum(x is None for x in found) > 1 else found
+    return every_box(given, found)
 
 
 def scan_key(key: str, sequences: int, v: Tensor) -> str:

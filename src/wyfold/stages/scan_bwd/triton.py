@@ -11,17 +11,21 @@ Boxes, and the chunk that a sequence does not fill, as in `scan`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
+from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.tile.dot.triton import mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     copies_boxes,
+    every_box,
     fetch_numbers,
     fetch_rows,
     fetch_tile,
@@ -29,6 +33,7 @@ from wyfold.tile.index.triton import (
     number_boxes,
     send_tile,
     sequence_span,
+    strides,
     tile_boxes,
     token_boxes,
 )
@@ -68,10 +73,10 @@ def scan_bwd(
         *v.new_empty(2, tiles, V, K, dtype=dtype).unbind(), *v.new_empty(2, tiles, C, V, dtype=dtype).unbind()
     )
     config = tuned("scan_bwd.triton", key, q.device)
-    BK, BV = max(16, triton.next_power_of_2(K)), min(config.blocks["BV"], max(16, triton.next_power_of_2(V)))
+    BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:], *found
-    boxes = _boxes(*where, C, BK, BV) if copies_boxes(q.device) else None
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_do, *x_tiles = boxes or where
     wyfold_scan_bwd_triton[(2 * grid.sequences * HV * -(-V // BV),)](
         x_q,
@@ -84,11 +89,11 @@ def scan_bwd(
         do.stride(),
         *x_tiles,
         initial_state,
-        None if initial_state is None else initial_state.stride(),
+        strides(initial_state),
         dST,
-        None if dST is None else dST.stride(),
+        strides(dST),
         dS0,
-        None if dS0 is None else dS0.stride(),
+        strides(dS0),
         grid.cu,
         grid.first,
         grid.sequences,
@@ -114,8 +119,9 @@ def scan_bwd(
     return found
 
 
-def _boxes(q, k, v, do, rows, total, E, A, F, W, S, dS, e, X, C, BK, BV):
+def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
+    q, k, v, do, rows, total, E, A, F, W, S, dS, e, X = given
     channel = q.ndim == 3
     found = (
         tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
@@ -133,7 +139,7 @@ def _boxes(q, k, v, do, rows, total, E, A, F, W, S, dS, e, X, C, BK, BV):
         tile_boxes(e, C, BV),
         tile_boxes(X, C, BV),
     )
-    return None if sum(x is None for x in found) > 1 else found
+    return every_box(given, found)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import interpreting, tuned
+from wyfold.runtime.launch import dtype_word, interpreting, tuned
 from wyfold.tile.index.triton import chunk_span
 from wyfold.tile.inverse.triton import corner, merged, substituted
 
@@ -47,8 +47,7 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
 
 def launch_key(dtype: torch.dtype, chunk_size: int) -> str:
     """What a launch configuration depends on."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    return f"{name} C{chunk_size}"
+    return f"{dtype_word(dtype)} C{chunk_size}"
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence"])

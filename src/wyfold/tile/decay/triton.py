@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
+from wyfold.tile.decay.eager import log_gate_floor
 from wyfold.tile.dot.triton import mm, self_product, tf32_parts
 from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
+
+FLOOR = log_gate_floor(torch.float32)
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -82,21 +86,6 @@ def load_raw_gate(
         return load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
     else:
         return load_token_scalars(p_g, s_g, b, t, h, rows, BT)
-
-
-@triton.jit
-def load_given_gate(
-    p_g, s_g, b, t, h, column, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
-):
-    """Per-token log gate that needs no activation, of the channels from `column` on.   As `load_gate`"""
-    if GATE == "none":
-        return tl.zeros((BT,), tl.float32)
-    else:
-        if GATE == "scalar":
-            g = load_token_scalars(p_g, s_g, b, t, h, rows, BT)
-        else:
-            g = load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
-        return tl.where(g < -104.0, -104.0, g)
 
 
 @triton.jit

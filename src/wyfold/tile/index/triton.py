@@ -10,6 +10,9 @@ sequence's rows. What takes an address or a box is called `x_`; TMA says which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +24,11 @@ from wyfold.tile.activation.triton import sigmoid
 
 MOST = 2**31
 """Rows or columns of a matrix, one more than a box's place can name."""
+
+
+def strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """Of a tensor, for a kernel; None stays None."""
+    return None if x is None else x.stride()
 
 
 def copies_boxes(device: torch.device) -> bool:
@@ -53,6 +61,11 @@ def number_boxes(x: Tensor, count: int) -> TensorDescriptor | None:
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
         return None
     return TensorDescriptor(x, [x.numel()], [1], [count])
+
+
+def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[Any] | None:
+    """The boxes, if each tensor that was given has one; else None, and all of them go by address."""
+    return None if any(x is not None and box is None for x, box in zip(given, boxes, strict=True)) else boxes
 
 
 @triton.jit
