@@ -95,7 +95,7 @@ def wyfold_kkt_triton(
     """One program owns a chunk of one value head: its keys, and the rows of L at its tokens."""
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _first, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
@@ -106,9 +106,9 @@ def wyfold_kkt_triton(
         b_level = tl.zeros((BT, BT), tl.float32)
         for column in range(0, K, BK):
             b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)
-            _, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, column, rows, 0.0, floor, GATE, "given", K, BT, BK)
+            _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, column, rows, 0.0, floor, GATE, "given", K, BT, BK)
             b_level = add_key_gram(b_level, b_k, b_g, level, GATE, BT, OP, PRECISION)
-        _, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
+        _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
         b_J += decay_key_gram(b_level, b_g, level, GATE, BT)
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)
