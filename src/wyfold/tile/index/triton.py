@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from wyfold.runtime.launch import architecture
+from wyfold.runtime import launch
 from wyfold.tile.activation.triton import sigmoid
 
 MOST = 2**31
@@ -33,7 +33,7 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 
 def copies_boxes(device: torch.device) -> bool:
     """Whether the device has the engine; an interpreter has."""
-    name = architecture(device)
+    name = launch.architecture(device)
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
