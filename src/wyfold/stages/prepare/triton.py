@@ -36,7 +36,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
-from wyfold.tile.inverse.triton import inverse_transposed
+from wyfold.tile.inverse.triton import divisor, inverse_transposed
 from wyfold.tile.norm.triton import reciprocal_norm
 
 
@@ -65,7 +65,7 @@ def prepare(
         grid: The call's chunk grid.
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
-        folded: Whether the scans will read E instead of W, and back instead of A.
+        folded: Whether the scans will read E instead of W.
         backward: Whether `scan_bwd` will read these.
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
@@ -136,7 +136,6 @@ def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: b
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
-        A=q.new_empty(tiles, C, C, dtype=stored) if backward and not folded else None,
         F=q.new_empty(tiles, C, C, dtype=stored),
         W=q.new_empty(tiles, C, C, dtype=stored) if backward or not folded else None,
     )
@@ -171,7 +170,6 @@ def wyfold_prepare_triton(
     p_qd,
     p_kd,
     p_E,
-    p_A,
     p_F,
     p_W,
     p_cu,
@@ -259,13 +257,10 @@ def wyfold_prepare_triton(
             b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
-    b_AT = inverse_transposed(b_J * b_beta[:, None], b_JT * b_beta[None, :], BT, EXACT)
-    if p_A is not None:
-        store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
+    b_divisor = divisor(b_beta)
+    b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
     if p_W is not None:
-        b_W = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
-        b_W -= mm_exact(b_AT * b_beta[:, None], b_JT, None, EXACT)
-        store_tile(p_W, i_tile, 0, 0, b_W, BT, BT, BT, BT)
+        store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
     if CHANNEL:

@@ -46,6 +46,16 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: 
 
 
 @triton.jit
+def divisor(b_beta):
+    """beta, held 2^-60 away from zero, so that A = (I + diag(beta) J)^-1 and W = (I + J diag(beta))^-1 can be made of
+    each other: diag(beta) W = A diag(beta).
+
+    What beta itself multiplies (y, written values, gradients of v) stays exactly zero where beta is.
+    """
+    return tl.where(tl.abs(b_beta) < 2.0**-60, 2.0**-60, b_beta)
+
+
+@triton.jit
 def substituted(b_L, A: tl.constexpr, B: tl.constexpr):
     """(I + L)^-1 of the 16 x 16 blocks [a, :, b, :], of which only what is below the diagonal is read.   [A, 16, B, 16]
 
