@@ -36,7 +36,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
-from wyfold.tile.inverse.triton import divisor, inverse_transposed
+from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
 from wyfold.tile.norm.triton import reciprocal_norm
 
 
@@ -117,6 +117,7 @@ def prepare(
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
+        WHOLE=C == 64 and config.blocks["BM"] == 64,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
@@ -195,6 +196,7 @@ def wyfold_prepare_triton(
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
@@ -258,7 +260,10 @@ def wyfold_prepare_triton(
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
     b_divisor = divisor(b_beta)
-    b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
+    if WHOLE:
+        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], EXACT)
+    else:
+        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
     if p_W is not None:
         store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)

@@ -197,7 +197,7 @@ def decayed_grams_transposed(
 ):
     """Grams of normalised rows, s before or at r, both [s, r], and the key gram [r, s] as well; gates are no channels'.
 
-        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r] - G[s])    s <  r, else 0
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r] - G[s])    s <  r, else 0; not transposed, else anything
         P[r, s] = sum_c q[r, c] k[s, c] exp(G[r] - G[s])    s <= r, else 0
 
     Args:
@@ -215,10 +215,8 @@ def decayed_grams_transposed(
         b_G = tl.cumsum(b_g, axis=0)
         b_kk *= pairwise_decay(b_G, BT)
         b_PT *= pairwise_decay(b_G, BT)
-    before = o[:, None] < o[None, :]
-    after = o[:, None] > o[None, :]
     b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
-    return tl.where(after, b_kk, 0.0), tl.where(before, b_kk, 0.0), b_PT
+    return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
 
 
 @triton.jit

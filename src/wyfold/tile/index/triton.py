@@ -99,12 +99,18 @@ def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
 
 @triton.jit
 def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]"""
+    """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
+
+    column is a multiple of BW: where W is one too, the mask asks for no column.
+    """
     o_r = tl.arange(0, BT)
     o_w = column + tl.arange(0, BW)
     first = b * strides[0] + t * strides[1] + h * strides[2]
     offsets = first + o_r.to(tl.int64)[:, None] * strides[1] + o_w.to(tl.int64)[None, :] * strides[3]
-    return offsets, (o_r < rows)[:, None] & (o_w < W)[None, :]
+    if W % BW == 0:
+        return offsets, tl.broadcast_to((o_r < rows)[:, None], (BT, BW))
+    else:
+        return offsets, (o_r < rows)[:, None] & (o_w < W)[None, :]
 
 
 @triton.jit
@@ -220,7 +226,10 @@ def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
 
 @triton.jit
 def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], from (row, column) on.   [BR, BW]"""
+    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], from (row, column) on.   [BR, BW]
+
+    row and column are multiples of BR and BW: where R and W are too, everything is inside.
+    """
     o_r = row + tl.arange(0, BR)
     o_w = column + tl.arange(0, BW)
     offsets = i_tile.to(tl.int64) * (R * W) + (o_r * W)[:, None] + o_w[None, :]
@@ -231,14 +240,20 @@ def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.c
 def load_tile(p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Part of a tile of a contiguous [tiles, R, W], zero outside it.   [BR, BW]"""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
-    return tl.load(p + offsets, mask=mask, other=0.0)
+    if R % BR == 0 and W % BW == 0:
+        return tl.load(p + offsets)
+    else:
+        return tl.load(p + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Write part of a tile, rounding once."""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
-    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+    if R % BR == 0 and W % BW == 0:
+        tl.store(p + offsets, x.to(p.dtype.element_ty))
+    else:
+        tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
