@@ -91,9 +91,9 @@ def prepare(
         strides(beta),
         A_log,
         dt_bias,
-        o if clear else None,
+        o,
         o.stride(),
-        *found,
+        *(found if found.W is not None else found._replace(W=found.F)),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -103,6 +103,9 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        # Numbers, so that both directions launch one kernel, which is compiled once.
+        int(clear),
+        int(found.W is not None),
         H=H,
         HV=HV,
         K=K,
@@ -152,7 +155,7 @@ def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, f
     return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
 def wyfold_prepare_triton(
     p_q,
     s_q,
@@ -182,6 +185,8 @@ def wyfold_prepare_triton(
     lower_bound,
     clamp,
     beta_most,
+    clear,
+    with_w,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -207,7 +212,7 @@ def wyfold_prepare_triton(
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if i_n == N:
-        if p_o is not None:
+        if clear:
             store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
         return
 
@@ -264,7 +269,7 @@ def wyfold_prepare_triton(
         b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], EXACT)
     else:
         b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
-    if p_W is not None:
+    if with_w:
         store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
