@@ -152,7 +152,7 @@ def reads_folded(g: Tensor | None) -> bool:
 
 def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
     """What a launch configuration depends on."""
-    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
+    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
