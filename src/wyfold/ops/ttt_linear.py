@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, packed_boundaries
 from wyfold.parallel import split
-from wyfold.pipelines.ttt import TTTOptions, TTTResult, TTTTensors, chunks_per_part, ttt
+from wyfold.pipelines.ttt import chunks_per_part, ttt
+from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.register import in_autocast_dtype

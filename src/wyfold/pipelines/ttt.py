@@ -1,14 +1,13 @@
 """TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function over lists of launches.
 
-The launches run part by part (`parallel.split`), the state handed from one part to the next; the backward walks the
-parts back from the states that the forward kept, at the parts' borders or at every mini-batch.
+Kernels take a call whole (`ttt_launches`). The launches of the eager backend run part by part (`parallel.split`), the
+state handed from one part to the next; the backward walks the parts back from the states that the forward kept, at the
+parts' borders or at every mini-batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,89 +15,24 @@ from torch import Tensor
 from wyfold.parallel import split
 from wyfold.parallel.handover import Resumption, resume
 from wyfold.parallel.split import Part
+from wyfold.pipelines import ttt_launches
+from wyfold.pipelines.ttt_records import (
+    DIFFERENTIABLE,
+    RESULTS,
+    TENSORS,
+    TENSORS_SCHEMA,
+    TTTOptions,
+    TTTResult,
+    TTTTensors,
+    empty_gradients,
+    empty_result,
+    turned,
+)
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.register import distinct, once_differentiable, register
 from wyfold.stages import table
-from wyfold.stages.ttt import State
+from wyfold.stages.ttt import State, States
 from wyfold.tile.index.eager import to_chunks, wide
-
-
-@dataclass(frozen=True)
-class TTTOptions:
-    """One call of TTT-Linear. Every field is a scalar of the registered operators' schema, in this order.
-
-    Attributes:
-        operator: Public name, for messages.
-        recurrent: A mini-batch may be entered and left in its middle; the state that enters is a constant.
-        scale: Multiplies q.
-        eps: Of both norms.
-        chunk_size: Tokens of a mini-batch.
-        state_v_first: Matrix states are [V, K] outside.
-        state_dtype: Storage of returned states.
-        final_state: Whether the states after the last token are wanted.
-        save: Whether a backward will follow.
-        keep_states: Whether the state of every mini-batch is kept for it instead of rebuilt.
-        backend: The plan's.
-    """
-
-    operator: str
-    recurrent: bool
-    scale: float
-    eps: float
-    chunk_size: int
-    state_v_first: bool
-    state_dtype: torch.dtype
-    final_state: bool
-    save: bool
-    keep_states: bool
-    backend: str
-
-    SCHEMA = (
-        "str operator, bool recurrent, float scale, float eps, int chunk_size, bool state_v_first, "
-        "ScalarType state_dtype, bool final_state, bool save, bool keep_states, str backend"
-    )
-
-    def scalars(self) -> tuple[object, ...]:
-        """The fields, in the schema's order."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-
-
-class TTTTensors(NamedTuple):
-    """Tensors of one call, as the public operators document them; eta is [B, T, HV, 1].
-
-    `grad`, `bias_grad` and `position` are a TTTState's, of recurrent calls alone.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    w: Tensor
-    b: Tensor
-    eta: Tensor
-    state: Tensor | None
-    bias: Tensor | None
-    grad: Tensor | None
-    bias_grad: Tensor | None
-    position: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-class TTTResult(NamedTuple):
-    """Results of one call; all but `o` are empty unless asked for, the last three unless the call is recurrent."""
-
-    o: Tensor
-    state: Tensor
-    bias: Tensor
-    grad: Tensor
-    bias_grad: Tensor
-    position: Tensor
-
-
-TENSORS_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? state, Tensor? bias, Tensor? grad, "
-    "Tensor? bias_grad, Tensor? position, Tensor? cu_seqlens"
-)
-TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._fields), 8
 
 
 def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
@@ -181,10 +115,6 @@ class _Call:
         w, b = self.tensors.w, self.tensors.b
         return self.stage.load(*blocks, w, b, part.block(self.eta), part.table, self.options.scale, taken)
 
-    def turned(self, S: Tensor) -> Tensor:
-        """Matrix states in the caller's layout, and back."""
-        return S.transpose(-1, -2) if self.options.state_v_first else S
-
     def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
         """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
         n = sequences.stop - sequences.start
@@ -193,7 +123,7 @@ class _Call:
             for x, rows in ((S, self.D), (c, 1))
         )
         if S is not None:
-            matrix = self.turned(matrix).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+            matrix = turned(matrix, self.options).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         if c is not None:
             bias = bias.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         return State(matrix, bias)
@@ -222,13 +152,16 @@ class _Call:
 
     def outside(self, states: State) -> State:
         """States as the caller gets them: layout and storage dtype of the options."""
-        return State(*(s.to(self.options.state_dtype) for s in (self.turned(states.S), states.c)))
+        return State(*(s.to(self.options.state_dtype) for s in (turned(states.S, self.options), states.c)))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = _Call(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:]))
-    t, options = call.tensors, call.options
-    result, kept = _outputs(t, options)
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    result, kept = empty_result(t, options), _kept(t, options)
+    if options.backend != "eager":
+        ttt_launches.forward(t, options, result)
+        return *result, *kept
+    call = _Call(t, options)
     o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
     whole = slice(0, call.N)
     if options.final_state:
@@ -255,15 +188,18 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = _Call(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 7 :]))
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 7 :])
     kept = State(*arguments[TENSORS : TENSORS + 2])
-    t, options = call.tensors, call.options
     # A compiler makes up zeros for results that nobody used, those without elements included.
     returned = (True, *[options.final_state] * 2, *[options.final_state and options.recurrent] * 2)
     do, dS, dc, dG, da = (
         d if asked else None for d, asked in zip(arguments[TENSORS + 2 : TENSORS + 7], returned, strict=True)
     )
-    found = _gradients(t)
+    found = empty_gradients(t)
+    if options.backend != "eager":
+        ttt_launches.backward(t, options, do, States(dS, dc), found)
+        return found
+    call = _Call(t, options)
     tokens = (found[0], found[1], found[2], found[5])
     rooms, do = [call.room(x) for x in tokens], None if do is None else call.rows(do)
     dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
@@ -287,7 +223,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     for rows, x in zip(rooms, tokens, strict=True):
         call.settle(rows, x)
         x[:, call.end :] = 0
-    for x, wide_x in zip((*found[3:5], *found[6:]), (dw, db, call.turned(dentering.S), dentering.c), strict=True):
+    for x, wide_x in zip((*found[3:5], *found[6:]), (dw, db, turned(dentering.S, options), dentering.c), strict=True):
         if x.numel():
             x.copy_(wide_x)
     return found
@@ -298,26 +234,13 @@ def _write(states: State, sequences: slice, source: State) -> None:
         s[sequences] = x
 
 
-def _outputs(t: TTTTensors, options: TTTOptions) -> tuple[TTTResult, State]:
-    """Empty results of the forward, and room for what it keeps.
-
-    Sizes come from metadata alone, so this is the operator's fake as well.
-    """
+def _kept(t: TTTTensors, options: TTTOptions) -> State:
+    """Room for what the forward keeps; sizes come from metadata alone."""
     B, T, HV, D = t.v.shape
-    N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
-    states, dtype = B if N is None else N, wide(t.q.dtype)
-    final = states if options.final_state else 0
-    summed = final if options.recurrent else 0
-    result = TTTResult(
-        t.v.new_empty(B, T, HV, D),
-        t.v.new_empty(final, HV, D, D, dtype=options.state_dtype),
-        t.v.new_empty(final, HV, 1, D, dtype=options.state_dtype),
-        t.v.new_empty(summed, HV, D, D, dtype=dtype),
-        t.v.new_empty(summed, HV, 1, D, dtype=dtype),
-        t.v.new_empty(summed, dtype=torch.int32 if t.position is None else t.position.dtype),
-    )
-    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if options.save else 0
-    return result, State(t.v.new_zeros(rows, HV, D, D, dtype=dtype), t.v.new_zeros(rows, HV, 1, D, dtype=dtype))
+    N, dtype = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1, wide(t.q.dtype)
+    eager = options.save and options.backend == "eager"
+    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if eager else 0
+    return State(t.v.new_zeros(rows, HV, D, D, dtype=dtype), t.v.new_zeros(rows, HV, 1, D, dtype=dtype))
 
 
 def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int) -> int:
@@ -328,18 +251,13 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
     return split.chunk_rows(B, T, N, C) if options.keep_states else split.border_rows(B, T, N, C, per_part)
 
 
-def _gradients(t: TTTTensors) -> tuple[Tensor, ...]:
-    """Empty results of the backward, and its fake: every tensor's gradient, of no elements for a state not given."""
-    return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
-
-
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    result, kept = _outputs(TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:]))
-    return *result, *kept
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    return *empty_result(t, options), *_kept(t, options)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    return _gradients(TTTTensors(*arguments[:TENSORS]))
+    return empty_gradients(TTTTensors(*arguments[:TENSORS]))
 
 
 KEPT_SCHEMA = "Tensor kept_state, Tensor kept_bias"

@@ -65,7 +65,7 @@ STAGES = (
 ROWS = tuple(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES) + tuple(
     Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS)
     for stage in STAGES
-    if stage not in ("recurrent", "ttt")
+    if stage != "recurrent"
 )
 
 

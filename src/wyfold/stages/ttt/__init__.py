@@ -67,3 +67,39 @@ class Gradients(NamedTuple):
     e: Tensor
     w: Tensor
     u: Tensor
+
+
+class Tokens(NamedTuple):
+    """A whole call's inputs, for launches that find their tokens themselves.
+
+    Attributes:
+        q, k: [B, T, H, D], any strides.
+        v: [B, T, HV, D].
+        w, u: [HV, D] weight and bias of both norms.
+        eta: [B, T, HV, 1].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    u: Tensor
+    eta: Tensor
+
+
+class States(NamedTuple):
+    """[N, HV, D, D] views, K-first, and [N, HV, 1, D]; None stands for zeros, or for what nobody wants."""
+
+    S: Tensor | None
+    c: Tensor | None
+
+
+class TokenGradients(NamedTuple):
+    """Gradients of `Tokens`, with its shapes and dtypes, but w and u in float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    u: Tensor
+    eta: Tensor

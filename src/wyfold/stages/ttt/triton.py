@@ -1,0 +1,705 @@
+"""`ttt` in Triton: a walk over the mini-batches of a sequence in each direction, and what is parallel after both.
+
+    ttt             one program per sequence and value head, its state transposed, [V, K], in registers
+    ttt_bwd         the same walk again, leaving what a step back needs; the walk back, the gradient of the state in
+                    registers; then one program per segment of 64 tokens and key head for dq, dk, dv and deta
+
+A walk goes through its products alone: Z^T = S^T k^T + c and what q reads in front of the inner norm, N^T behind it, and
+every product takes the running value as its left operand. The walk back needs no state, only tokens: X and r of the
+inner norm, dO, and the part of dN that was read inside the mini-batch. States and their gradients are kept at the
+segments' borders, and between them dq and dk are masked products of a whole segment,
+
+    dO_r S0_r^T = dO_r S^T - sum over s before r's mini-batch of e_s' <dO_r, N_s> k_s        e': the closing step
+
+and dS1 likewise from the border behind. So no launch sees a state per mini-batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.launch import Config, dtype_word, tile_width, tuned
+from wyfold.stages.ttt import States, TokenGradients, Tokens
+from wyfold.tile.dot.triton import mm, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    chunk_span,
+    load_tile,
+    load_token_scalars,
+    load_tokens,
+    sequence_span,
+    store_tile,
+    store_token_scalars,
+    store_tokens,
+    strides,
+)
+from wyfold.tile.inner.triton import (
+    attention,
+    inner_gradient,
+    inner_gradient_bwd,
+    read_steps,
+    residual_norm,
+    residual_norm_bwd,
+    sums_of_two,
+)
+from wyfold.tile.state.triton import load_state, store_state
+
+SEGMENT = 64
+"""Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
+
+
+class _Borders(NamedTuple):
+    """What the walks leave for each other.
+
+    Attributes:
+        S, dS: [segments * HV, D, D] V-first: the state entering a segment, the gradient of the one leaving it.
+        X: [B, T, HV, D] normalised prediction, then its place is dZ's.
+        N, dO: [B, T, HV, D].
+        dN: [B, T, HV, D] through what is read in the mini-batch, then w dY.
+        r, y, xy, de: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; deta of the closing steps.
+        share: [2 walks, w and u, N, HV, D] float32.
+    """
+
+    S: Tensor
+    dS: Tensor
+    X: Tensor
+    N: Tensor
+    dO: Tensor
+    dN: Tensor
+    r: Tensor
+    y: Tensor
+    xy: Tensor
+    de: Tensor
+    share: Tensor
+
+
+def ttt(
+    x: Tokens,
+    entering: States,
+    leaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    eps: float,
+    o: Tensor,
+) -> None:
+    """Run every sequence from its entering state.
+
+    Args:
+        x: The call's tokens.
+        entering: Any strides and float dtypes.
+        leaving: Written.
+        grid: The call's grid of segments.
+        chunk_size: Tokens of a mini-batch.
+        scale: Multiplies q.
+        eps: Of both norms.
+        o: [B, T, HV, D] written; zero past the last boundary.
+    """
+    _walk(x, entering, leaving, grid, chunk_size, scale, eps, o=o)
+
+
+def ttt_bwd(
+    x: Tokens,
+    entering: States,
+    do: Tensor,
+    dleaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    eps: float,
+    found: TokenGradients,
+    dentering: States,
+) -> None:
+    """Gradients of tokens, parameters and entering states.
+
+    Args:
+        x, entering, grid, chunk_size, scale, eps: As given to `ttt`.
+        do: [B, T, HV, D].
+        dleaving: Gradients of what `ttt` left.
+        found: Written, zero past the last boundary.
+        dentering: Written.
+    """
+    (B, T, HV, D), H = x.v.shape, x.q.shape[2]
+    device, dtype = x.v.device, workspace(x.q.dtype)
+    borders = _Borders(
+        *(torch.empty(grid.chunks * HV, D, D, dtype=dtype, device=device) for _ in range(2)),
+        *(torch.empty(B, T, HV, D, dtype=dtype, device=device) for _ in range(4)),
+        *(torch.empty(B, T, HV, dtype=torch.float32, device=device) for _ in range(4)),
+        torch.empty(2, 2, grid.sequences, HV, D, dtype=torch.float32, device=device),
+    )
+    _walk(x, entering, States(None, None), grid, chunk_size, scale, eps, do=do, borders=borders)
+    config, BD = _launch(x, chunk_size, "back")
+    wyfold_ttt_bwd_triton[(grid.sequences * HV,)](
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        borders.X,
+        borders.dO,
+        borders.dN,
+        borders.X.stride(),
+        borders.r,
+        borders.y,
+        borders.xy,
+        borders.de,
+        borders.r.stride(),
+        borders.dS,
+        borders.share,
+        dleaving.S,
+        strides(dleaving.S),
+        dleaving.c,
+        strides(dleaving.c),
+        dentering.S,
+        strides(dentering.S),
+        dentering.c,
+        strides(dentering.c),
+        grid.cu,
+        grid.first,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        H=H,
+        HV=HV,
+        D=D,
+        BT=chunk_size,
+        BD=BD,
+        SEGMENT=SEGMENT,
+        PACKED=grid.cu is not None,
+        OP=operand(x.q.dtype),
+        PRECISION=precision(x.q.dtype),
+        STAGES=config.stages,
+        **config.options(),
+    )
+    torch.sum(borders.share[:, 0], (0, 1), out=found.w)
+    torch.sum(borders.share[:, 1], (0, 1), out=found.u)
+    config, BD = _launch(x, chunk_size, "gradients")
+    wyfold_ttt_gradients_triton[(grid.chunks * H,)](
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.eta,
+        x.eta.stride(),
+        borders.X,
+        borders.N,
+        borders.dO,
+        borders.dN,
+        borders.X.stride(),
+        borders.de,
+        borders.de.stride(),
+        borders.S,
+        borders.dS,
+        found.q,
+        found.q.stride(),
+        found.k,
+        found.k.stride(),
+        found.v,
+        found.v.stride(),
+        found.eta,
+        found.eta.stride(),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        H=H,
+        HV=HV,
+        D=D,
+        BT=chunk_size,
+        BD=BD,
+        BV=min(BD, config.blocks["BV"]),
+        SEGMENT=SEGMENT,
+        PACKED=grid.cu is not None,
+        OP=operand(x.q.dtype),
+        PRECISION=precision(x.q.dtype),
+        **config.options(),
+    )
+
+
+def launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str:
+    """What a launch's configuration depends on; launch is "walk", "again" (of the backward), "back" or "gradients"."""
+    return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
+
+
+def _launch(x: Tokens, chunk_size: int, launch: str) -> tuple[Config, int]:
+    """A launch's configuration and the width of its tiles."""
+    D = x.v.shape[3]
+    config = tuned("ttt.triton", launch_key(x.q.dtype, D, chunk_size, launch), x.q.device)
+    return config, max(config.blocks["BD"], tile_width(D))
+
+
+def _walk(
+    x: Tokens,
+    entering: States,
+    leaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    eps: float,
+    *,
+    o: Tensor | None = None,
+    do: Tensor | None = None,
+    borders: _Borders | None = None,
+) -> None:
+    """The forward walk: to `o`, or for the backward, given `do`, to `borders`."""
+    (HV, D), H = x.v.shape[2:], x.q.shape[2]
+    config, BD = _launch(x, chunk_size, "walk" if do is None else "again")
+    packed = grid.cu is not None
+    # Tokens past the last boundary are a sequence of their own, whose output is cleared.
+    sequences = grid.sequences + (packed and o is not None)
+    wyfold_ttt_triton[(sequences * HV,)](
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        entering.S,
+        strides(entering.S),
+        entering.c,
+        strides(entering.c),
+        leaving.S,
+        strides(leaving.S),
+        leaving.c,
+        strides(leaving.c),
+        o,
+        strides(o),
+        do,
+        strides(do),
+        *((None,) * 5 if borders is None else (borders.X, borders.N, borders.dO, borders.dN, borders.X.stride())),
+        *((None,) * 4 if borders is None else (borders.r, borders.y, borders.xy, borders.r.stride())),
+        None if borders is None else borders.S,
+        None if borders is None else borders.share,
+        grid.cu,
+        grid.first,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        eps,
+        H=H,
+        HV=HV,
+        D=D,
+        BT=chunk_size,
+        BD=BD,
+        SEGMENT=SEGMENT,
+        PACKED=packed,
+        OP=operand(x.q.dtype),
+        PRECISION=precision(x.q.dtype),
+        STAGES=config.stages,
+        **config.options(),
+    )
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
+def wyfold_ttt_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_S0,
+    s_S0,
+    p_c0,
+    s_c0,
+    p_ST,
+    s_ST,
+    p_cT,
+    s_cT,
+    p_o,
+    s_o,
+    p_do,
+    s_do,
+    p_X,
+    p_N,
+    p_dO,
+    p_dN,
+    s_tile,
+    p_r,
+    p_y,
+    p_xy,
+    s_row,
+    p_states,
+    p_share,
+    p_cu,
+    p_first,
+    N,
+    T,
+    per_sequence,
+    scale,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns a sequence of one value head."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    steps = tl.cdiv(length, BT).to(tl.int32)
+    if PACKED:
+        if i_n == N:
+            for i in tl.range(0, steps):
+                b_none = tl.zeros((BT, BD), tl.float32)
+                store_tokens(p_o, s_o, b, t + i * BT, i_hv, 0, length - i * BT, b_none, D, BT, BD)
+            return
+
+    b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
+    b_S, b_c = _enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
+    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        t_i = t + i * BT
+        rows = tl.minimum(length - i * BT, BT).to(tl.int32)
+        b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
+        b_e = load_token_scalars(p_eta, s_eta, b, t_i, i_hv, rows, BT)
+        e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
+        if p_do is not None:
+            if (i * BT) % SEGMENT == 0:
+                store_tile(p_states, (i_c + i * BT // SEGMENT) * HV + i_hv, 0, 0, b_S, D, D, BD, BD)
+
+        b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
+        b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION) * scale + b_c[:, None]
+        b_mean, b_mean_O = sums_of_two(b_Z, b_O)
+        b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
+        b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
+        b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
+        # N's mean is zero but for rounding: what was read before it has O's.
+        b_read = attention(mm(b_k, tl.trans(b_q), None, OP, PRECISION), scale, "s")
+        b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
+        b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
+        b_c -= tl.sum(b_N, axis=1) * e_last
+        b_out, b_XO, b_rO = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
+        if p_o is not None:
+            store_tokens(p_o, s_o, b, t_i, i_hv, 0, rows, tl.trans(b_out), D, BT, BD)
+        if p_do is not None:
+            b_do = tl.trans(load_tokens(p_do, s_do, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
+            b_dO = residual_norm_bwd(b_XO, b_rO, b_w[:, None], b_do, D)
+            b_read = attention(mm(b_q, tl.trans(b_k), None, OP, PRECISION), scale, "r")
+            b_dN = mm(b_dO * -b_e[None, :], b_read, None, OP, PRECISION)
+            store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_X), D, BT, BD)
+            store_tokens(p_N, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_N), D, BT, BD)
+            store_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dO), D, BT, BD)
+            store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dN), D, BT, BD)
+            store_token_scalars(p_r, s_row, b, t_i, i_hv, rows, b_r, BT)
+            store_token_scalars(p_y, s_row, b, t_i, i_hv, rows, b_y, BT)
+            store_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, b_xy, BT)
+            b_dw += tl.sum(b_do * b_XO, axis=1)
+            b_du += tl.sum(b_do, axis=1)
+    _leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
+    if p_do is not None:
+        _store_share(p_share, 0, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+def wyfold_ttt_bwd_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_X,
+    p_dO,
+    p_dN,
+    s_tile,
+    p_r,
+    p_y,
+    p_xy,
+    p_de,
+    s_row,
+    p_dstates,
+    p_share,
+    p_dST,
+    s_dST,
+    p_dcT,
+    s_dcT,
+    p_dS0,
+    s_dS0,
+    p_dc0,
+    s_dc0,
+    p_cu,
+    p_first,
+    N,
+    T,
+    per_sequence,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns a sequence of one value head, and walks it back; of each mini-batch, with seen = dS1^T k + dc1:
+
+        dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ: adjoint of the inner gradient
+        dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    steps = tl.cdiv(length, BT).to(tl.int32)
+    b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
+    b_dS, b_dc = _enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
+    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    o_t = tl.arange(0, BT)
+    for j in tl.range(0, steps, num_stages=STAGES):
+        i = steps - 1 - j
+        t_i = t + i * BT
+        rows = tl.minimum(length - i * BT, BT).to(tl.int32)
+        b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
+        b_X = tl.trans(load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
+        b_dO = tl.trans(load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
+        b_dN = tl.trans(load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
+        b_r = load_token_scalars(p_r, s_row, b, t_i, i_hv, rows, BT)
+        b_y = load_token_scalars(p_y, s_row, b, t_i, i_hv, rows, BT)
+        b_xy = load_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, BT)
+        e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
+        if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
+            store_tile(p_dstates, (i_c + i * BT // SEGMENT) * HV + i_hv, 0, 0, b_dS, D, D, BD, BD)
+
+        b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) + b_dc[:, None]
+        b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
+        b_Y = b_w[:, None] * (b_w[:, None] * b_X + b_t)
+        b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
+        b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
+        b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
+        b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
+        b_dc += tl.sum(b_dO + b_dZ, axis=1)
+        store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dZ), D, BT, BD)
+        store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
+        b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
+        store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
+        b_dw += tl.sum((2.0 * b_w[:, None] * b_X + b_t) * b_dY, axis=1)
+        b_du += b_w * tl.sum(b_dY, axis=1)
+    _leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
+    _store_share(p_share, 1, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+def wyfold_ttt_gradients_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_eta,
+    s_eta,
+    p_dZ,
+    p_N,
+    p_dO,
+    p_dY,
+    s_tile,
+    p_de,
+    s_row,
+    p_states,
+    p_dstates,
+    p_dq,
+    s_dq,
+    p_dk,
+    s_dk,
+    p_dv,
+    s_dv,
+    p_deta,
+    s_deta,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program owns the tokens of a segment of one key head; its value heads come one after another.
+
+        A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
+        dq = s (dO S^T - A k)    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
+        deta_r = -sum over s in r's mini-batch of (s q_r k_s + 1) <dO_r, N_s>, and of closing steps the walk back's
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // H, pid % H
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
+    GR: tl.constexpr = HV // H
+    NV: tl.constexpr = (D + BV - 1) // BV
+    b_dq, b_dk = tl.zeros((SEGMENT, BD), tl.float32), tl.zeros((SEGMENT, BD), tl.float32)
+    o_t = tl.arange(0, SEGMENT)
+    if i_n == N:
+        for i_hv in range(i_h * GR, i_h * GR + GR):
+            store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
+            store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
+        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, D, SEGMENT, BD)
+        store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dq, D, SEGMENT, BD)
+        return
+
+    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    o_last = tl.minimum((o_t // BT + 1) * BT, rows) - 1
+    for i_hv in range(i_h * GR, i_h * GR + GR):
+        i_tile = i_c * HV + i_hv
+        b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
+        b_e_last = tl.load(
+            p_eta + b * s_eta[0] + (t + o_last.to(tl.int64)) * s_eta[1] + i_hv * s_eta[2], mask=o_t < rows, other=0.0
+        ).to(tl.float32)
+
+        b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+        b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
+        b_read = mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0
+        m_own = (o_t[:, None] // BT == o_t[None, :] // BT) & (o_t[None, :] <= o_t[:, None])
+        b_de = load_token_scalars(p_de, s_row, b, t, i_hv, rows, SEGMENT)
+        b_de -= tl.sum(tl.where(m_own, b_read * b_pairs, 0.0), axis=1)
+        store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, b_de, SEGMENT)
+        b_dq = mm(-b_steps * b_pairs, b_k, b_dq, OP, PRECISION)
+
+        b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+        b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
+        b_pairs += b_before * _pairs(p_N, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+        b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
+        b_pairs = b_steps * _pairs(p_N, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+        b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
+
+        for i_v in tl.static_range(NV):
+            b_S = load_tile(p_states, i_tile, i_v * BV, 0, D, D, BV, BD)
+            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+            b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+            b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
+        for i_v in tl.static_range(NV):
+            b_dS = load_tile(p_dstates, i_tile, i_v * BV, 0, D, D, BV, BD)
+            b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+            b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
+        b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+        store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
+        b_dk += b_dY
+    store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
+    store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, D, SEGMENT, BD)
+
+
+@triton.jit
+def _pairs(
+    p_left,
+    p_right,
+    strides,
+    b,
+    t,
+    i_hv,
+    rows,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """left right^T of two tensors' rows.   [BT, BT]"""
+    b_pairs = tl.zeros((BT, BT), tl.float32)
+    for i_v in tl.static_range((D + BV - 1) // BV):
+        b_left = load_tokens(p_left, strides, b, t, i_hv, i_v * BV, rows, D, BT, BV)
+        b_right = load_tokens(p_right, strides, b, t, i_hv, i_v * BV, rows, D, BT, BV)
+        b_pairs = mm(b_left, tl.trans(b_right), b_pairs, OP, PRECISION)
+    return b_pairs
+
+
+@triton.jit
+def _parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
+    """A head's row of a parameter [HV, D].   [BD] float32"""
+    o_v = tl.arange(0, BD)
+    return tl.load(p + i_hv * strides[0] + o_v * strides[1], mask=o_v < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _step_size(p_eta, s_eta, b, t, i_hv):
+    """Of one token."""
+    return tl.load(p_eta + b * s_eta[0] + t * s_eta[1] + i_hv * s_eta[2]).to(tl.float32)
+
+
+@triton.jit
+def _enter(p_S, s_S, p_c, s_c, i_n, i_hv, D: tl.constexpr, BD: tl.constexpr):
+    """A state, zero where none was given.   [BD, BD] V-first and [BD]"""
+    b_S, b_c = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    if p_S is not None:
+        b_S = load_state(p_S, s_S, i_n, i_hv, 0, D, D, BD, BD)
+    if p_c is not None:
+        o_v = tl.arange(0, BD)
+        p_head = p_c + i_n * s_c[0] + i_hv * s_c[1]
+        b_c = tl.load(p_head + o_v * s_c[3], mask=o_v < D, other=0.0).to(tl.float32)
+    return b_S, b_c
+
+
+@triton.jit
+def _leave(p_S, s_S, p_c, s_c, i_n, i_hv, b_S, b_c, D: tl.constexpr, BD: tl.constexpr):
+    """Write a state where it is wanted, rounding once."""
+    if p_S is not None:
+        store_state(p_S, s_S, i_n, i_hv, 0, b_S, D, D, BD, BD)
+    if p_c is not None:
+        o_v = tl.arange(0, BD)
+        p_head = p_c + i_n * s_c[0] + i_hv * s_c[1]
+        tl.store(p_head + o_v * s_c[3], b_c.to(p_c.dtype.element_ty), mask=o_v < D)
+
+
+@triton.jit
+def _store_share(p_share, walk, i_n, i_hv, N, b_dw, b_du, HV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """What a sequence gives to dw and du.   [walks, 2, N, HV, D]"""
+    o_v = tl.arange(0, BD)
+    p_dw = p_share + ((walk * 2 * N + i_n) * HV + i_hv) * D
+    tl.store(p_dw + o_v, b_dw, mask=o_v < D)
+    tl.store(p_dw + N.to(tl.int64) * (HV * D) + o_v, b_du, mask=o_v < D)
