@@ -271,6 +271,16 @@ CALLS = (
     Call("chunk_gated_delta_rule", "float32", 64, 64),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
+    *(
+        Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
+        for dtype, D, C, packed in (
+            ("bfloat16", 64, 16, False),
+            ("bfloat16", 128, 16, True),
+            ("bfloat16", 64, 64, False),
+            ("float16", 64, 16, False),
+            ("float32", 128, 16, False),
+        )
+    ),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
     *(

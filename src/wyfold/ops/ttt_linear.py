@@ -261,15 +261,17 @@ def _run(
     check.alike(op, "dtype", q=q, k=k, v=v)
     tensors = tensors._replace(q=q, k=k, v=v)
     packed = None if tensors.cu_seqlens is None and not recurrent else N
+    stages = ("ttt_open",) if recurrent else ("ttt",)
     plan = table.plan(
         op,
         v.device,
         backend,
-        forward=("ttt",),
-        backward=("ttt",),
+        forward=stages,
+        backward=stages,
         dtypes=table.dtypes(q, k, v),
         chunk_size=chunk_size,
         parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
+        keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, chunk_size)],
     )
     options = TTTOptions(
         operator=op,

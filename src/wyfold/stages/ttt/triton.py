@@ -53,6 +53,9 @@ SEGMENT = 64
 """Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
 
 
+LAUNCHES = ("walk", "again", "back", "gradients")
+
+
 class _Borders(NamedTuple):
     """What the walks leave for each other.
 
@@ -62,6 +65,7 @@ class _Borders(NamedTuple):
         N, dO: [B, T, HV, D].
         dN: [B, T, HV, D] through what is read in the mini-batch, then w dY.
         r, y, xy, de: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; deta of the closing steps.
+        dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
         share: [2 walks, w and u, N, HV, D] float32.
     """
 
@@ -75,6 +79,7 @@ class _Borders(NamedTuple):
     y: Tensor
     xy: Tensor
     de: Tensor
+    dc: Tensor
     share: Tensor
 
 
@@ -130,6 +135,7 @@ def ttt_bwd(
         *(torch.empty(grid.chunks * HV, D, D, dtype=dtype, device=device) for _ in range(2)),
         *(torch.empty(B, T, HV, D, dtype=dtype, device=device) for _ in range(4)),
         *(torch.empty(B, T, HV, dtype=torch.float32, device=device) for _ in range(4)),
+        torch.empty(grid.chunks * HV, SEGMENT // chunk_size, D, dtype=torch.float32, device=device),
         torch.empty(2, 2, grid.sequences, HV, D, dtype=torch.float32, device=device),
     )
     _walk(x, entering, States(None, None), grid, chunk_size, scale, eps, do=do, borders=borders)
@@ -157,6 +163,7 @@ def ttt_bwd(
         borders.de,
         borders.r.stride(),
         borders.dS,
+        borders.dc,
         borders.share,
         dleaving.S,
         strides(dleaving.S),
@@ -232,15 +239,16 @@ def ttt_bwd(
     )
 
 
-def launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str:
-    """What a launch's configuration depends on; launch is "walk", "again" (of the backward), "back" or "gradients"."""
-    return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
+def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
+    """What the configurations of all launches depend on: the walk, of the backward again, back, and the gradients."""
+    return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
 
 
 def _launch(x: Tokens, chunk_size: int, launch: str) -> tuple[Config, int]:
     """A launch's configuration and the width of its tiles."""
     D = x.v.shape[3]
-    config = tuned("ttt.triton", launch_key(x.q.dtype, D, chunk_size, launch), x.q.device)
+    key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
+    config = tuned("ttt.triton", key, x.q.device)
     return config, max(config.blocks["BD"], tile_width(D))
 
 
@@ -290,8 +298,7 @@ def _walk(
         strides(do),
         *((None,) * 5 if borders is None else (borders.X, borders.N, borders.dO, borders.dN, borders.X.stride())),
         *((None,) * 4 if borders is None else (borders.r, borders.y, borders.xy, borders.r.stride())),
-        None if borders is None else borders.S,
-        None if borders is None else borders.share,
+        *((None,) * 3 if borders is None else (borders.S, borders.dc, borders.share)),
         grid.cu,
         grid.first,
         grid.sequences,
@@ -349,6 +356,7 @@ def wyfold_ttt_triton(
     p_xy,
     s_row,
     p_states,
+    p_dc,
     p_share,
     p_cu,
     p_first,
@@ -393,8 +401,9 @@ def wyfold_ttt_triton(
         b_e = load_token_scalars(p_eta, s_eta, b, t_i, i_hv, rows, BT)
         e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
         if p_do is not None:
+            i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
             if (i * BT) % SEGMENT == 0:
-                store_tile(p_states, (i_c + i * BT // SEGMENT) * HV + i_hv, 0, 0, b_S, D, D, BD, BD)
+                store_tile(p_states, i_border, 0, 0, b_S, D, D, BD, BD)
 
         b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
         b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION) * scale + b_c[:, None]
@@ -422,6 +431,7 @@ def wyfold_ttt_triton(
             store_token_scalars(p_r, s_row, b, t_i, i_hv, rows, b_r, BT)
             store_token_scalars(p_y, s_row, b, t_i, i_hv, rows, b_y, BT)
             store_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, b_xy, BT)
+            _store_sum(p_dc, i_border, i % (SEGMENT // BT), tl.sum(b_dO, axis=1), SEGMENT // BT, D, BD)
             b_dw += tl.sum(b_do * b_XO, axis=1)
             b_du += tl.sum(b_do, axis=1)
     _leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
@@ -453,6 +463,7 @@ def wyfold_ttt_bwd_triton(
     p_de,
     s_row,
     p_dstates,
+    p_dc,
     p_share,
     p_dST,
     s_dST,
@@ -506,9 +517,11 @@ def wyfold_ttt_bwd_triton(
         b_r = load_token_scalars(p_r, s_row, b, t_i, i_hv, rows, BT)
         b_y = load_token_scalars(p_y, s_row, b, t_i, i_hv, rows, BT)
         b_xy = load_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, BT)
+        i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
+        b_dO_sum = _load_sum(p_dc, i_border, i % (SEGMENT // BT), SEGMENT // BT, D, BD)
         e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
-            store_tile(p_dstates, (i_c + i * BT // SEGMENT) * HV + i_hv, 0, 0, b_dS, D, D, BD, BD)
+            store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
 
         b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) + b_dc[:, None]
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
@@ -517,7 +530,7 @@ def wyfold_ttt_bwd_triton(
         b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
-        b_dc += tl.sum(b_dO + b_dZ, axis=1)
+        b_dc += b_dO_sum + tl.sum(b_dZ, axis=1)
         store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dZ), D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
@@ -694,6 +707,20 @@ def _leave(p_S, s_S, p_c, s_c, i_n, i_hv, b_S, b_c, D: tl.constexpr, BD: tl.cons
         o_v = tl.arange(0, BD)
         p_head = p_c + i_n * s_c[0] + i_hv * s_c[1]
         tl.store(p_head + o_v * s_c[3], b_c.to(p_c.dtype.element_ty), mask=o_v < D)
+
+
+@triton.jit
+def _load_sum(p, i_tile, row, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """One row of a tile of a contiguous [tiles, R, D].   [BD]"""
+    o_v = tl.arange(0, BD)
+    return tl.load(p + (i_tile * R + row) * D + o_v, mask=o_v < D, other=0.0)
+
+
+@triton.jit
+def _store_sum(p, i_tile, row, x, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Write one row of such a tile."""
+    o_v = tl.arange(0, BD)
+    tl.store(p + (i_tile * R + row) * D + o_v, x, mask=o_v < D)
 
 
 @triton.jit
