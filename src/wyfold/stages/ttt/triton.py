@@ -392,29 +392,32 @@ def wyfold_ttt_triton(
     b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
     b_S, b_c = _enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
     b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    b_e, e_last = _step_sizes(p_eta, s_eta, b, t, i_hv, length, BT)
     for i in tl.range(0, steps, num_stages=STAGES):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
         b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
         b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
-        b_e = load_token_scalars(p_eta, s_eta, b, t_i, i_hv, rows, BT)
-        e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
+        b_next_e, next_e_last = _step_sizes(p_eta, s_eta, b, t_i + BT, i_hv, length - (i + 1) * BT, BT)
         if p_do is not None:
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
             if (i * BT) % SEGMENT == 0:
                 store_tile(p_states, i_border, 0, 0, b_S, D, D, BD, BD)
 
-        b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
-        b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION) * scale + b_c[:, None]
+        b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+        b_Z += b_c[:, None]
+        b_O = b_O * scale + b_c[:, None]
         b_mean, b_mean_O = sums_of_two(b_Z, b_O)
         b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
         b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
         # N's mean is zero but for rounding: what was read before it has O's.
-        b_read = attention(mm(b_k, tl.trans(b_q), None, OP, PRECISION), scale, "s")
+        b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION), 1.0, "s")
         b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
-        b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
+        b_left = tl.reshape(tl.join(b_N * -e_last, tl.zeros((BD, BT), tl.float32)), (BD, 2 * BT))
+        b_S = mm(b_left, b_kq, b_S, OP, PRECISION)
         b_c -= tl.sum(b_N, axis=1) * e_last
         b_out, b_XO, b_rO = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
         if p_o is not None:
@@ -434,6 +437,7 @@ def wyfold_ttt_triton(
             _store_sum(p_dc, i_border, i % (SEGMENT // BT), tl.sum(b_dO, axis=1), SEGMENT // BT, D, BD)
             b_dw += tl.sum(b_do * b_XO, axis=1)
             b_du += tl.sum(b_do, axis=1)
+        b_e, e_last = b_next_e, next_e_last
     _leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
     if p_do is not None:
         _store_share(p_share, 0, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
@@ -504,6 +508,9 @@ def wyfold_ttt_bwd_triton(
     b_dS, b_dc = _enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
     b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     o_t = tl.arange(0, BT)
+    b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
+        p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
+    )
     for j in tl.range(0, steps, num_stages=STAGES):
         i = steps - 1 - j
         t_i = t + i * BT
@@ -514,12 +521,10 @@ def wyfold_ttt_bwd_triton(
         b_X = tl.trans(load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
         b_dO = tl.trans(load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
         b_dN = tl.trans(load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
-        b_r = load_token_scalars(p_r, s_row, b, t_i, i_hv, rows, BT)
-        b_y = load_token_scalars(p_y, s_row, b, t_i, i_hv, rows, BT)
-        b_xy = load_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, BT)
+        b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
+            p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
+        )
         i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
-        b_dO_sum = _load_sum(p_dc, i_border, i % (SEGMENT // BT), SEGMENT // BT, D, BD)
-        e_last = _step_size(p_eta, s_eta, b, t_i + rows - 1, i_hv)
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
 
@@ -530,13 +535,14 @@ def wyfold_ttt_bwd_triton(
         b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
-        b_dc += b_dO_sum + tl.sum(b_dZ, axis=1)
+        b_dc += b_sum + tl.sum(b_dZ, axis=1)
         store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dZ), D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
         store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
         b_dw += tl.sum((2.0 * b_w[:, None] * b_X + b_t) * b_dY, axis=1)
         b_du += b_w * tl.sum(b_dY, axis=1)
+        b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     _leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
     _store_share(p_share, 1, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
 
@@ -680,9 +686,25 @@ def _parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _step_size(p_eta, s_eta, b, t, i_hv):
-    """Of one token."""
-    return tl.load(p_eta + b * s_eta[0] + t * s_eta[1] + i_hv * s_eta[2]).to(tl.float32)
+def _step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
+    """Of a mini-batch's tokens, and of its last. They are loaded a mini-batch ahead."""
+    last = t + tl.minimum(rows, BT) - 1
+    e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
+    return load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, BT), e_last.to(tl.float32)
+
+
+@triton.jit
+def _load_in_turn(
+    p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):
+    """Rows of k and of q by turns: one product of the state with both.   [2 BT, BD]"""
+    o_r = tl.arange(0, 2 * BT)
+    m_k, o_t = (o_r % 2 == 0)[:, None], (o_r // 2).to(tl.int64)[:, None]
+    o_w = tl.arange(0, BD).to(tl.int64)[None, :]
+    p_k += b * s_k[0] + t * s_k[1] + i_h * s_k[2]
+    p_q += b * s_q[0] + t * s_q[1] + i_h * s_q[2]
+    p = tl.where(m_k, p_k + o_t * s_k[1] + o_w * s_k[3], p_q + o_t * s_q[1] + o_w * s_q[3])
+    return tl.load(p, mask=(o_t < rows) & (o_w < D), other=0.0)
 
 
 @triton.jit
@@ -710,15 +732,47 @@ def _leave(p_S, s_S, p_c, s_c, i_n, i_hv, b_S, b_c, D: tl.constexpr, BD: tl.cons
 
 
 @triton.jit
-def _load_sum(p, i_tile, row, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """One row of a tile of a contiguous [tiles, R, D].   [BD]"""
+def _left_by_the_walk(
+    p_r,
+    p_y,
+    p_xy,
+    s_row,
+    p_dc,
+    p_eta,
+    s_eta,
+    i_c,
+    b,
+    t,
+    i_hv,
+    length,
+    i,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    """Numbers of mini-batch i for the walk back, zeros where i < 0: r, mean Y, mean X Y [BT], sum of dO [BD], and the
+    closing step. They are loaded a mini-batch ahead."""
+    first = tl.maximum(i, 0)
+    rows = tl.where(i < 0, 0, length - i * BT)
+    t += first * BT
     o_v = tl.arange(0, BD)
-    return tl.load(p + (i_tile * R + row) * D + o_v, mask=o_v < D, other=0.0)
+    i_sum = ((i_c + first * BT // SEGMENT) * HV + i_hv) * (SEGMENT // BT) + first % (SEGMENT // BT)
+    b_sum = tl.load(p_dc + i_sum * D + o_v, mask=(o_v < D) & (rows > 0), other=0.0)
+    _, e_last = _step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT)
+    return (
+        load_token_scalars(p_r, s_row, b, t, i_hv, rows, BT),
+        load_token_scalars(p_y, s_row, b, t, i_hv, rows, BT),
+        load_token_scalars(p_xy, s_row, b, t, i_hv, rows, BT),
+        b_sum,
+        e_last,
+    )
 
 
 @triton.jit
 def _store_sum(p, i_tile, row, x, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Write one row of such a tile."""
+    """Write one row of a tile of a contiguous [tiles, R, D]."""
     o_v = tl.arange(0, BD)
     tl.store(p + (i_tile * R + row) * D + o_v, x, mask=o_v < D)
 
