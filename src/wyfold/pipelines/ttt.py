@@ -47,11 +47,11 @@ class TTT(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options = arguments
         found = _forward_op(*tensors, *options.scalars())
-        result, kept = found[:RESULTS], found[RESULTS:]
+        result, saved = found[:RESULTS], found[RESULTS]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result[-1])
         ctx.options = options
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_backward(*tensors, *saved)
         return tuple(result)
 
     @staticmethod
@@ -60,7 +60,9 @@ class TTT(torch.autograd.Function):
         none = (None,) * (TENSORS + 1)
         if all(d is None for d in gradients):
             return none
-        found = _backward_op(*ctx.saved_tensors, *gradients[:-1], *ctx.options.scalars())
+        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
+        found = _backward_op(*tensors, saved, *gradients[:-1], *ctx.options.scalars())
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none[DIFFERENTIABLE:]
 
@@ -157,11 +159,11 @@ class _Call:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
-    result, kept = empty_result(t, options), _kept(t, options)
+    result, saved = empty_result(t, options), _kept(t, options)
     if options.backend != "eager":
-        ttt_launches.forward(t, options, result)
-        return *result, *kept
-    call = _Call(t, options)
+        ttt_launches.forward(t, options, result, saved)
+        return *result, saved
+    call, kept = _Call(t, options), State(*saved)
     o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
     whole = slice(0, call.N)
     if options.final_state:
@@ -184,22 +186,22 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         carried = State(*(s[s.shape[0] - part.left :] for s in left))
     call.settle(rows, o)
     o[:, call.end :] = 0
-    return *result, *kept
+    return *result, saved
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 7 :])
-    kept = State(*arguments[TENSORS : TENSORS + 2])
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 6 :])
+    saved = arguments[TENSORS]
     # A compiler makes up zeros for results that nobody used, those without elements included.
     returned = (True, *[options.final_state] * 2, *[options.final_state and options.recurrent] * 2)
     do, dS, dc, dG, da = (
-        d if asked else None for d, asked in zip(arguments[TENSORS + 2 : TENSORS + 7], returned, strict=True)
+        d if asked else None for d, asked in zip(arguments[TENSORS + 1 : TENSORS + 6], returned, strict=True)
     )
     found = empty_gradients(t)
     if options.backend != "eager":
-        ttt_launches.backward(t, options, do, States(dS, dc), found)
+        ttt_launches.backward(t, options, saved, do, States(dS, dc), found)
         return found
-    call = _Call(t, options)
+    call, kept = _Call(t, options), State(*saved)
     tokens = (found[0], found[1], found[2], found[5])
     rooms, do = [call.room(x) for x in tokens], None if do is None else call.rows(do)
     dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
@@ -234,13 +236,14 @@ def _write(states: State, sequences: slice, source: State) -> None:
         s[sequences] = x
 
 
-def _kept(t: TTTTensors, options: TTTOptions) -> State:
+def _kept(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """Room for what the forward keeps; sizes come from metadata alone."""
+    if options.backend != "eager":
+        return ttt_launches.saved(t, options)
     B, T, HV, D = t.v.shape
     N, dtype = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1, wide(t.q.dtype)
-    eager = options.save and options.backend == "eager"
-    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if eager else 0
-    return State(t.v.new_zeros(rows, HV, D, D, dtype=dtype), t.v.new_zeros(rows, HV, 1, D, dtype=dtype))
+    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if options.save else 0
+    return [t.v.new_zeros(rows, HV, height, D, dtype=dtype) for height in (D, 1)]
 
 
 def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int) -> int:
@@ -253,23 +256,21 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
-    return *empty_result(t, options), *_kept(t, options)
+    return *empty_result(t, options), _kept(t, options)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return empty_gradients(TTTTensors(*arguments[:TENSORS]))
 
 
-KEPT_SCHEMA = "Tensor kept_state, Tensor kept_bias"
-
 _forward_op = register(
     f"ttt_fwd({TENSORS_SCHEMA}, {TTTOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, "
-    f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, {KEPT_SCHEMA})",
+    f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, Tensor[] saved)",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
-    f"ttt_bwd({TENSORS_SCHEMA}, {KEPT_SCHEMA}, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
+    f"ttt_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
     f"Tensor? dbias_grad, {TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
     "Tensor dinitial_state, Tensor dinitial_bias)",
     _backward,

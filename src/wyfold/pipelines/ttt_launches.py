@@ -1,7 +1,9 @@
 """TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
 
-Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels. The
-backward starts from the call's own tensors: nothing is kept for it.
+    forward     walk
+    backward    walk (unless its borders were kept), replay, walk back, gradients
+
+Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels.
 """
 
 from __future__ import annotations
@@ -13,31 +15,41 @@ from torch import Tensor
 
 from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors, turned
 from wyfold.runtime import check
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid
+from wyfold.runtime.chunks import ChunkGrid, chunk_grid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.stages import table
-from wyfold.stages.ttt import States, TokenGradients, Tokens
+from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
 from wyfold.tile.index.eager import wide
 
 
-def forward(t: TTTTensors, options: TTTOptions, result: TTTResult) -> None:
-    """Write the output and the states."""
+def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequence[Tensor]) -> None:
+    """Write the output and the states, and into `saved` what it has room for."""
     final = States(result.state, result.bias)
     if t.v.numel() == 0:
         if options.final_state:
             _pass_through(States(t.state, t.bias), final)
         return
-    stage: Any = table.launches("ttt", options.backend)
     leaving = _outside(options, *final) if options.final_state else States(None, None)
-    entering = _outside(options, t.state, t.bias)
-    numbers = options.chunk_size, options.scale, options.eps
-    stage.ttt(Tokens(*t[:6]), entering, leaving, _grid(t, options, stage), *numbers, result.o)
+    _walk(t, options, leaving, result.o, Borders(*saved) if saved else None)
 
 
-def backward(t: TTTTensors, options: TTTOptions, do: Tensor | None, dfinal: States, found: Sequence[Tensor]) -> None:
+def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
+    """What the forward keeps, unwritten; sizes come from metadata alone."""
+    return list(_borders(t, options)) if options.save and options.keep_states else []
+
+
+def backward(
+    t: TTTTensors,
+    options: TTTOptions,
+    saved: Sequence[Tensor],
+    do: Tensor | None,
+    dfinal: States,
+    found: Sequence[Tensor],
+) -> None:
     """Write the gradients of everything that has one.
 
     Args:
+        saved: What the forward kept, or nothing.
         do, dfinal: Gradients of the results, each of which may be None.
         found: Of the call's tensors, in their order, of no elements for a state that was not given.
     """
@@ -47,16 +59,18 @@ def backward(t: TTTTensors, options: TTTOptions, do: Tensor | None, dfinal: Stat
             dx.zero_()
         _pass_through(dfinal, States(dS, dc))
         return
-    stage: Any = table.launches("ttt", options.backend)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
+    borders = Borders(*saved) if saved else _borders(t, options)
+    if not saved:
+        _walk(t, options, States(None, None), None, borders)
     sums = [dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db)]
-    stage.ttt_bwd(
+    _stage(options).ttt_bwd(
         Tokens(*t[:6]),
-        _outside(options, t.state, t.bias),
+        borders,
         do,
         _outside(options, *dfinal),
-        _grid(t, options, stage),
+        _grid(t, options),
         options.chunk_size,
         options.scale,
         options.eps,
@@ -67,11 +81,29 @@ def backward(t: TTTTensors, options: TTTOptions, do: Tensor | None, dfinal: Stat
         dx.copy_(total)
 
 
-def _grid(t: TTTTensors, options: TTTOptions, stage: Any) -> ChunkGrid:
+def _stage(options: TTTOptions) -> Any:
+    return table.launches("ttt", options.backend)
+
+
+def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders | None) -> None:
+    entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
+    numbers = options.chunk_size, options.scale, options.eps
+    _stage(options).ttt(Tokens(*t[:6]), entering, leaving, grid, *numbers, o, borders)
+
+
+def _borders(t: TTTTensors, options: TTTOptions) -> Borders:
+    """Unwritten."""
+    stage, (B, T) = _stage(options), t.v.shape[:2]
+    packed = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+    found: Borders = stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, packed))
+    return found
+
+
+def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
     B, T = t.v.shape[:2]
     if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
         legal_boundaries(options.operator, t.cu_seqlens, T)
-    return chunk_grid(B, T, stage.SEGMENT, t.cu_seqlens)
+    return chunk_grid(B, T, _stage(options).SEGMENT, t.cu_seqlens)
 
 
 def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> States:

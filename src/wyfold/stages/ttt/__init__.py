@@ -103,3 +103,17 @@ class TokenGradients(NamedTuple):
     w: Tensor
     u: Tensor
     eta: Tensor
+
+
+class Borders(NamedTuple):
+    """What a walk over whole calls leaves for a backward.
+
+    Attributes:
+        N: [B, T, HV, D] inner gradients.
+        S: [segments * HV, D, D] V-first, state entering a segment.
+        c: [segments * HV, D] float32, its bias.
+    """
+
+    N: Tensor
+    S: Tensor
+    c: Tensor

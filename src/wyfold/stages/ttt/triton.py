@@ -1,17 +1,18 @@
-"""`ttt` in Triton: a walk over the mini-batches of a sequence in each direction, and what is parallel after both.
+"""`ttt` in Triton: walks over the mini-batches of a sequence, and what is parallel beside them.
 
-    ttt             one program per sequence and value head, its state transposed, [V, K], in registers
-    ttt_bwd         the same walk again, leaving what a step back needs; the walk back, the gradient of the state in
-                    registers; then one program per segment of 64 tokens and key head for dq, dk, dv and deta
+    walk         forward, serial: one program per sequence and value head, its state transposed, [V, K], in registers
+    replay       backward, parallel over segments of 64 tokens: X and r of the inner norm, dO, and dN's share of reading
+    walk back    serial: the gradient of the state in registers, from tokens alone; leaves dZ and dY
+    gradients    parallel over segments and key heads: dq, dk, dv, deta
 
-A walk goes through its products alone: Z^T = S^T k^T + c and what q reads in front of the inner norm, N^T behind it, and
-every product takes the running value as its left operand. The walk back needs no state, only tokens: X and r of the
-inner norm, dO, and the part of dN that was read inside the mini-batch. States and their gradients are kept at the
-segments' borders, and between them dq and dk are masked products of a whole segment,
+A walk goes through its products alone: Z^T = S^T k^T + c in front of the inner norm, N^T behind it, and every product
+takes the running value as its left operand. What the walk leaves for a backward, N of every token and the state at the
+borders of segments, makes the rest parallel, since inside a segment
 
-    dO_r S0_r^T = dO_r S^T - sum over s before r's mini-batch of e_s' <dO_r, N_s> k_s        e': the closing step
+    S entering r's mini-batch = S of the border - sum over s before that mini-batch of e_s' k_s^T N_s
 
-and dS1 likewise from the border behind. So no launch sees a state per mini-batch.
+with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
+mini-batch. The backward walks forward again unless the forward left those.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import Config, dtype_word, tile_width, tuned
-from wyfold.stages.ttt import States, TokenGradients, Tokens
+from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
 from wyfold.tile.dot.triton import mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
@@ -53,34 +54,33 @@ SEGMENT = 64
 """Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
 
 
-LAUNCHES = ("walk", "again", "back", "gradients")
+LAUNCHES = ("walk", "replay", "back", "gradients")
 
 
-class _Borders(NamedTuple):
-    """What the walks leave for each other.
+class _Replayed(NamedTuple):
+    """What a backward's launches leave for each other.
 
     Attributes:
-        S, dS: [segments * HV, D, D] V-first: the state entering a segment, the gradient of the one leaving it.
-        X: [B, T, HV, D] normalised prediction, then its place is dZ's.
-        N, dO: [B, T, HV, D].
-        dN: [B, T, HV, D] through what is read in the mini-batch, then w dY.
+        X: [B, T, HV, D] normalised prediction; then its place is dZ's.
+        dO: [B, T, HV, D].
+        dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
         r, y, xy, de: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; deta of the closing steps.
+        dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.
         dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
-        share: [2 walks, w and u, N, HV, D] float32.
+        read, stepped: [w and u, segments or N, HV, D] float32, shares of dw and du.
     """
 
-    S: Tensor
-    dS: Tensor
     X: Tensor
-    N: Tensor
     dO: Tensor
     dN: Tensor
     r: Tensor
     y: Tensor
     xy: Tensor
     de: Tensor
+    dS: Tensor
     dc: Tensor
-    share: Tensor
+    read: Tensor
+    stepped: Tensor
 
 
 def ttt(
@@ -91,7 +91,8 @@ def ttt(
     chunk_size: int,
     scale: float,
     eps: float,
-    o: Tensor,
+    o: Tensor | None,
+    borders: Borders | None,
 ) -> None:
     """Run every sequence from its entering state.
 
@@ -103,14 +104,73 @@ def ttt(
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
         eps: Of both norms.
-        o: [B, T, HV, D] written; zero past the last boundary.
+        o: [B, T, HV, D] written, zero past the last boundary; or None.
+        borders: From `empty`, written for `ttt_bwd`; or None.
     """
-    _walk(x, entering, leaving, grid, chunk_size, scale, eps, o=o)
+    (HV, D), H = x.v.shape[2:], x.q.shape[2]
+    config, BD = _launch(x, chunk_size, "walk")
+    packed = grid.cu is not None
+    # Tokens past the last boundary are a sequence of their own, whose output is cleared.
+    sequences = grid.sequences + (packed and o is not None)
+    wyfold_ttt_triton[(sequences * HV,)](
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        entering.S,
+        strides(entering.S),
+        entering.c,
+        strides(entering.c),
+        leaving.S,
+        strides(leaving.S),
+        leaving.c,
+        strides(leaving.c),
+        o,
+        strides(o),
+        *((None,) * 4 if borders is None else (borders.N, borders.N.stride(), borders.S, borders.c)),
+        grid.cu,
+        grid.first,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        eps,
+        H=H,
+        HV=HV,
+        D=D,
+        BT=chunk_size,
+        BD=BD,
+        SEGMENT=SEGMENT,
+        PACKED=packed,
+        OP=operand(x.q.dtype),
+        PRECISION=precision(x.q.dtype),
+        STAGES=config.stages,
+        **config.options(),
+    )
+
+
+def empty(q: Tensor, v: Tensor, segments: int) -> Borders:
+    """Borders, unwritten."""
+    HV, D = v.shape[2:]
+    dtype = workspace(q.dtype)
+    return Borders(
+        v.new_empty(v.shape, dtype=dtype),
+        v.new_empty(segments * HV, D, D, dtype=dtype),
+        v.new_empty(segments * HV, D, dtype=torch.float32),
+    )
 
 
 def ttt_bwd(
     x: Tokens,
-    entering: States,
+    borders: Borders,
     do: Tensor,
     dleaving: States,
     grid: ChunkGrid,
@@ -123,22 +183,100 @@ def ttt_bwd(
     """Gradients of tokens, parameters and entering states.
 
     Args:
-        x, entering, grid, chunk_size, scale, eps: As given to `ttt`.
+        x, grid, chunk_size, scale, eps: As given to `ttt`.
+        borders: As `ttt` left them.
         do: [B, T, HV, D].
         dleaving: Gradients of what `ttt` left.
         found: Written, zero past the last boundary.
         dentering: Written.
     """
-    (B, T, HV, D), H = x.v.shape, x.q.shape[2]
-    device, dtype = x.v.device, workspace(x.q.dtype)
-    borders = _Borders(
-        *(torch.empty(grid.chunks * HV, D, D, dtype=dtype, device=device) for _ in range(2)),
-        *(torch.empty(B, T, HV, D, dtype=dtype, device=device) for _ in range(4)),
-        *(torch.empty(B, T, HV, dtype=torch.float32, device=device) for _ in range(4)),
-        torch.empty(grid.chunks * HV, SEGMENT // chunk_size, D, dtype=torch.float32, device=device),
-        torch.empty(2, 2, grid.sequences, HV, D, dtype=torch.float32, device=device),
+    left = _replay(x, borders, do, grid, chunk_size, scale, eps)
+    _walk_back(x, left, dleaving, grid, chunk_size, scale, dentering)
+    for index, dx in enumerate((found.w, found.u)):
+        torch.sum(left.read[index], 0, out=dx)
+        dx.add_(left.stepped[index].sum(0))
+    _gradients(x, borders, left, grid, chunk_size, scale, found)
+
+
+def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
+    """What the configurations of all launches depend on: the walk, of the backward again, back, and the gradients."""
+    return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
+
+
+def _launch(x: Tokens, chunk_size: int, launch: str) -> tuple[Config, int]:
+    """A launch's configuration and the width of its tiles."""
+    D = x.v.shape[3]
+    key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
+    config = tuned("ttt.triton", key, x.q.device)
+    return config, max(config.blocks["BD"], tile_width(D))
+
+
+def _replay(
+    x: Tokens, borders: Borders, do: Tensor, grid: ChunkGrid, chunk_size: int, scale: float, eps: float
+) -> _Replayed:
+    (HV, D), H = x.v.shape[2:], x.q.shape[2]
+    config, BD = _launch(x, chunk_size, "replay")
+    tiles, wide = grid.chunks * HV, torch.float32
+    left = _Replayed(
+        *(torch.empty_like(borders.N) for _ in range(3)),
+        *x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind(),
+        torch.empty_like(borders.S),
+        x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide),
+        *(x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences)),
     )
-    _walk(x, entering, States(None, None), grid, chunk_size, scale, eps, do=do, borders=borders)
+    wyfold_ttt_replay_triton[(tiles,)](
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        do,
+        do.stride(),
+        *borders,
+        left.X,
+        left.dO,
+        left.dN,
+        left.X.stride(),
+        left.r,
+        left.y,
+        left.xy,
+        left.r.stride(),
+        left.dc,
+        left.read,
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        grid.chunks,
+        scale,
+        eps,
+        H=H,
+        HV=HV,
+        D=D,
+        BT=chunk_size,
+        BD=BD,
+        SEGMENT=SEGMENT,
+        PACKED=grid.cu is not None,
+        OP=operand(x.q.dtype),
+        PRECISION=precision(x.q.dtype),
+        **config.options(),
+    )
+    return left
+
+
+def _walk_back(
+    x: Tokens, left: _Replayed, dleaving: States, grid: ChunkGrid, chunk_size: int, scale: float, dentering: States
+) -> None:
+    (HV, D), H = x.v.shape[2:], x.q.shape[2]
     config, BD = _launch(x, chunk_size, "back")
     wyfold_ttt_bwd_triton[(grid.sequences * HV,)](
         x.q,
@@ -153,18 +291,18 @@ def ttt_bwd(
         x.u.stride(),
         x.eta,
         x.eta.stride(),
-        borders.X,
-        borders.dO,
-        borders.dN,
-        borders.X.stride(),
-        borders.r,
-        borders.y,
-        borders.xy,
-        borders.de,
-        borders.r.stride(),
-        borders.dS,
-        borders.dc,
-        borders.share,
+        left.X,
+        left.dO,
+        left.dN,
+        left.X.stride(),
+        left.r,
+        left.y,
+        left.xy,
+        left.de,
+        left.r.stride(),
+        left.dS,
+        left.dc,
+        left.stepped,
         dleaving.S,
         strides(dleaving.S),
         dleaving.c,
@@ -191,8 +329,18 @@ def ttt_bwd(
         STAGES=config.stages,
         **config.options(),
     )
-    torch.sum(borders.share[:, 0], (0, 1), out=found.w)
-    torch.sum(borders.share[:, 1], (0, 1), out=found.u)
+
+
+def _gradients(
+    x: Tokens,
+    borders: Borders,
+    left: _Replayed,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    found: TokenGradients,
+) -> None:
+    (HV, D), H = x.v.shape[2:], x.q.shape[2]
     config, BD = _launch(x, chunk_size, "gradients")
     wyfold_ttt_gradients_triton[(grid.chunks * H,)](
         x.q,
@@ -201,15 +349,15 @@ def ttt_bwd(
         x.k.stride(),
         x.eta,
         x.eta.stride(),
-        borders.X,
+        left.X,
         borders.N,
-        borders.dO,
-        borders.dN,
-        borders.X.stride(),
-        borders.de,
-        borders.de.stride(),
+        left.dO,
+        left.dN,
+        left.X.stride(),
+        left.de,
+        left.de.stride(),
         borders.S,
-        borders.dS,
+        left.dS,
         found.q,
         found.q.stride(),
         found.k,
@@ -239,87 +387,6 @@ def ttt_bwd(
     )
 
 
-def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
-    """What the configurations of all launches depend on: the walk, of the backward again, back, and the gradients."""
-    return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
-
-
-def _launch(x: Tokens, chunk_size: int, launch: str) -> tuple[Config, int]:
-    """A launch's configuration and the width of its tiles."""
-    D = x.v.shape[3]
-    key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
-    config = tuned("ttt.triton", key, x.q.device)
-    return config, max(config.blocks["BD"], tile_width(D))
-
-
-def _walk(
-    x: Tokens,
-    entering: States,
-    leaving: States,
-    grid: ChunkGrid,
-    chunk_size: int,
-    scale: float,
-    eps: float,
-    *,
-    o: Tensor | None = None,
-    do: Tensor | None = None,
-    borders: _Borders | None = None,
-) -> None:
-    """The forward walk: to `o`, or for the backward, given `do`, to `borders`."""
-    (HV, D), H = x.v.shape[2:], x.q.shape[2]
-    config, BD = _launch(x, chunk_size, "walk" if do is None else "again")
-    packed = grid.cu is not None
-    # Tokens past the last boundary are a sequence of their own, whose output is cleared.
-    sequences = grid.sequences + (packed and o is not None)
-    wyfold_ttt_triton[(sequences * HV,)](
-        x.q,
-        x.q.stride(),
-        x.k,
-        x.k.stride(),
-        x.v,
-        x.v.stride(),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        entering.S,
-        strides(entering.S),
-        entering.c,
-        strides(entering.c),
-        leaving.S,
-        strides(leaving.S),
-        leaving.c,
-        strides(leaving.c),
-        o,
-        strides(o),
-        do,
-        strides(do),
-        *((None,) * 5 if borders is None else (borders.X, borders.N, borders.dO, borders.dN, borders.X.stride())),
-        *((None,) * 4 if borders is None else (borders.r, borders.y, borders.xy, borders.r.stride())),
-        *((None,) * 3 if borders is None else (borders.S, borders.dc, borders.share)),
-        grid.cu,
-        grid.first,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        scale,
-        eps,
-        H=H,
-        HV=HV,
-        D=D,
-        BT=chunk_size,
-        BD=BD,
-        SEGMENT=SEGMENT,
-        PACKED=packed,
-        OP=operand(x.q.dtype),
-        PRECISION=precision(x.q.dtype),
-        STAGES=config.stages,
-        **config.options(),
-    )
-
-
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
 def wyfold_ttt_triton(
     p_q,
@@ -344,20 +411,10 @@ def wyfold_ttt_triton(
     s_cT,
     p_o,
     s_o,
-    p_do,
-    s_do,
-    p_X,
     p_N,
-    p_dO,
-    p_dN,
-    s_tile,
-    p_r,
-    p_y,
-    p_xy,
-    s_row,
-    p_states,
-    p_dc,
-    p_share,
+    s_N,
+    p_S,
+    p_c,
     p_cu,
     p_first,
     N,
@@ -382,7 +439,7 @@ def wyfold_ttt_triton(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    if PACKED:
+    if PACKED and p_o is not None:
         if i_n == N:
             for i in tl.range(0, steps):
                 b_none = tl.zeros((BT, BD), tl.float32)
@@ -391,56 +448,146 @@ def wyfold_ttt_triton(
 
     b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
     b_S, b_c = _enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
-    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     b_e, e_last = _step_sizes(p_eta, s_eta, b, t, i_hv, length, BT)
     for i in tl.range(0, steps, num_stages=STAGES):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
-        b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-        b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
         b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
         b_next_e, next_e_last = _step_sizes(p_eta, s_eta, b, t_i + BT, i_hv, length - (i + 1) * BT, BT)
-        if p_do is not None:
-            i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
-            if (i * BT) % SEGMENT == 0:
-                store_tile(p_states, i_border, 0, 0, b_S, D, D, BD, BD)
+        if p_N is not None:
+            if i * BT % SEGMENT == 0:
+                i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
+                store_tile(p_S, i_border, 0, 0, b_S, D, D, BD, BD)
+                _store_row(p_c, i_border, b_c, D, BD)
 
-        b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
-        b_Z += b_c[:, None]
-        b_O = b_O * scale + b_c[:, None]
-        b_mean, b_mean_O = sums_of_two(b_Z, b_O)
-        b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-        b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
-        # N's mean is zero but for rounding: what was read before it has O's.
-        b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION), 1.0, "s")
-        b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
-        b_left = tl.reshape(tl.join(b_N * -e_last, tl.zeros((BD, BT), tl.float32)), (BD, 2 * BT))
-        b_S = mm(b_left, b_kq, b_S, OP, PRECISION)
+        if p_o is None:
+            b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
+            b_mean = tl.sum(b_Z, axis=0) * (1.0 / D)
+        else:
+            b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
+            b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+            b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+            b_Z += b_c[:, None]
+            b_O = b_O * scale + b_c[:, None]
+            b_mean, b_mean_O = sums_of_two(b_Z, b_O)
+            b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
+        b_N, _, _, _, _ = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
+        b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
         b_c -= tl.sum(b_N, axis=1) * e_last
-        b_out, b_XO, b_rO = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
         if p_o is not None:
+            # N's mean is zero but for rounding, so O's is what it was before N.
+            b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
+            b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
+            b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
             store_tokens(p_o, s_o, b, t_i, i_hv, 0, rows, tl.trans(b_out), D, BT, BD)
-        if p_do is not None:
-            b_do = tl.trans(load_tokens(p_do, s_do, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
-            b_dO = residual_norm_bwd(b_XO, b_rO, b_w[:, None], b_do, D)
-            b_read = attention(mm(b_q, tl.trans(b_k), None, OP, PRECISION), scale, "r")
-            b_dN = mm(b_dO * -b_e[None, :], b_read, None, OP, PRECISION)
-            store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_X), D, BT, BD)
-            store_tokens(p_N, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_N), D, BT, BD)
-            store_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dO), D, BT, BD)
-            store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dN), D, BT, BD)
-            store_token_scalars(p_r, s_row, b, t_i, i_hv, rows, b_r, BT)
-            store_token_scalars(p_y, s_row, b, t_i, i_hv, rows, b_y, BT)
-            store_token_scalars(p_xy, s_row, b, t_i, i_hv, rows, b_xy, BT)
-            _store_sum(p_dc, i_border, i % (SEGMENT // BT), tl.sum(b_dO, axis=1), SEGMENT // BT, D, BD)
-            b_dw += tl.sum(b_do * b_XO, axis=1)
-            b_du += tl.sum(b_do, axis=1)
+        if p_N is not None:
+            store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, tl.trans(b_N), D, BT, BD)
         b_e, e_last = b_next_e, next_e_last
     _leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
-    if p_do is not None:
-        _store_share(p_share, 0, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "chunks", "scale", "eps"])
+def wyfold_ttt_replay_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_do,
+    s_do,
+    p_N,
+    p_S,
+    p_c,
+    p_X,
+    p_dO,
+    p_dN,
+    s_tile,
+    p_r,
+    p_y,
+    p_xy,
+    s_row,
+    p_dc,
+    p_share,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    chunks,
+    scale,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program owns the tokens of a segment of one value head.
+
+        Z = k S + c - (closed steps * (k k^T + 1)) N           O = s q S + c - (steps * (s q k^T + 1)) N
+        dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
+    if i_n == N:
+        _store_share(p_share, i_c, i_hv, chunks, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32), HV, D, BD)
+        return
+    rows = rows.to(tl.int32)
+    b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
+    o_v = tl.arange(0, BD)
+    b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
+    b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
+    b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+    b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
+    b_steps, b_closed = read_steps(b_e, b_e_last, "s", BT)
+
+    b_pairs = (mm(b_k, tl.trans(b_k), None, OP, PRECISION) + 1.0) * -b_closed
+    b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
+    b_Z = mm(tl.trans(b_N), b_pairs, b_Z, OP, PRECISION)
+    b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
+    b_mean = tl.sum(b_Z, axis=0) * (1.0 / D)
+    _, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
+    store_tokens(p_X, s_tile, b, t, i_hv, 0, rows, tl.trans(b_X), D, SEGMENT, BD)
+    store_token_scalars(p_r, s_row, b, t, i_hv, rows, b_r, SEGMENT)
+    store_token_scalars(p_y, s_row, b, t, i_hv, rows, b_y, SEGMENT)
+    store_token_scalars(p_xy, s_row, b, t, i_hv, rows, b_xy, SEGMENT)
+
+    b_pairs = (mm(b_k, tl.trans(b_q), None, OP, PRECISION) * scale + 1.0) * -b_steps
+    b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION) * scale + b_c[:, None]
+    b_O = mm(tl.trans(b_N), b_pairs, b_O, OP, PRECISION)
+    b_mean = tl.sum(b_O, axis=0) * (1.0 / D)
+    _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[:, None], b_u[:, None], eps, D)
+    b_do = tl.trans(load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD)).to(tl.float32)
+    b_dO = residual_norm_bwd(b_XO, b_rO, b_w[:, None], b_do, D)
+    b_steps, b_closed = read_steps(b_e, b_e_last, "r", BT)
+    b_pairs = (mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0) * (b_closed - b_steps)
+    b_dN = mm(b_dO, b_pairs, None, OP, PRECISION)
+    store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, tl.trans(b_dO), D, SEGMENT, BD)
+    store_tokens(p_dN, s_tile, b, t, i_hv, 0, rows, tl.trans(b_dN), D, SEGMENT, BD)
+    R: tl.constexpr = SEGMENT // BT
+    b_sums = tl.sum(tl.reshape(b_dO, (BD, R, BT)), axis=2)
+    o_sums = tl.arange(0, R)[None, :] * D + o_v[:, None]
+    tl.store(p_dc + pid * (R * D) + o_sums, b_sums, mask=tl.broadcast_to((o_v < D)[:, None], (BD, R)))
+    _store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=1), tl.sum(b_do, axis=1), HV, D, BD)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
@@ -506,7 +653,8 @@ def wyfold_ttt_bwd_triton(
     steps = tl.cdiv(length, BT).to(tl.int32)
     b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
     b_dS, b_dc = _enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
-    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    # 16 sums beside each other: tokens of a tile then meet in a thread.
+    b_dw, b_du = tl.zeros((BD, 16), tl.float32), tl.zeros((BD, 16), tl.float32)
     o_t = tl.arange(0, BT)
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
         p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
@@ -540,11 +688,11 @@ def wyfold_ttt_bwd_triton(
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
         store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
-        b_dw += tl.sum((2.0 * b_w[:, None] * b_X + b_t) * b_dY, axis=1)
-        b_du += b_w * tl.sum(b_dY, axis=1)
+        b_dw += _by_sixteen((2.0 * b_w[:, None] * b_X + b_t) * b_dY)
+        b_du += _by_sixteen(b_dY)
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     _leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
-    _store_share(p_share, 1, i_n, i_hv, N, b_dw, b_du, HV, D, BD)
+    _store_share(p_share, i_n, i_hv, N, tl.sum(b_dw, axis=1), tl.sum(b_du, axis=1) * b_w, HV, D, BD)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
@@ -613,13 +761,9 @@ def wyfold_ttt_gradients_triton(
 
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    o_last = tl.minimum((o_t // BT + 1) * BT, rows) - 1
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
-        b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
-        b_e_last = tl.load(
-            p_eta + b * s_eta[0] + (t + o_last.to(tl.int64)) * s_eta[1] + i_hv * s_eta[2], mask=o_t < rows, other=0.0
-        ).to(tl.float32)
+        b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
 
         b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
         b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
@@ -771,16 +915,33 @@ def _left_by_the_walk(
 
 
 @triton.jit
-def _store_sum(p, i_tile, row, x, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Write one row of a tile of a contiguous [tiles, R, D]."""
-    o_v = tl.arange(0, BD)
-    tl.store(p + (i_tile * R + row) * D + o_v, x, mask=o_v < D)
+def _by_sixteen(b_x):
+    """Sums over every sixteenth column.   [BD, BT] -> [BD, 16]"""
+    if b_x.shape[1] == 16:
+        return b_x
+    else:
+        return tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 16, 16)), axis=1)
 
 
 @triton.jit
-def _store_share(p_share, walk, i_n, i_hv, N, b_dw, b_du, HV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """What a sequence gives to dw and du.   [walks, 2, N, HV, D]"""
+def _store_row(p, i, b_x, D: tl.constexpr, BD: tl.constexpr):
+    """Write row i of a contiguous [rows, D]."""
     o_v = tl.arange(0, BD)
-    p_dw = p_share + ((walk * 2 * N + i_n) * HV + i_hv) * D
-    tl.store(p_dw + o_v, b_dw, mask=o_v < D)
-    tl.store(p_dw + N.to(tl.int64) * (HV * D) + o_v, b_du, mask=o_v < D)
+    tl.store(p + i * D + o_v, b_x, mask=o_v < D)
+
+
+@triton.jit
+def _store_share(p_share, i, i_hv, count, b_dw, b_du, HV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """What a sequence or a segment gives to dw and du.   [2, count, HV, D]"""
+    _store_row(p_share, i * HV + i_hv, b_dw, D, BD)
+    _store_row(p_share, (count + i) * HV + i_hv, b_du, D, BD)
+
+
+@triton.jit
+def _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.constexpr):
+    """Step sizes of a segment's tokens, and those that close their mini-batches.   [SEGMENT] each"""
+    o_t = tl.arange(0, SEGMENT)
+    o_last = t + tl.minimum((o_t // BT + 1) * BT, rows) - 1
+    p_last = p_eta + b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
+    b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
+    return b_e, tl.load(p_last, mask=o_t < rows, other=0.0).to(tl.float32)

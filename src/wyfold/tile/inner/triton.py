@@ -135,17 +135,10 @@ def residual_norm_bwd(b_X, b_r, b_w, b_dout, D: tl.constexpr):
 
 
 @triton.jit
-def attention(b_gram, scale, FROM: tl.constexpr):
-    """How much of row s's step row r reads, s (q k^T) + 1 for s <= r, from the gram of q and k.
-
-    FROM: Which index comes first: "r" gives [r, s], "s" gives [s, r].
-    """
+def attention(b_gram):
+    """How much of row s's step row r reads, s (q k^T) + 1 for s <= r, from the gram of k and q.   [s, r]"""
     o_t = tl.arange(0, b_gram.shape[0])
-    if FROM == "r":
-        m_read = o_t[None, :] <= o_t[:, None]
-    else:
-        m_read = o_t[:, None] <= o_t[None, :]
-    return tl.where(m_read, b_gram * scale + 1.0, 0.0)
+    return tl.where(o_t[:, None] <= o_t[None, :], b_gram + 1.0, 0.0)
 
 
 @triton.jit
@@ -156,7 +149,7 @@ def read_steps(b_e, b_e_last, FROM: tl.constexpr, BT: tl.constexpr):
 
     Args:
         b_e, b_e_last: [R] steps, and those that close each row's mini-batch.
-        FROM: As in `attention`.
+        FROM: Which index comes first: "r" gives [r, s], "s" gives [s, r].
 
     Returns:
         steps: [R, R], and its part from earlier mini-batches alone.
