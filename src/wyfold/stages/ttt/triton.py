@@ -62,6 +62,7 @@ class _Replayed(NamedTuple):
 
     Attributes:
         X: [B, T, HV, D] normalised prediction; then its place is dZ's.
+        E: [B, T, HV, D] its error, w X + u - (v - k).
         dO: [B, T, HV, D].
         dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
         r, y, xy, de: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; deta of the closing steps.
@@ -71,6 +72,7 @@ class _Replayed(NamedTuple):
     """
 
     X: Tensor
+    E: Tensor
     dO: Tensor
     dN: Tensor
     r: Tensor
@@ -218,7 +220,7 @@ def _replay(
     config, BD = _launch(x, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
     left = _Replayed(
-        *(torch.empty_like(borders.N) for _ in range(3)),
+        *(torch.empty_like(borders.N) for _ in range(4)),
         *x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind(),
         torch.empty_like(borders.S),
         x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide),
@@ -241,6 +243,7 @@ def _replay(
         do.stride(),
         *borders,
         left.X,
+        left.E,
         left.dO,
         left.dN,
         left.X.stride(),
@@ -283,15 +286,12 @@ def _walk_back(
         x.q.stride(),
         x.k,
         x.k.stride(),
-        x.v,
-        x.v.stride(),
         x.w,
         x.w.stride(),
-        x.u,
-        x.u.stride(),
         x.eta,
         x.eta.stride(),
         left.X,
+        left.E,
         left.dO,
         left.dN,
         left.X.stride(),
@@ -462,22 +462,18 @@ def wyfold_ttt_triton(
                 _store_row(p_c, i_border, b_c, D, BD)
 
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-        if p_o is None:
-            b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
-            b_mean = tl.sum(b_Z, axis=0) * (1.0 / D)
-        else:
-            b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
-            b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-            b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
-            b_Z += b_c[:, None]
-            b_O = b_O * scale + b_c[:, None]
-            b_mean, b_mean_O = sums_of_two(b_Z, b_O)
-            b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
+        b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
+        b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+        b_Z += b_c[:, None]
+        b_O = b_O * scale + b_c[:, None]
+        b_mean, b_mean_O = sums_of_two(b_Z, b_O)
+        b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
         b_N, _, _, _, _ = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
         b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
         b_c -= tl.sum(b_N, axis=1) * e_last
         if p_o is not None:
             # N's mean is zero but for rounding, so O's is what it was before N.
+            b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
             b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
             b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
@@ -508,6 +504,7 @@ def wyfold_ttt_replay_triton(
     p_S,
     p_c,
     p_X,
+    p_E,
     p_dO,
     p_dN,
     s_tile,
@@ -567,6 +564,7 @@ def wyfold_ttt_replay_triton(
     b_mean = tl.sum(b_Z, axis=0) * (1.0 / D)
     _, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
     store_tokens(p_X, s_tile, b, t, i_hv, 0, rows, tl.trans(b_X), D, SEGMENT, BD)
+    store_tokens(p_E, s_tile, b, t, i_hv, 0, rows, tl.trans(b_w[:, None] * b_X + b_t), D, SEGMENT, BD)
     store_token_scalars(p_r, s_row, b, t, i_hv, rows, b_r, SEGMENT)
     store_token_scalars(p_y, s_row, b, t, i_hv, rows, b_y, SEGMENT)
     store_token_scalars(p_xy, s_row, b, t, i_hv, rows, b_xy, SEGMENT)
@@ -596,15 +594,12 @@ def wyfold_ttt_bwd_triton(
     s_q,
     p_k,
     s_k,
-    p_v,
-    s_v,
     p_w,
     s_w,
-    p_u,
-    s_u,
     p_eta,
     s_eta,
     p_X,
+    p_E,
     p_dO,
     p_dN,
     s_tile,
@@ -651,7 +646,7 @@ def wyfold_ttt_bwd_triton(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
+    b_w = _parameter(p_w, s_w, i_hv, D, BD)
     b_dS, b_dc = _enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
     # 16 sums beside each other: tokens of a tile then meet in a thread.
     b_dw, b_du = tl.zeros((BD, 16), tl.float32), tl.zeros((BD, 16), tl.float32)
@@ -665,7 +660,7 @@ def wyfold_ttt_bwd_triton(
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
         b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-        b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
+        b_E = tl.trans(load_tokens(p_E, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
         b_X = tl.trans(load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
         b_dO = tl.trans(load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
         b_dN = tl.trans(load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)).to(tl.float32)
@@ -677,10 +672,8 @@ def wyfold_ttt_bwd_triton(
             store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
 
         b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) + b_dc[:, None]
-        b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-        b_Y = b_w[:, None] * (b_w[:, None] * b_X + b_t)
         b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
-        b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
+        b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
         b_dc += b_sum + tl.sum(b_dZ, axis=1)
@@ -688,7 +681,7 @@ def wyfold_ttt_bwd_triton(
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
         store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
-        b_dw += _by_sixteen((2.0 * b_w[:, None] * b_X + b_t) * b_dY)
+        b_dw += _by_sixteen((b_w[:, None] * b_X + b_E) * b_dY)
         b_du += _by_sixteen(b_dY)
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     _leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
@@ -774,27 +767,31 @@ def wyfold_ttt_gradients_triton(
         store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, b_de, SEGMENT)
         b_dq = mm(-b_steps * b_pairs, b_k, b_dq, OP, PRECISION)
 
+        for i_v in tl.static_range(NV):
+            b_S = load_tile(p_states, i_tile, i_v * BV, 0, D, D, BV, BD)
+            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+        if GR == 1:  # now, so that its registers are dk's
+            store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
+
         b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
         b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
         b_pairs += b_before * _pairs(p_N, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
         b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
         b_pairs = b_steps * _pairs(p_N, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
         b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
-
         for i_v in tl.static_range(NV):
             b_S = load_tile(p_states, i_tile, i_v * BV, 0, D, D, BV, BD)
-            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
             b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
-            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
             b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
-        for i_v in tl.static_range(NV):
             b_dS = load_tile(p_dstates, i_tile, i_v * BV, 0, D, D, BV, BD)
             b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
             b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
         b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
         store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
         b_dk += b_dY
-    store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
+    if GR > 1:
+        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
     store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, D, SEGMENT, BD)
 
 
