@@ -275,10 +275,10 @@ CALLS = (
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
         for dtype, D, C, packed in (
             ("bfloat16", 64, 16, False),
-            ("bfloat16", 128, 16, True),
             ("bfloat16", 64, 64, False),
-            ("float16", 64, 16, False),
-            ("float32", 128, 16, False),
+            ("bfloat16", 128, 16, True),
+            ("float32", 64, 16, False),
+            ("float16", 128, 16, False),
         )
     ),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),

@@ -462,8 +462,13 @@ def wyfold_ttt_triton(
                 _store_row(p_c, i_border, b_c, D, BD)
 
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-        b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
-        b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+        if BT == 16:
+            b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
+            b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+        else:
+            b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+            b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+            b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION)
         b_Z += b_c[:, None]
         b_O = b_O * scale + b_c[:, None]
         b_mean, b_mean_O = sums_of_two(b_Z, b_O)
@@ -473,7 +478,8 @@ def wyfold_ttt_triton(
         b_c -= tl.sum(b_N, axis=1) * e_last
         if p_o is not None:
             # N's mean is zero but for rounding, so O's is what it was before N.
-            b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+            if BT == 16:
+                b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
             b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
             b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
@@ -648,8 +654,9 @@ def wyfold_ttt_bwd_triton(
     steps = tl.cdiv(length, BT).to(tl.int32)
     b_w = _parameter(p_w, s_w, i_hv, D, BD)
     b_dS, b_dc = _enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
-    # 16 sums beside each other: tokens of a tile then meet in a thread.
-    b_dw, b_du = tl.zeros((BD, 16), tl.float32), tl.zeros((BD, 16), tl.float32)
+    # Of few tokens 16 sums beside each other: no thread then has to give another one a number until the end.
+    SUMS: tl.constexpr = 16 if BT == 16 else 1
+    b_dw, b_du = tl.zeros((BD, SUMS), tl.float32), tl.zeros((BD, SUMS), tl.float32)
     o_t = tl.arange(0, BT)
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
         p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
@@ -681,8 +688,8 @@ def wyfold_ttt_bwd_triton(
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
         store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
-        b_dw += _by_sixteen((b_w[:, None] * b_X + b_E) * b_dY)
-        b_du += _by_sixteen(b_dY)
+        b_dw += _added((b_w[:, None] * b_X + b_E) * b_dY, SUMS)
+        b_du += _added(b_dY, SUMS)
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     _leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
     _store_share(p_share, i_n, i_hv, N, tl.sum(b_dw, axis=1), tl.sum(b_du, axis=1) * b_w, HV, D, BD)
@@ -752,10 +759,11 @@ def wyfold_ttt_gradients_triton(
         store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dq, D, SEGMENT, BD)
         return
 
-    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
+        # Again for every value head: what does not change would keep its place in shared memory, once per layout.
+        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
         b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
 
         b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
@@ -912,12 +920,12 @@ def _left_by_the_walk(
 
 
 @triton.jit
-def _by_sixteen(b_x):
-    """Sums over every sixteenth column.   [BD, BT] -> [BD, 16]"""
-    if b_x.shape[1] == 16:
-        return b_x
+def _added(b_x, SUMS: tl.constexpr):
+    """Columns of a tile added up, or as they are if that is what is asked for.   [BD, BT] -> [BD, SUMS]"""
+    if SUMS == 1:
+        return tl.sum(b_x, axis=1, keep_dims=True)
     else:
-        return tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 16, 16)), axis=1)
+        return b_x
 
 
 @triton.jit
