@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.interpret.test_ttt_ops import NAMES, results
 from torch import Tensor
 
 import wyfold
-from tests.interpret.test_ttt_ops import NAMES, results
 from wyfold import UnsupportedError
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape

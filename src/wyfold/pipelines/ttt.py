@@ -157,7 +157,7 @@ class _Call:
         return State(*(s.to(self.options.state_dtype) for s in (turned(states.S, self.options), states.c)))
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+def _forward(*arguments: Any) -> tuple[Any, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
     result, saved = empty_result(t, options), _kept(t, options)
     if options.backend != "eager":
@@ -254,7 +254,7 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
     return split.chunk_rows(B, T, N, C) if options.keep_states else split.border_rows(B, T, N, C, per_part)
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
     return *empty_result(t, options), _kept(t, options)
 

@@ -64,7 +64,7 @@ def backward(
     borders = Borders(*saved) if saved else _borders(t, options)
     if not saved:
         _walk(t, options, States(None, None), None, borders)
-    sums = [dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db)]
+    dw_wide, db_wide = (dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db))
     _stage(options).ttt_bwd(
         Tokens(*t[:6]),
         borders,
@@ -74,11 +74,11 @@ def backward(
         options.chunk_size,
         options.scale,
         options.eps,
-        TokenGradients(dq, dk, dv, *sums, deta),
+        TokenGradients(dq, dk, dv, dw_wide, db_wide, deta),
         _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
-    for dx, total in zip((dw, db), sums, strict=True):
-        dx.copy_(total)
+    dw.copy_(dw_wide)
+    db.copy_(db_wide)
 
 
 def _stage(options: TTTOptions) -> Any:

@@ -62,10 +62,10 @@ STAGES = (
     "kkt",
     "solve_tril",
 )
-ROWS = tuple(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES) + tuple(
-    Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS)
-    for stage in STAGES
-    if stage != "recurrent"
+ROWS = (
+    *(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES),
+    Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
+    *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
 )
 
 

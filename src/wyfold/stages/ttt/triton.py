@@ -3,7 +3,7 @@
     walk         forward, serial: one program per sequence and value head, its state transposed, [V, K], in registers
     replay       backward, parallel over segments of 64 tokens: X and r of the inner norm, dO, and dN's share of reading
     walk back    serial: the gradient of the state in registers, from tokens alone; leaves dZ and dY
-    gradients    parallel over segments and key heads: dq, dk, dv, deta
+    gradients    parallel over segments: dq, dk, dv, deta
 
 A walk goes through its products alone: Z^T = S^T k^T + c in front of the inner norm, N^T behind it, and every product
 takes the running value as its left operand. What the walk leaves for a backward, N of every token and the state at the
@@ -65,7 +65,7 @@ class _Replayed(NamedTuple):
         E: [B, T, HV, D] its error, w X + u - (v - k).
         dO: [B, T, HV, D].
         dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
-        r, y, xy, de: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; deta of the closing steps.
+        r, y, xy, step: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; <dS1^T k + dc1, N>.
         dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.
         dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
         read, stepped: [w and u, segments or N, HV, D] float32, shares of dw and du.
@@ -78,7 +78,7 @@ class _Replayed(NamedTuple):
     r: Tensor
     y: Tensor
     xy: Tensor
-    de: Tensor
+    step: Tensor
     dS: Tensor
     dc: Tensor
     read: Tensor
@@ -219,13 +219,11 @@ def _replay(
     (HV, D), H = x.v.shape[2:], x.q.shape[2]
     config, BD = _launch(x, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
-    left = _Replayed(
-        *(torch.empty_like(borders.N) for _ in range(4)),
-        *x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind(),
-        torch.empty_like(borders.S),
-        x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide),
-        *(x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences)),
-    )
+    X, E, dO, dN = (torch.empty_like(borders.N) for _ in range(4))
+    r, y, xy, step = x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind()
+    dc = x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide)
+    read, stepped = (x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences))
+    left = _Replayed(X, E, dO, dN, r, y, xy, step, torch.empty_like(borders.S), dc, read, stepped)
     wyfold_ttt_replay_triton[(tiles,)](
         x.q,
         x.q.stride(),
@@ -298,7 +296,7 @@ def _walk_back(
         left.r,
         left.y,
         left.xy,
-        left.de,
+        left.step,
         left.r.stride(),
         left.dS,
         left.dc,
@@ -342,7 +340,9 @@ def _gradients(
 ) -> None:
     (HV, D), H = x.v.shape[2:], x.q.shape[2]
     config, BD = _launch(x, chunk_size, "gradients")
-    wyfold_ttt_gradients_triton[(grid.chunks * H,)](
+    wide = [x.v.new_empty(x.v.shape, dtype=torch.float32) for _ in range(2)] if H < HV else None
+    dq, dk = wide or (found.q, found.k)
+    wyfold_ttt_gradients_triton[(grid.chunks * HV,)](
         x.q,
         x.q.stride(),
         x.k,
@@ -354,14 +354,14 @@ def _gradients(
         left.dO,
         left.dN,
         left.X.stride(),
-        left.de,
-        left.de.stride(),
+        left.step,
+        left.step.stride(),
         borders.S,
         left.dS,
-        found.q,
-        found.q.stride(),
-        found.k,
-        found.k.stride(),
+        dq,
+        dq.stride(),
+        dk,
+        dk.stride(),
         found.v,
         found.v.stride(),
         found.eta,
@@ -385,6 +385,17 @@ def _gradients(
         PRECISION=precision(x.q.dtype),
         **config.options(),
     )
+    if wide:
+        for dx, heads in zip((found.q, found.k), wide, strict=True):
+            dx.copy_(_grouped(heads, H))
+
+
+def _grouped(heads: Tensor, H: int) -> Tensor:
+    """Sums of the heads of each group, in their order whatever the shape.   [B, T, HV, D] -> [B, T, H, D]"""
+    first, *others = heads.unflatten(2, (H, -1)).unbind(3)
+    for x in others:
+        first.add_(x)
+    return first
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
@@ -541,8 +552,8 @@ def wyfold_ttt_replay_triton(
 ):
     """One program owns the tokens of a segment of one value head.
 
-        Z = k S + c - (closed steps * (k k^T + 1)) N           O = s q S + c - (steps * (s q k^T + 1)) N
-        dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO
+    Z = k S + c - (closed steps * (k k^T + 1)) N           O = s q S + c - (steps * (s q k^T + 1)) N
+    dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO
     """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_hv = pid // HV, pid % HV
@@ -612,7 +623,7 @@ def wyfold_ttt_bwd_triton(
     p_r,
     p_y,
     p_xy,
-    p_de,
+    p_step,
     s_row,
     p_dstates,
     p_dc,
@@ -644,8 +655,8 @@ def wyfold_ttt_bwd_triton(
 ):
     """One program owns a sequence of one value head, and walks it back; of each mini-batch, with seen = dS1^T k + dc1:
 
-        dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ: adjoint of the inner gradient
-        dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
+    dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ: adjoint of the inner gradient
+    dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
     """
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_hv = pid // HV, pid % HV
@@ -680,14 +691,15 @@ def wyfold_ttt_bwd_triton(
 
         b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) + b_dc[:, None]
         b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
-        b_dY, b_dZ, b_step = inner_gradient_bwd(b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D)
+        b_dY, b_dZ, b_step = inner_gradient_bwd(
+            b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D
+        )
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
         b_dc += b_sum + tl.sum(b_dZ, axis=1)
         store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dZ), D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
-        b_de = tl.where(o_t == rows - 1, -tl.sum(b_step, axis=0), 0.0)
-        store_token_scalars(p_de, s_row, b, t_i, i_hv, rows, b_de, BT)
+        store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
         b_dw += _added((b_w[:, None] * b_X + b_E) * b_dY, SUMS)
         b_du += _added(b_dY, SUMS)
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
@@ -708,7 +720,7 @@ def wyfold_ttt_gradients_triton(
     p_dO,
     p_dY,
     s_tile,
-    p_de,
+    p_step,
     s_row,
     p_states,
     p_dstates,
@@ -738,69 +750,63 @@ def wyfold_ttt_gradients_triton(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program owns the tokens of a segment of one key head; its value heads come one after another.
+    """One program owns the tokens of a segment of one value head.
 
-        A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
-        dq = s (dO S^T - A k)    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
-        deta_r = -sum over s in r's mini-batch of (s q_r k_s + 1) <dO_r, N_s>, and of closing steps the walk back's
+    A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
+    dq = s (dO S^T - A k)    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
+    deta_r = -sum over s in r's mini-batch of (s q_r k_s + 1) <dO_r, N_s>, and of closing steps all of the walk back's
     """
     pid = tl.program_id(0).to(tl.int64)
-    i_c, i_h = pid // H, pid % H
+    i_c, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
-    GR: tl.constexpr = HV // H
     NV: tl.constexpr = (D + BV - 1) // BV
     b_dq, b_dk = tl.zeros((SEGMENT, BD), tl.float32), tl.zeros((SEGMENT, BD), tl.float32)
     o_t = tl.arange(0, SEGMENT)
     if i_n == N:
-        for i_hv in range(i_h * GR, i_h * GR + GR):
-            store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
-            store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
-        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, D, SEGMENT, BD)
-        store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dq, D, SEGMENT, BD)
+        store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
+        store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
+        store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
+        store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         return
 
-    for i_hv in range(i_h * GR, i_h * GR + GR):
-        i_tile = i_c * HV + i_hv
-        # Again for every value head: what does not change would keep its place in shared memory, once per layout.
-        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
-        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-        b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
+    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
 
-        b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
-        b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
-        b_read = mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0
-        m_own = (o_t[:, None] // BT == o_t[None, :] // BT) & (o_t[None, :] <= o_t[:, None])
-        b_de = load_token_scalars(p_de, s_row, b, t, i_hv, rows, SEGMENT)
-        b_de -= tl.sum(tl.where(m_own, b_read * b_pairs, 0.0), axis=1)
-        store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, b_de, SEGMENT)
-        b_dq = mm(-b_steps * b_pairs, b_k, b_dq, OP, PRECISION)
+    b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
+    b_read = mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0
+    b_step = load_token_scalars(p_step, s_row, b, t, i_hv, rows, SEGMENT)
+    m_own = o_t[:, None] // BT == o_t[None, :] // BT
+    m_closing = (o_t % BT == BT - 1) | (o_t == rows - 1)
+    b_de = tl.where(m_own & (o_t[None, :] <= o_t[:, None]), b_read * b_pairs, 0.0)
+    b_de += tl.where(m_own & m_closing[:, None], b_step[None, :], 0.0)
+    store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, -tl.sum(b_de, axis=1), SEGMENT)
+    b_dq = mm(-b_steps * b_pairs, b_k, b_dq, OP, PRECISION)
+    for i_v in tl.static_range(NV):
+        b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
+        b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+        b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+    # Now, so that its registers are dk's.
+    store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq * scale, D, SEGMENT, BD)
 
-        for i_v in tl.static_range(NV):
-            b_S = load_tile(p_states, i_tile, i_v * BV, 0, D, D, BV, BD)
-            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
-            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
-        if GR == 1:  # now, so that its registers are dk's
-            store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
-
-        b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
-        b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
-        b_pairs += b_before * _pairs(p_N, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
-        b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
-        b_pairs = b_steps * _pairs(p_N, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
-        b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
-        for i_v in tl.static_range(NV):
-            b_S = load_tile(p_states, i_tile, i_v * BV, 0, D, D, BV, BD)
-            b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
-            b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
-            b_dS = load_tile(p_dstates, i_tile, i_v * BV, 0, D, D, BV, BD)
-            b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
-            b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
-        b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
-        store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
-        b_dk += b_dY
-    if GR > 1:
-        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq * scale, D, SEGMENT, BD)
-    store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, D, SEGMENT, BD)
+    b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
+    b_pairs += b_before * _pairs(p_N, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
+    b_pairs = b_steps * _pairs(p_N, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
+    for i_v in tl.static_range(NV):
+        b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
+        b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+        b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
+        b_dS = load_tile(p_dstates, pid, i_v * BV, 0, D, D, BV, BD)
+        b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+        b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
+    b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+    store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
+    store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dk + b_dY, D, SEGMENT, BD)
 
 
 @triton.jit
@@ -843,9 +849,7 @@ def _step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
 
 
 @triton.jit
-def _load_in_turn(
-    p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
-):
+def _load_in_turn(p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """Rows of k and of q by turns: one product of the state with both.   [2 BT, BD]"""
     o_r = tl.arange(0, 2 * BT)
     m_k, o_t = (o_r % 2 == 0)[:, None], (o_r // 2).to(tl.int64)[:, None]
