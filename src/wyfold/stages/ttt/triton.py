@@ -13,6 +13,10 @@ borders of segments, makes the rest parallel, since inside a segment
 
 with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
 mini-batch. The backward walks forward again unless the forward left those.
+
+A mini-batch of 16 is a chain of short steps, and where the sums over value rows lie decides its length: in the layout of
+a product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which
+takes them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
 """
 
 from __future__ import annotations
@@ -475,7 +479,7 @@ def wyfold_ttt_triton(
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
         if BT == 16:
             b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
-            b_Z, b_O = tl.split(tl.reshape(mm(b_S, tl.trans(b_kq), None, OP, PRECISION), (BD, BT, 2)))
+            b_Z, b_O = _by_turns(mm(b_S, tl.trans(b_kq), None, OP, PRECISION))
         else:
             b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
@@ -492,7 +496,12 @@ def wyfold_ttt_triton(
             if BT == 16:
                 b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
-            b_O -= mm(b_N, b_read, None, OP, PRECISION) * b_e[None, :]
+            if BT == 16:
+                b_read = tl.reshape(tl.join(b_read, b_read), (BT, 2 * BT))
+                b_read_N, _ = _by_turns(mm(b_N, b_read, None, OP, PRECISION))
+            else:
+                b_read_N = mm(b_N, b_read, None, OP, PRECISION)
+            b_O -= b_read_N * b_e[None, :]
             b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
             store_tokens(p_o, s_o, b, t_i, i_hv, 0, rows, tl.trans(b_out), D, BT, BD)
         if p_N is not None:
@@ -689,7 +698,12 @@ def wyfold_ttt_bwd_triton(
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
 
-        b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION) + b_dc[:, None]
+        if BT == 16:
+            b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
+            b_seen, _ = _by_turns(mm(b_dS, tl.trans(b_kq), None, OP, PRECISION))
+        else:
+            b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
+        b_seen += b_dc[:, None]
         b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
         b_dY, b_dZ, b_step = inner_gradient_bwd(
             b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D
@@ -858,6 +872,12 @@ def _load_in_turn(p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.c
     p_q += b * s_q[0] + t * s_q[1] + i_h * s_q[2]
     p = tl.where(m_k, p_k + o_t * s_k[1] + o_w * s_k[3], p_q + o_t * s_q[1] + o_w * s_q[3])
     return tl.load(p, mask=(o_t < rows) & (o_w < D), other=0.0)
+
+
+@triton.jit
+def _by_turns(b_x):
+    """Even and odd columns of a tile.   [BD, 2 BT] -> [BD, BT] twice"""
+    return tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
 
 
 @triton.jit
