@@ -14,8 +14,8 @@ borders of segments, makes the rest parallel, since inside a segment
 with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
 mini-batch. The backward walks forward again unless the forward left those.
 
-A mini-batch of 16 is a chain of short steps, and where the sums over value rows lie decides its length: in the layout of
-a product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which
+A mini-batch of 16 is a chain of short steps, and where the sums over value rows lie decides its length: in the layout
+of a product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which
 takes them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
 """
 
@@ -486,9 +486,9 @@ def wyfold_ttt_triton(
             b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION)
         b_Z += b_c[:, None]
         b_O = b_O * scale + b_c[:, None]
-        b_mean, b_mean_O = sums_of_two(b_Z, b_O)
+        b_mean, b_mean_O = sums_of_two(b_Z, b_O, 0)
         b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
-        b_N, _, _, _, _ = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
+        b_N, _, _, _, _ = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D, 0)
         b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
         b_c -= tl.sum(b_N, axis=1) * e_last
         if p_o is not None:
@@ -502,7 +502,7 @@ def wyfold_ttt_triton(
             else:
                 b_read_N = mm(b_N, b_read, None, OP, PRECISION)
             b_O -= b_read_N * b_e[None, :]
-            b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D)
+            b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D, 0)
             store_tokens(p_o, s_o, b, t_i, i_hv, 0, rows, tl.trans(b_out), D, BT, BD)
         if p_N is not None:
             store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, tl.trans(b_N), D, BT, BD)
@@ -581,37 +581,38 @@ def wyfold_ttt_replay_triton(
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
-    b_steps, b_closed = read_steps(b_e, b_e_last, "s", BT)
+    b_steps, b_closed = read_steps(b_e, b_e_last, "r", BT)
 
     b_pairs = (mm(b_k, tl.trans(b_k), None, OP, PRECISION) + 1.0) * -b_closed
-    b_Z = mm(b_S, tl.trans(b_k), None, OP, PRECISION) + b_c[:, None]
-    b_Z = mm(tl.trans(b_N), b_pairs, b_Z, OP, PRECISION)
-    b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-    b_mean = tl.sum(b_Z, axis=0) * (1.0 / D)
-    _, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D)
-    store_tokens(p_X, s_tile, b, t, i_hv, 0, rows, tl.trans(b_X), D, SEGMENT, BD)
-    store_tokens(p_E, s_tile, b, t, i_hv, 0, rows, tl.trans(b_w[:, None] * b_X + b_t), D, SEGMENT, BD)
+    b_Z = mm(b_k, tl.trans(b_S), None, OP, PRECISION) + b_c[None, :]
+    b_Z = mm(b_pairs, b_N, b_Z, OP, PRECISION)
+    b_t = b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32)
+    b_mean = tl.sum(b_Z, axis=1) * (1.0 / D)
+    _, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[None, :], rows, eps, D, 1)
+    store_tokens(p_X, s_tile, b, t, i_hv, 0, rows, b_X, D, SEGMENT, BD)
+    store_tokens(p_E, s_tile, b, t, i_hv, 0, rows, b_w[None, :] * b_X + b_t, D, SEGMENT, BD)
     store_token_scalars(p_r, s_row, b, t, i_hv, rows, b_r, SEGMENT)
     store_token_scalars(p_y, s_row, b, t, i_hv, rows, b_y, SEGMENT)
     store_token_scalars(p_xy, s_row, b, t, i_hv, rows, b_xy, SEGMENT)
 
-    b_pairs = (mm(b_k, tl.trans(b_q), None, OP, PRECISION) * scale + 1.0) * -b_steps
-    b_O = mm(b_S, tl.trans(b_q), None, OP, PRECISION) * scale + b_c[:, None]
-    b_O = mm(tl.trans(b_N), b_pairs, b_O, OP, PRECISION)
-    b_mean = tl.sum(b_O, axis=0) * (1.0 / D)
-    _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[:, None], b_u[:, None], eps, D)
-    b_do = tl.trans(load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD)).to(tl.float32)
-    b_dO = residual_norm_bwd(b_XO, b_rO, b_w[:, None], b_do, D)
-    b_steps, b_closed = read_steps(b_e, b_e_last, "r", BT)
-    b_pairs = (mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0) * (b_closed - b_steps)
-    b_dN = mm(b_dO, b_pairs, None, OP, PRECISION)
-    store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, tl.trans(b_dO), D, SEGMENT, BD)
-    store_tokens(p_dN, s_tile, b, t, i_hv, 0, rows, tl.trans(b_dN), D, SEGMENT, BD)
+    b_pairs = (mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0) * -b_steps
+    b_O = mm(b_q, tl.trans(b_S), None, OP, PRECISION) * scale + b_c[None, :]
+    b_O = mm(b_pairs, b_N, b_O, OP, PRECISION)
+    b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
+    _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], eps, D, 1)
+    b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+    b_dO = residual_norm_bwd(b_XO, b_rO, b_w[None, :], b_do, D, 1)
+    store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, b_dO, D, SEGMENT, BD)
+    _store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=0), tl.sum(b_do, axis=0), HV, D, BD)
     R: tl.constexpr = SEGMENT // BT
-    b_sums = tl.sum(tl.reshape(b_dO, (BD, R, BT)), axis=2)
-    o_sums = tl.arange(0, R)[None, :] * D + o_v[:, None]
-    tl.store(p_dc + pid * (R * D) + o_sums, b_sums, mask=tl.broadcast_to((o_v < D)[:, None], (BD, R)))
-    _store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=1), tl.sum(b_do, axis=1), HV, D, BD)
+    b_sums = tl.sum(tl.reshape(b_dO, (R, BT, BD)), axis=1)
+    o_sums = tl.arange(0, R)[:, None] * D + o_v[None, :]
+    tl.store(p_dc + pid * (R * D) + o_sums, b_sums, mask=tl.broadcast_to((o_v < D)[None, :], (R, BD)))
+
+    b_steps, b_closed = read_steps(b_e, b_e_last, "s", BT)
+    b_pairs = (mm(b_k, tl.trans(b_q), None, OP, PRECISION) * scale + 1.0) * (b_closed - b_steps)
+    b_dN = mm(b_pairs, b_dO, None, OP, PRECISION)
+    store_tokens(p_dN, s_tile, b, t, i_hv, 0, rows, b_dN, D, SEGMENT, BD)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])

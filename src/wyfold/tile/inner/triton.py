@@ -1,8 +1,8 @@
 """The inner model of TTT-Linear on the device.
 
-Tiles are [BV, BT], value rows and tokens, as the products of a state [V, K] leave them; every sum below runs over the D
-value rows of a token, whose mean is taken off before anything is squared. Rows past D are zero where a result says so:
-they would take part in the sums.
+AXIS is where a token's D values lie: 0 in tiles [BV, BT], as the products of a state [V, K] leave them, 1 in [BT, BV].
+Every sum below runs over them, and the mean is taken off before anything is squared. What lies past D is zero where a
+result says so: it would take part in the sums. w and u are [BV, 1] or [1, BV].
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import triton.language as tl
 
 
 @triton.jit
-def sums_of_two(a, b):
-    """Sums over the value rows of two tiles at once: one exchange between warps.   [BT] each"""
-    return tl.reduce((a, b), 0, add_two)
+def sums_of_two(a, b, AXIS: tl.constexpr):
+    """Sums over the values of two tiles' tokens at once: one exchange between threads.   [BT] each"""
+    return tl.reduce((a, b), AXIS, add_two)
 
 
 @triton.jit
-def sums_of_four(a, b, c, d):
+def sums_of_four(a, b, c, d, AXIS: tl.constexpr):
     """Likewise of four."""
-    return tl.reduce((a, b, c, d), 0, add_four)
+    return tl.reduce((a, b, c, d), AXIS, add_four)
 
 
 @triton.jit
@@ -34,55 +34,54 @@ def add_four(a, b, c, d, x, y, z, w):
 
 
 @triton.jit
-def inside(b_x, D: tl.constexpr):
-    """b_x, zero in the rows past D."""
-    if b_x.shape[0] == D:
+def inside(b_x, D: tl.constexpr, AXIS: tl.constexpr):
+    """b_x, zero past D."""
+    if b_x.shape[AXIS] == D:
         return b_x
     else:
-        return tl.where((tl.arange(0, b_x.shape[0]) < D)[:, None], b_x, 0.0)
+        return tl.where(tl.expand_dims(tl.arange(0, b_x.shape[AXIS]) < D, 1 - AXIS), b_x, 0.0)
 
 
 @triton.jit
-def normalise(b_z, b_mean, eps, D: tl.constexpr):
-    """x = (z - mean) r with r = (var z + eps)^(-1/2), given the mean.   [BV, BT] and [BT]"""
-    b_x = inside(b_z - b_mean[None, :], D)
-    b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=0) * (1.0 / D) + eps)
-    return b_x * b_r[None, :], b_r
+def normalise(b_z, b_mean, eps, D: tl.constexpr, AXIS: tl.constexpr):
+    """x = (z - mean) r with r = (var z + eps)^(-1/2), given the mean [BT].   A tile and [BT]"""
+    b_x = inside(b_z - tl.expand_dims(b_mean, AXIS), D, AXIS)
+    b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=AXIS) * (1.0 / D) + eps)
+    return b_x * tl.expand_dims(b_r, AXIS), b_r
 
 
 @triton.jit
-def inner_gradient(b_Z, b_mean, b_t, b_w, rows, eps, D: tl.constexpr):
+def inner_gradient(b_Z, b_mean, b_t, b_w, rows, eps, D: tl.constexpr, AXIS: tl.constexpr):
     """Gradient of the inner loss of every token at one state.
 
         X, r = normalise(Z)        Y = w (w X + t)        N = r (Y - mean Y - X mean(X Y)), zero where there is no token
 
     Args:
-        b_Z, b_mean: [BV, BT] prediction, and its mean [BT].
-        b_t: [BV, BT]. u - v + k.
-        b_w: [BV, 1].
+        b_Z, b_mean: Prediction, and its mean [BT].
+        b_t: u - v + k.
         rows: Tokens of the mini-batch.
 
     Returns:
-        N, X: [BV, BT].
+        N, X: Tiles.
         r, mean of Y, mean of X Y: [BT].
     """
-    b_X, b_r = normalise(b_Z, b_mean, eps, D)
+    b_X, b_r = normalise(b_Z, b_mean, eps, D, AXIS)
     b_Y = b_w * (b_w * b_X + b_t)
-    b_y, b_xy = sums_of_two(b_Y, b_X * b_Y)
+    b_y, b_xy = sums_of_two(b_Y, b_X * b_Y, AXIS)
     b_y, b_xy = b_y * (1.0 / D), b_xy * (1.0 / D)
-    return gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D), b_X, b_r, b_y, b_xy
+    return gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, AXIS), b_X, b_r, b_y, b_xy
 
 
 @triton.jit
-def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr):
-    """N = r (Y - mean Y - X mean(X Y)), zero where there is no token.   [BV, BT]"""
-    b_N = (b_Y - b_y[None, :] - b_X * b_xy[None, :]) * b_r[None, :]
-    return inside(tl.where((tl.arange(0, b_X.shape[1]) < rows)[None, :], b_N, 0.0), D)
+def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr, AXIS: tl.constexpr):
+    """N = r (Y - mean Y - X mean(X Y)), zero where there is no token."""
+    b_N = (b_Y - tl.expand_dims(b_y, AXIS) - b_X * tl.expand_dims(b_xy, AXIS)) * tl.expand_dims(b_r, AXIS)
+    return inside(tl.where(tl.expand_dims(tl.arange(0, b_X.shape[1 - AXIS]) < rows, AXIS), b_N, 0.0), D, AXIS)
 
 
 @triton.jit
 def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, rows, D: tl.constexpr):
-    """Adjoint of `inner_gradient` in Y and in Z.
+    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BV, BT].
 
         dY = r (dN - mean dN - X mean(X dN))
         dX = w^2 dY - r (dN mean(X Y) + Y mean(X dN))
@@ -96,42 +95,42 @@ def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, rows, D: tl.
         dY, dZ: [BV, BT].
         <seen, N>: [BT].
     """
-    b_N = gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D)
-    b_m, b_a, b_n, b_step = sums_of_four(b_dN, b_X * b_dN, b_N * b_dN, b_N * b_seen)
+    b_N = gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, 0)
+    b_m, b_a, b_n, b_step = sums_of_four(b_dN, b_X * b_dN, b_N * b_dN, b_N * b_seen, 0)
     b_m, b_a, b_n = b_m * (1.0 / D), b_a * (1.0 / D), b_n * (1.0 / D)
-    b_dY = inside((b_dN - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D)
+    b_dY = inside((b_dN - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0)
     b_dX = b_w * b_w * b_dY - (b_dN * b_xy[None, :] + b_Y * b_a[None, :]) * b_r[None, :]
-    b_m, b_a = sums_of_two(b_dX, b_X * b_dX)
+    b_m, b_a = sums_of_two(b_dX, b_X * b_dX, 0)
     b_m, b_a = b_m * (1.0 / D), b_a * (1.0 / D) + b_n
-    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D), b_step
+    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0), b_step
 
 
 @triton.jit
-def residual_norm(b_O, b_mean, b_w, b_u, eps, D: tl.constexpr):
+def residual_norm(b_O, b_mean, b_w, b_u, eps, D: tl.constexpr, AXIS: tl.constexpr):
     """out = O + w normalise(O) + u.
 
     Args:
         b_mean: [BT] close to O's mean: within what rounding moved it.
 
     Returns:
-        out, X: [BV, BT].
+        out, X: Tiles.
         r: [BT].
     """
-    b_d = inside(b_O - b_mean[None, :], D)
-    b_m, b_s = sums_of_two(b_d, b_d * b_d)
+    b_d = inside(b_O - tl.expand_dims(b_mean, AXIS), D, AXIS)
+    b_m, b_s = sums_of_two(b_d, b_d * b_d, AXIS)
     b_m = b_m * (1.0 / D)
     b_r = tl.rsqrt(tl.maximum(b_s * (1.0 / D) - b_m * b_m, 0.0) + eps)
-    b_X = inside((b_d - b_m[None, :]) * b_r[None, :], D)
+    b_X = inside((b_d - tl.expand_dims(b_m, AXIS)) * tl.expand_dims(b_r, AXIS), D, AXIS)
     return b_O + b_w * b_X + b_u, b_X, b_r
 
 
 @triton.jit
-def residual_norm_bwd(b_X, b_r, b_w, b_dout, D: tl.constexpr):
-    """Gradient of O in `residual_norm`, given its X and r.   [BV, BT]"""
+def residual_norm_bwd(b_X, b_r, b_w, b_dout, D: tl.constexpr, AXIS: tl.constexpr):
+    """Gradient of O in `residual_norm`, given its X and r."""
     b_d = b_w * b_dout
-    b_m, b_a = sums_of_two(b_d, b_X * b_d)
-    b_m, b_a = b_m * (1.0 / D), b_a * (1.0 / D)
-    return b_dout + inside((b_d - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D)
+    b_m, b_a = sums_of_two(b_d, b_X * b_d, AXIS)
+    b_m, b_a = tl.expand_dims(b_m * (1.0 / D), AXIS), tl.expand_dims(b_a * (1.0 / D), AXIS)
+    return b_dout + inside((b_d - b_m - b_X * b_a) * tl.expand_dims(b_r, AXIS), D, AXIS)
 
 
 @triton.jit
