@@ -143,7 +143,9 @@ def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
     monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch, "processors", lambda device: 132)
-    for name, backend in (("chunk_kda", "triton"), ("fused_recurrent_kda", "eager"), ("chunk_ttt_linear", "eager")):
+    kernels = ("chunk_kda", "chunk_ttt_linear")
+    for name in (*kernels, "fused_recurrent_kda", "fused_recurrent_ttt_linear"):
+        backend = "triton" if name in kernels else "eager"
         arguments = SUBJECTS[name].arguments(SMALL, torch.float32, 0)
         assert SUBJECTS[name].backend(arguments) == "eager"
         with FakeTensorMode():
@@ -203,5 +205,5 @@ def test_on_a_card(tmp_path):
     assert record["device"] == "cuda:0"
     measured = {(o["operator"], o["dtype"]): o["backend"] for o in record["operators"]}
     assert measured["chunk_kda", "bfloat16"] == measured["l2norm", "float32"] == "triton"
-    assert measured["chunk_kda", "float64"] == measured["chunk_ttt_linear", "bfloat16"] == "eager"
+    assert measured["chunk_kda", "float64"] == measured["fused_recurrent_ttt_linear", "bfloat16"] == "eager"
     assert {operator["dtype"] for operator in record["operators"]} == set(verify.DTYPES)

@@ -92,7 +92,8 @@ def chunk_ttt_linear(
         state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
         cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty
             sequence returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
-        disable_recompute: Keep the state of every mini-batch for the backward: memory for time, same bits.
+        disable_recompute: Keep for the backward what it would run the forward again for, on eager the state of every
+            mini-batch: memory for time, same bits.
         batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
         backend: None: the table's choice. "eager", "triton", "gluon": a demand.
 

@@ -26,7 +26,7 @@ class TTTOptions:
         state_dtype: Storage of returned states.
         final_state: Whether the states after the last token are wanted.
         save: Whether a backward will follow.
-        keep_states: Whether the state of every mini-batch is kept for it instead of rebuilt.
+        keep_states: Whether states are kept for it instead of rebuilt.
         backend: The plan's.
     """
 
