@@ -35,7 +35,11 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
-    return list(_borders(t, options)) if options.save and options.keep_states else []
+    if not (options.save and options.keep_states):
+        return []
+    found = _borders(t, options)
+    # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
+    return list(found) if t.cu_seqlens is None else [x.zero_() for x in found]
 
 
 def backward(
