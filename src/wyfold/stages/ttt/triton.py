@@ -496,7 +496,7 @@ def wyfold_ttt_triton(
             if BT == 16:
                 b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
-            if BT == 16:
+            if BT == 16 and OP == tl.bfloat16:  # Triton 3.6 fails to compile the other operands' 128 wide
                 b_read = tl.reshape(tl.join(b_read, b_read), (BT, 2 * BT))
                 b_read_N, _ = _by_turns(mm(b_N, b_read, None, OP, PRECISION))
             else:
