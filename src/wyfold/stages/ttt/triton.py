@@ -14,9 +14,9 @@ borders of segments, makes the rest parallel, since inside a segment
 with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
 mini-batch. The backward walks forward again unless the forward left those.
 
-A mini-batch of 16 is a chain of short steps, and where the sums over value rows lie decides its length: in the layout
-of a product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which
-takes them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
+A mini-batch is a chain of short steps, and where the sums over value rows lie decides its length: in the layout of a
+product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which takes
+them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
 """
 
 from __future__ import annotations
@@ -477,7 +477,7 @@ def wyfold_ttt_triton(
                 _store_row(p_c, i_border, b_c, D, BD)
 
         b_t = b_u[:, None] - tl.trans(b_v).to(tl.float32) + tl.trans(b_k).to(tl.float32)
-        if BT == 16:
+        if BT == 16 or OP == tl.bfloat16:
             b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
             b_Z, b_O = _by_turns(mm(b_S, tl.trans(b_kq), None, OP, PRECISION))
         else:
@@ -493,10 +493,10 @@ def wyfold_ttt_triton(
         b_c -= tl.sum(b_N, axis=1) * e_last
         if p_o is not None:
             # N's mean is zero but for rounding, so O's is what it was before N.
-            if BT == 16:
+            if BT == 16 or OP == tl.bfloat16:
                 b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
             b_read = attention(mm(b_k.to(tl.float32) * scale, tl.trans(b_q), None, OP, PRECISION))
-            if BT == 16 and OP == tl.bfloat16:  # Triton 3.6 fails to compile the other operands' 128 wide
+            if OP == tl.bfloat16:  # of other operands, 128 wide, Triton 3.6 fails to compile it
                 b_read = tl.reshape(tl.join(b_read, b_read), (BT, 2 * BT))
                 b_read_N, _ = _by_turns(mm(b_N, b_read, None, OP, PRECISION))
             else:
@@ -699,7 +699,7 @@ def wyfold_ttt_bwd_triton(
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
 
-        if BT == 16:
+        if BT == 16 or OP == tl.bfloat16:
             b_kq = _load_in_turn(p_k, s_k, p_q, s_q, b, t_i, i_h, rows, D, BT, BD)
             b_seen, _ = _by_turns(mm(b_dS, tl.trans(b_kq), None, OP, PRECISION))
         else:
