@@ -15,8 +15,8 @@ with e' the step that closed s's mini-batch; so a row that meets S is a masked p
 mini-batch. The backward walks forward again unless the forward left those.
 
 A mini-batch is a chain of short steps, and where the sums over value rows lie decides its length: in the layout of a
-product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which takes
-them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
+product they cross the program's warps. So there products are twice as wide and their columns taken by turns, which
+takes them out of that layout, to where a token's value rows are one warp's own: 13 barriers a step in place of 26.
 """
 
 from __future__ import annotations
