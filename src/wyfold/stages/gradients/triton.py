@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
@@ -88,7 +89,9 @@ def gradients(
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
-    wyfold_gradients_triton[(grid.chunks * H,)](
+    launched(
+        wyfold_gradients_triton,
+        grid.chunks * H,
         q,
         q.stride(),
         k,

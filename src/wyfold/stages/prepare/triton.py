@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
@@ -80,7 +81,9 @@ def prepare(
             if x is not None:
                 x.zero_()
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
-    wyfold_prepare_triton[(tiles,)](
+    launched(
+        wyfold_prepare_triton,
+        tiles,
         q,
         q.stride(),
         k,
