@@ -226,6 +226,11 @@ def _where(device: torch.device, demand: str | None) -> str:
     )
 
 
+def refusal(device: torch.device, demand: str | None) -> str:
+    """Why no kernel serves any call on a device, of those that demand a backend, or none; empty if kernels do."""
+    return str(_where(device, demand))
+
+
 _warned: list[str] = []
 
 

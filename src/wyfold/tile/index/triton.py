@@ -37,7 +37,14 @@ def copies_boxes(device: torch.device) -> bool:
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
-def token_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+class Boxes(TensorDescriptor):
+    """Boxes of a matrix in memory, for which the functions below have asked all that Triton's descriptor would."""
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+
+def token_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     """Boxes of x [B, T, H, W] as a matrix [B T, W of every head]; None where memory is not laid out for them."""
     (B, T, H, W), (s_b, s_t, s_h, s_w) = x.shape, x.stride()
     width = (H - 1) * s_h + W
@@ -45,22 +52,22 @@ def token_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
         return None
     if not (0 < s_t and 0 < B * T < MOST and 0 < width < MOST):
         return None
-    return TensorDescriptor(x, [B * T, width], [s_t, 1], [rows, columns])
+    return Boxes(x, [B * T, width], [s_t, 1], [rows, columns])
 
 
-def tile_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
     tiles, R, W = x.shape
     if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < MOST:
         return None
-    return TensorDescriptor(x, [tiles * R, W], [W, 1], [rows, columns])
+    return Boxes(x, [tiles * R, W], [W, 1], [rows, columns])
 
 
-def number_boxes(x: Tensor, count: int) -> TensorDescriptor | None:
+def number_boxes(x: Tensor, count: int) -> Boxes | None:
     """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
         return None
-    return TensorDescriptor(x, [x.numel()], [1], [count])
+    return Boxes(x, [x.numel()], [1], [count])
 
 
 def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[Any] | None:
