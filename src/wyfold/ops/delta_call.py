@@ -73,10 +73,9 @@ def call_delta(
     *,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | SequenceLayout | None,
-    **others: Any,
+    flags: Flags,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
-    flags = Flags(**others)
     on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
     key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)

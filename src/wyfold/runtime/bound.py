@@ -11,10 +11,10 @@ arguments of other types, and a process whose launches are watched by hooks (pro
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,16 @@ class Ready(NamedTuple):
     Attributes:
         run, function, metadata: What Triton launches it by.
         constants: The kernel's constexprs, which a launch passes along without reading them.
+        expand: What becomes of a descriptor in the kernel's arguments; None where `run` sees to it.
+        descriptors: (place among the arguments, how Triton compiled it) of each, last one first; empty likewise.
     """
 
     run: Callable[..., None]
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
+    expand: Callable[[Any, Any], list[Any]] | None
+    descriptors: tuple[tuple[int, Any], ...]
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -56,15 +60,42 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     device = driver.get_current_device()
     key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
     ready = _ready.get(key)
-    if ready is not None:
-        stream = driver.get_current_stream(device)
-        run, function, metadata, constants = ready
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+    if ready is None:
+        compiled = kernel[(programs,)](*arguments, **fixed)
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
+            _ready[key] = _bound(compiled, arguments, constants)
         return
-    compiled = kernel[(programs,)](*arguments, **fixed)
-    if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-        constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
-        _ready[key] = Ready(compiled.run, compiled.function, compiled.packed_metadata, constants)
+    run, function, metadata, constants, expand, descriptors = ready
+    flat = [*arguments, *constants]
+    if expand is not None:
+        for place, layout in descriptors:
+            flat[place : place + 1] = expand(arguments[place], layout)
+    run(programs, 1, 1, driver.get_current_stream(device), function, metadata, None, None, None, *flat)
+
+
+def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:
+    """How to launch what was compiled for these arguments.
+
+    Where Triton wraps its launcher in a function that looks for descriptors among all arguments, that function's own
+    launcher is taken, if it is where it was in Triton 3.6 and 3.7: their places are known here.
+    """
+    known = compiled.run, compiled.function, compiled.packed_metadata, constants
+    places = [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
+    within = _enclosed(getattr(compiled.run, "launch", None))
+    launcher, layouts = within.get("launcher"), within.get("tensordesc_meta", ())
+    expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
+    if launcher is None or expand is None or len(layouts) != len(places):
+        return Ready(*known, None, ())
+    run = copy.copy(compiled.run)
+    run.launch = launcher
+    return Ready(run, *known[1:], expand, tuple(zip(places, layouts, strict=True))[::-1])
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """What a function written inside another one has of it."""
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
 
 
 def _watched(kernel: Any) -> bool:
@@ -85,46 +116,35 @@ def _watched(kernel: Any) -> bool:
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What code is compiled for, of each argument: no tensor, no address, no length. None if one is not recognised."""
-    try:
-        return tuple([_KINDS.get(type(x), _descriptor)(x) for x in arguments])
-    except (AttributeError, TypeError):
-        return None
-
-
-def _nothing(x: None) -> None:
-    return None
-
-
-def _tensor(x: Tensor) -> tuple[torch.dtype, bool]:
-    """Element, and whether whole vectors may be loaded from the first one on."""
-    return x.dtype, x.data_ptr() % 16 == 0
-
-
-def _integer(x: int) -> tuple[bool, bool, bool, bool]:
-    """Whether it is 1, a multiple of 16, of 32 bits, of 64 bits. Finer than for arguments that are not specialised."""
-    return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
+    kinds: list[Any] = []
+    for x in arguments:
+        kind = type(x)
+        if x is None:
+            kinds.append(None)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            # Whether whole vectors may be loaded from the first element on.
+            kinds += x.dtype, x.data_ptr() % 16 == 0
+        elif kind is tuple:
+            kinds.append(_integers(x))
+        elif kind is int:
+            kinds.append(_integer(x))
+        elif kind is float:
+            kinds.append(kind)
+        elif hasattr(x, "block_shape"):
+            # What the matrix is like is read at the launch.
+            kinds += kind, x.base.dtype, *x.block_shape
+        else:
+            return None
+    return tuple(kinds)
 
 
 @functools.lru_cache(maxsize=4096)
-def _integers(x: tuple[int, ...]) -> tuple[Any, ...]:
-    """Strides repeat from call to call; those that come with a new length are told apart by their kinds alone."""
-    return tuple([_integer(one) for one in x])
+def _integer(x: int) -> str:
+    """Whether it is 1, a multiple of 16, of 32 bits, of 64 bits. Finer than for arguments that are not specialised."""
+    return f"{x == 1} {x % 16 == 0} {-(2**31) <= x < 2**31} {x < 2**63}"
 
 
-def _real(x: float) -> type[float]:
-    return float
-
-
-def _descriptor(x: Any) -> tuple[Any, ...]:
-    """Element and box; what its matrix is like is read at the launch. An AttributeError for what is no descriptor."""
-    return x.base.dtype, *x.block_shape
-
-
-_KINDS: dict[type, Callable[[Any], Any]] = {
-    NoneType: _nothing,
-    Tensor: _tensor,
-    torch.nn.Parameter: _tensor,
-    int: _integer,
-    tuple: _integers,
-    float: _real,
-}
+@functools.lru_cache(maxsize=4096)
+def _integers(x: tuple[int, ...]) -> str:
+    """Of strides, which repeat from call to call; those that come with a new length may be of a known kind."""
+    return ", ".join(map(_integer, x))

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -67,7 +68,25 @@ def unobserved(*arguments: Any) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
-    ) and all(map(_ordinary, arguments))
+    ) and _ordinary(arguments)
+
+
+def _ordinary(arguments: Iterable[Any]) -> bool:
+    """Whether every tensor among them is one whose memory holds its values."""
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if x.is_meta or x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x):
+                return False
+        elif kind is list:
+            if not _ordinary(x):
+                return False
+        elif kind not in _VALUES:
+            return False
+    return True
+
+
+_VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
 
 
 def differentiating() -> bool:
@@ -80,13 +99,7 @@ def differentiating() -> bool:
     )
 
 
-def _ordinary(x: Any) -> bool:
-    kind = type(x)
-    if kind is Tensor or kind is torch.nn.Parameter:
-        return not (x.is_meta or x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x))
-    if kind is list:
-        return all(map(_ordinary, x))
-    return not isinstance(x, Tensor)
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,11 +110,13 @@ def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
         place = next(x.device for x in arguments if isinstance(x, Tensor))
         device = place.type
         # Kernels are launched on the device that is current, which need not be the tensors'.
-        with _exact_products(device), torch.cuda.device(place) if device == "cuda" else contextlib.nullcontext():
-            if autocast_dtype(device) is None:
-                return run(*arguments)
-            with torch.autocast(device, enabled=False):
-                return run(*arguments)
+        elsewhere = device == "cuda" and place.index != torch.cuda.current_device()
+        with (
+            _exact_products(device),
+            torch.cuda.device(place) if elsewhere else _AS_IT_IS,
+            _AS_IT_IS if autocast_dtype(device) is None else torch.autocast(device, enabled=False),
+        ):
+            return run(*arguments)
 
     return undisturbed
 

@@ -50,6 +50,7 @@ class Row:
 
 
 STAGES = (
+    "chunk_grid",
     "prepare",
     "scan",
     "scan_bwd",

@@ -10,6 +10,7 @@ sequence's rows. What takes an address or a box is called `x_`; TMA says which.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,11 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 
 def copies_boxes(device: torch.device) -> bool:
     """Whether the device has the engine; an interpreter has."""
-    name = launch.architecture(device)
+    return _copied_on(launch.architecture(device))
+
+
+@functools.cache
+def _copied_on(name: str) -> bool:
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
