@@ -128,7 +128,7 @@ def _decided_by(
         hash(values)
     except TypeError:  # an argument that is nothing legal
         return None
-    return metadata, values, types, around
+    return metadata, (values, types), around
 
 
 _PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))

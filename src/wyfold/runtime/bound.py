@@ -52,10 +52,11 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             are no constexprs.
         fixed: Constexprs by name, and options of the launch.
     """
-    kinds = None if not hasattr(kernel, "device_caches") or _watched(kernel) else _kinds(arguments)
-    if kinds is None:
+    looked = None if not hasattr(kernel, "device_caches") or _watched(kernel) else _looked_at(arguments)
+    if looked is None:
         kernel[(programs,)](*arguments, **fixed)
         return
+    kinds, flat = looked
     driver = sys.modules["triton"].runtime.driver.active
     device = driver.get_current_device()
     key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
@@ -67,11 +68,11 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             _ready[key] = _bound(compiled, arguments, constants)
         return
     run, function, metadata, constants, expand, descriptors = ready
-    flat = [*arguments, *constants]
     if expand is not None:
         for place, layout in descriptors:
             flat[place : place + 1] = expand(arguments[place], layout)
-    run(programs, 1, 1, driver.get_current_stream(device), function, metadata, None, None, None, *flat)
+    stream = driver.get_current_stream(device)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
 
 
 def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:
@@ -114,16 +115,22 @@ def _watched(kernel: Any) -> bool:
     )
 
 
-def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What code is compiled for, of each argument: no tensor, no address, no length. None if one is not recognised."""
+def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """What code is compiled for, of each argument, and what its launch is given; None if one is not recognised.
+
+    The former holds no tensor, no address and no length. The latter has addresses instead of tensors, which Triton's
+    launcher takes as well, and then does not ask the driver whose they are: operators have made sure of that.
+    """
     kinds: list[Any] = []
-    for x in arguments:
+    flat = list(arguments)
+    for place, x in enumerate(arguments):
         kind = type(x)
         if x is None:
             kinds.append(None)
         elif kind is Tensor or kind is torch.nn.Parameter:
-            # Whether whole vectors may be loaded from the first element on.
-            kinds += x.dtype, x.data_ptr() % 16 == 0
+            flat[place] = address = x.data_ptr()
+            # Whole vectors may be loaded from the first element on, or not.
+            kinds += x.dtype, address % 16 == 0
         elif kind is tuple:
             kinds.append(_integers(x))
         elif kind is int:
@@ -135,7 +142,7 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
             kinds += kind, x.base.dtype, *x.block_shape
         else:
             return None
-    return tuple(kinds)
+    return tuple(kinds), flat
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,4 +154,4 @@ def _integer(x: int) -> str:
 @functools.lru_cache(maxsize=4096)
 def _integers(x: tuple[int, ...]) -> str:
     """Of strides, which repeat from call to call; those that come with a new length may be of a known kind."""
-    return ", ".join(map(_integer, x))
+    return f"({', '.join(map(_integer, x))})"

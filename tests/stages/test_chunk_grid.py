@@ -1,4 +1,4 @@
-"""The chunk grid by its kernel: what PyTorch's operators make of the same boundaries, legal or not."""
+"""The `chunk_grid` launch: what PyTorch's operators make of the same boundaries, legal or not."""
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ def test_every_other_entry(device: torch.device):
     agree(cu, 60, 16)
 
 
-def test_a_dense_grid_needs_no_kernel():
-    grid = table.launches("chunk_grid", "triton").chunk_grid(3, 33, 16, None)
+@pytest.mark.parametrize("name", ("eager", "triton"))
+def test_a_dense_grid_needs_no_kernel(name: str):
+    grid = table.launches("chunk_grid", name).chunk_grid(3, 33, 16, None)
     assert grid == chunks.chunk_grid(3, 33, 16, None)
