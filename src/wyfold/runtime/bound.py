@@ -27,16 +27,15 @@ class Ready(NamedTuple):
     Attributes:
         run, function, metadata: What Triton launches it by.
         constants: The kernel's constexprs, which a launch passes along without reading them.
-        expand: What becomes of a descriptor in the kernel's arguments; None where `run` sees to it.
-        descriptors: (place among the arguments, how Triton compiled it) of each, last one first; empty likewise.
+        descriptors: Place among the arguments of each, last one first, and what becomes of it there; none where `run`
+            sees to that.
     """
 
     run: Callable[..., None]
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
-    expand: Callable[[Any, Any], list[Any]] | None
-    descriptors: tuple[tuple[int, Any], ...]
+    descriptors: tuple[tuple[int, Callable[[Any], list[Any]]], ...]
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -67,10 +66,9 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
             _ready[key] = _bound(compiled, arguments, constants)
         return
-    run, function, metadata, constants, expand, descriptors = ready
-    if expand is not None:
-        for place, layout in descriptors:
-            flat[place : place + 1] = expand(arguments[place], layout)
+    run, function, metadata, constants, descriptors = ready
+    for place, expand in descriptors:
+        flat[place : place + 1] = expand(arguments[place])
     stream = driver.get_current_stream(device)
     run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
 
@@ -87,10 +85,35 @@ def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]
     launcher, layouts = within.get("launcher"), within.get("tensordesc_meta", ())
     expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
     if launcher is None or expand is None or len(layouts) != len(places):
-        return Ready(*known, None, ())
+        return Ready(*known, ())
     run = copy.copy(compiled.run)
     run.launch = launcher
-    return Ready(run, *known[1:], expand, tuple(zip(places, layouts, strict=True))[::-1])
+    descriptors = [(place, _expanding(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
+    return Ready(run, *known[1:], tuple(descriptors[::-1]))
+
+
+def _expanding(expand: Callable[[Any, Any], list[Any]], layout: Any) -> Callable[[Any], list[Any]]:
+    """What becomes of a descriptor of this layout: the box's encoding by the driver, then its matrix's sizes.
+
+    Triton's function for that looks up the layout's numbers by name and finds its way to the driver each time; it is
+    asked wherever they are not those of Triton 3.6 and 3.7, or a descriptor asks for more than such boxes.
+    """
+    names = ("swizzle", "elem_size", "elem_type", "block_size")
+    elements = expand.__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
+    utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
+    encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
+    if not (layout and elements and encode) or layout.get("fp4_padded", True) or any(n not in layout for n in names):
+        return lambda x: expand(x, layout)
+    swizzle, size, element, block = (layout[name] for name in names)
+    element = elements[element]
+
+    def expanded(x: Any) -> list[Any]:
+        if x.padding != "zero" or getattr(x, "round_f32_to_tf32", False):
+            return expand(x, layout)
+        shape, strides = x.shape, x.strides
+        return [encode(x.base.data_ptr(), swizzle, size, element, block, shape, strides, 0), *shape, *strides]
+
+    return expanded
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
