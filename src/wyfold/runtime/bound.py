@@ -123,19 +123,22 @@ def _enclosed(function: Any) -> dict[str, Any]:
 
 
 def _watched(kernel: Any) -> bool:
-    """Whether someone looks at this kernel's launches, or has them compiled in another way."""
-    knobs = sys.modules["triton"].knobs
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        # A chain of hooks, which may have none, or one hook, or None.
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or kernel.pre_run_hooks
-        or runtime.debug
-        or runtime.add_stages_inspection_hook
-        or knobs.compilation.instrumentation_mode
-    )
+    """Whether someone looks at this kernel's launches, or has them compiled in another way, or may for all we know."""
+    try:
+        knobs = sys.modules["triton"].knobs
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(
+            # A chain of hooks, which may have none, or one hook, or None.
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or kernel.pre_run_hooks
+            or runtime.debug
+            or runtime.add_stages_inspection_hook
+            or knobs.compilation.instrumentation_mode
+        )
+    except AttributeError:
+        return True
 
 
 def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
