@@ -116,14 +116,15 @@ def _decided_by(
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    tensors = *given, cu_seqlens
-    if not _PLAIN.issuperset(map(type, tensors)) or (chunk is not None and chunk.cu_seqlens_cpu is not None):
+    size, keep, on_cpu = chunk or (None, None, None)
+    tensors = *given, cu_seqlens, on_cpu
+    # Boundaries on the CPU are compared with those beside the tokens where both can be read.
+    if not _PLAIN.issuperset(map(type, tensors)) or (on_cpu is not None and q.device.type == "cpu"):
         return None
     metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
-    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk, *flags
+    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
     around = _keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
-    # True is 1 to a dictionary, but no flag.
-    types = tuple(map(type, values)) + (() if chunk is None else tuple(map(type, chunk)))
+    types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:
         hash(values)
     except TypeError:  # an argument that is nothing legal

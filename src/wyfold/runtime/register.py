@@ -63,12 +63,23 @@ def unobserved(*arguments: Any) -> bool:
     values.
     """
     return not (
-        differentiating()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        differentiating() or _dispatch_modes() or _function_modes() or _tracing() is not None or _profiling()
     ) and _ordinary(arguments)
+
+
+def _asked(path: str) -> Callable[[], Any]:
+    """One of PyTorch's questions to itself; where a version has no such, the answer is yes."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if callable(found) else lambda: True
+
+
+_dispatch_modes = _asked("_C._len_torch_dispatch_stack")
+_function_modes = _asked("_C._len_torch_function_stack")
+_transforming = _asked("_C._functorch.peek_interpreter_stack")
+_tracing = _asked("_C._get_tracing_state")
+_profiling = _asked("autograd._profiler_enabled")
 
 
 def _ordinary(arguments: Iterable[Any]) -> bool:
@@ -94,8 +105,8 @@ def differentiating() -> bool:
     return bool(
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or _transforming() is not None
+        or getattr(forward_ad, "_current_level", 0) >= 0
     )
 
 
