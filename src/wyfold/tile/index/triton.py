@@ -72,19 +72,20 @@ def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[
 def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
     """Sequence of chunk i_c, its number there, its buffer row, its first token, and how many tokens it holds.
 
-    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold <= 0
-    tokens.
+    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold none.
+    The count has 32 bits: every mask compares with it.
     """
     if PACKED:
         i_n = tl.load(p_sequence + i_c)
         i_s = i_c - tl.load(p_first + i_n)
         t = tl.load(p_cu + i_n) + i_s * BT
-        return i_n, i_s, i_n * 0, t, tl.minimum(tl.load(p_cu + i_n + 1) - t, BT)
+        rows = tl.load(p_cu + i_n + 1) - t
+        return i_n, i_s, i_n * 0, t, tl.maximum(tl.minimum(rows, BT), 0).to(tl.int32)
     else:
         i_n = i_c // per_sequence
         i_s = i_c - i_n * per_sequence
         t = i_s * BT
-        return i_n, i_s, i_n, t, tl.minimum(T - t, BT)
+        return i_n, i_s, i_n, t, tl.minimum(T - t, BT).to(tl.int32)
 
 
 @triton.jit
