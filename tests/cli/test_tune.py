@@ -21,7 +21,7 @@ from wyfold.runtime.plan import Launch
 
 SHIPPED = Config(4, 2, {"BV": 64})
 CASE = Case("gdn", Shape(1, 64, 2, 2, 16, 16), "mid", "float32", "fwdbwd", 0)
-LAUNCH = Launch("scan", "fp32 K16 V16 C64 scalar AF", "default")
+LAUNCH = Launch("scan", "fp32 K16 V16 C64 scalar WF", "default")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -147,5 +147,5 @@ def test_the_configuration_in_trial_is_the_one_that_is_launched():
     cpu, before = torch.device("cpu"), launch.tuned("scan.triton", LAUNCH.key, torch.device("cpu"))
     with launch.trying("sm_90", "scan.triton", LAUNCH.key, Config(16, 7)):
         assert launch.tuned("scan.triton", LAUNCH.key, cpu) == Config(16, 7)
-        assert launch.tuned("scan.triton", "fp32 K8 V8 C16 none AF", cpu) != Config(16, 7)
+        assert launch.tuned("scan.triton", "fp32 K8 V8 C16 none WF", cpu) != Config(16, 7)
     assert launch.tuned("scan.triton", LAUNCH.key, cpu) == before

@@ -37,7 +37,7 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
                 "fp32": {"warps": 2, "stages": 1},
                 "fp32 BK256": {"warps": 3, "stages": 1},
                 "fp32 K200 C64": {"warps": 4, "stages": 1},
-                "bf16 K128 V128 C64 scalar AF": {"warps": 5, "stages": 3, "BV": 64, "registers": 168},
+                "bf16 K128 V128 C64 scalar WF": {"warps": 5, "stages": 3, "BV": 64, "registers": 168},
             }
         }
     )
@@ -45,11 +45,11 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
     def warps(key: str) -> int:
         return launch.tuned("scan.triton", key, CPU).warps
 
-    assert warps("bf16 K128 V128 C64 none AF") == 1
-    assert warps("fp32 K128 V128 C64 none AF") == 2
-    assert warps("fp32 K136 V8 C64 none AF") == warps("fp32 K256 V8 C64 none AF") == 3
-    assert warps("fp32 K200 V8 C64 none AF") == 4
-    exact = launch.tuned("scan.triton", "bf16 K128 V128 C64 scalar AF", CPU)
+    assert warps("bf16 K128 V128 C64 none WF") == 1
+    assert warps("fp32 K128 V128 C64 none WF") == 2
+    assert warps("fp32 K136 V8 C64 none WF") == warps("fp32 K256 V8 C64 none WF") == 3
+    assert warps("fp32 K200 V8 C64 none WF") == 4
+    exact = launch.tuned("scan.triton", "bf16 K128 V128 C64 scalar WF", CPU)
     assert exact == Config(5, 3, {"BV": 64}, 168)
     assert exact.options() == {"num_warps": 5, "num_stages": 3, "enable_fp_fusion": True, "maxnreg": 168}
     assert "maxnreg" not in launch.tuned("scan.triton", "bf16", CPU).options()

@@ -4,7 +4,7 @@
 next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
 leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
 
-    prepare     decayed rows of a channel gate, those of its grams to TF32; A or E; F; W
+    prepare     decayed rows of a channel gate, those of its grams to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
     scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
     gradients   the gradients of the grams; the decayed rows of each level of a channel gate's
@@ -12,7 +12,7 @@ leave 16-bit tiles between launches. This is the same form in the same chunks, a
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
 less than shows beside the rest. From float64 everything is float64, and nothing is rounded.
 
-    A = (I + diag(beta) J)^-1     F = P A     W = I - J A diag(beta)     E = A^T (k decayed to the chunk's end)
+    A = (I + diag(beta) J)^-1     F = P A     W = (I + J diag(beta))^-1     E = A^T (k decayed to the chunk's end)
 
 Forward and backward are written out; what comes before them (norms, gates, sigmoids, groups) is left to autograd.
 """
@@ -55,7 +55,7 @@ def chunked(
     """The three rules, told apart by the rank of g. Arguments and results as of `delta.kda`, but for two.
 
     Args:
-        folded: The scans read E instead of A. None is what kernels do: E for a channel gate, else A.
+        folded: The scans read E instead of W. None is what kernels do: E for a channel gate, else W.
         chunk_size: Tokens of a chunk, a power of two.
     """
     batch, tokens, value_heads, V = v.shape
@@ -178,7 +178,6 @@ class Factors:
     read: Tensor
     write: Tensor
     total: Tensor
-    A: Tensor
     E: Tensor
     F: Tensor
     W: Tensor
@@ -207,14 +206,20 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
     J, P = _grams(form, q, k, g)
     unit = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device).expand_as(J)
     A = torch.linalg.solve_triangular(unit + beta * J, unit, upper=False, unitriangular=True)
+    W = torch.linalg.solve_triangular(unit + J * divisor(beta).mT, unit, upper=False, unitriangular=True)
     from_start, to_end = _decays(g)
-    E, F, W = A.mT @ (k * to_end), P @ A, unit - J @ A * beta.mT
+    E, F = A.mT @ (k * to_end), P @ A
     read, write, k_end = from_start, to_end, k
     if form.channel:
         q, k, k_end = form.stored(q * from_start), form.stored(k * from_start), form.stored(k * to_end)
         read = write = torch.ones_like(beta)
     total = g.sum(-2, keepdim=True).exp().mT
-    return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (A, E, F, W)))
+    return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (E, F, W)))
+
+
+def divisor(beta: Tensor) -> Tensor:
+    """beta, held away from zero by less than shows, so that A = diag(beta) W / diag(beta)."""
+    return beta.where(beta.abs() >= 2.0**-60, 2.0**-60)
 
 
 def forward_step(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +254,8 @@ def scan_bwd(
         if form.folded:
             through = f.E[:, i] @ form.fed(dS)
         else:
-            through = f.A[:, i].mT @ form.fed(f.write[:, i] * (f.k_end[:, i] @ form.fed(dS)))
+            b = divisor(beta[:, i])
+            through = f.W[:, i].mT @ form.fed(b * f.write[:, i] * (f.k_end[:, i] @ form.fed(dS))) / b
         X[:, i] = f.F[:, i].mT @ do[:, i] + through
         dS = f.total[:, i] * dS + f.q[:, i].mT @ form.fed(f.read[:, i] * do[:, i])
         dS -= f.k[:, i].mT @ form.fed(f.read[:, i] * beta[:, i] * X[:, i])

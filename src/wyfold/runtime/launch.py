@@ -55,7 +55,7 @@ def tuned(kernel: str, key: str, device: torch.device) -> Config:
 
     Args:
         kernel: Name in `configs/<architecture>.json`.
-        key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar AF".
+        key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar WF".
         device: Of the tensors; the interpreter, whose tensors are on the CPU, takes sm_90's.
     """
     where = architecture(device)

@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
         E: [t, C, K], or None in the unfolded form.
-        A, F: [t, C, C], transposed; A is None in the folded form, and where no backward follows.
+        F: [t, C, C] P A, transposed.
         W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward follows.
     """
 
@@ -65,7 +65,6 @@ class Prepared(NamedTuple):
     q: Tensor | None
     k: Tensor | None
     E: Tensor | None
-    A: Tensor | None
     F: Tensor
     W: Tensor | None
 

@@ -37,7 +37,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
-from wyfold.tile.inverse.triton import inverse_transposed
+from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
 from wyfold.tile.norm.triton import reciprocal_norm
 
 
@@ -66,7 +66,7 @@ def prepare(
         grid: The call's chunk grid.
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
-        folded: Whether the scans will read E instead of W, and back instead of A.
+        folded: Whether the scans will read E instead of W.
         backward: Whether `scan_bwd` will read these.
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
@@ -94,9 +94,9 @@ def prepare(
         strides(beta),
         A_log,
         dt_bias,
-        o if clear else None,
+        o,
         o.stride(),
-        *found,
+        *(found if found.W is not None else found._replace(W=found.F)),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -106,6 +106,9 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        # Numbers, so that both directions launch one kernel, which is compiled once.
+        int(clear),
+        int(found.W is not None),
         H=H,
         HV=HV,
         K=K,
@@ -120,6 +123,7 @@ def prepare(
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
+        WHOLE=C == 64 and config.blocks["BM"] == 64,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
@@ -139,7 +143,6 @@ def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: b
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
-        A=q.new_empty(tiles, C, C, dtype=stored) if backward and not folded else None,
         F=q.new_empty(tiles, C, C, dtype=stored),
         W=q.new_empty(tiles, C, C, dtype=stored) if backward or not folded else None,
     )
@@ -152,10 +155,10 @@ def reads_folded(g: Tensor | None) -> bool:
 
 def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
     """What a launch configuration depends on."""
-    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'AF'}"
+    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
 def wyfold_prepare_triton(
     p_q,
     s_q,
@@ -174,7 +177,6 @@ def wyfold_prepare_triton(
     p_qd,
     p_kd,
     p_E,
-    p_A,
     p_F,
     p_W,
     p_cu,
@@ -186,6 +188,8 @@ def wyfold_prepare_triton(
     lower_bound,
     clamp,
     beta_most,
+    clear,
+    with_w,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -200,6 +204,7 @@ def wyfold_prepare_triton(
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
@@ -210,7 +215,7 @@ def wyfold_prepare_triton(
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if i_n == N:
-        if p_o is not None:
+        if clear:
             store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
         return
 
@@ -262,13 +267,13 @@ def wyfold_prepare_triton(
             b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
-    b_AT = inverse_transposed(b_J * b_beta[:, None], b_JT * b_beta[None, :], BT, EXACT)
-    if p_A is not None:
-        store_tile(p_A, i_tile, 0, 0, b_AT, BT, BT, BT, BT)
-    if p_W is not None:
-        b_W = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0)
-        b_W -= mm_exact(b_AT * b_beta[:, None], b_JT, None, EXACT)
-        store_tile(p_W, i_tile, 0, 0, b_W, BT, BT, BT, BT)
+    b_divisor = divisor(b_beta)
+    if WHOLE:
+        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], EXACT)
+    else:
+        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
+    if with_w:
+        store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
 
     if CHANNEL:

@@ -3,7 +3,7 @@
 forward half:  store S, then as `scan` without output; stores e = W R
 reverse half:  store dS (of the state leaving the chunk), then
                X^T  = scale do^T F + dS^T E^T                    folded
-               X^T  = scale do^T F + ((dS^T k^T) out) A          else
+               X^T  = scale do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
                dS^T <- total dS^T + scale (do^T in) q - (beta X^T in) k
 
 Boxes, and the chunk that a sequence does not fill, as in `scan`.
@@ -38,6 +38,7 @@ from wyfold.tile.index.triton import (
     tile_boxes,
     token_boxes,
 )
+from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
 
 
@@ -124,7 +125,7 @@ def scan_bwd(
 
 def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
-    q, k, v, do, rows, total, E, A, F, W, S, dS, e, X = given
+    q, k, v, do, rows, total, E, F, W, S, dS, e, X = given
     channel = q.ndim == 3
     found = (
         tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
@@ -134,7 +135,6 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        None if A is None else tile_boxes(A, C, C),
         tile_boxes(F, C, C),
         tile_boxes(W, C, C),
         tile_boxes(S, BV, BK),
@@ -158,7 +158,6 @@ def wyfold_scan_bwd_triton(
     x_rows,
     x_total,
     x_E,
-    x_A,
     x_F,
     x_W,
     x_S,
@@ -217,7 +216,7 @@ def wyfold_scan_bwd_triton(
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
-                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_A, x_F, x_dS, x_X,
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W, x_dS, x_X,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
                     K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
                 )  # fmt: skip
@@ -229,7 +228,7 @@ def wyfold_scan_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
             b_dS = _reverse_step(
-                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_A, x_F, x_dS, x_X,
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W, x_dS, x_X,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
             )  # fmt: skip
@@ -274,8 +273,8 @@ def _reverse_step(
     x_rows,
     x_total,
     x_E,
-    x_A,
     x_F,
+    x_W,
     x_dS,
     x_X,
     i_tile,
@@ -322,8 +321,9 @@ def _reverse_step(
     if FOLDED:
         b_X += b_dY
     else:
-        b_AT = fetch_tile(x_A, i_tile, 0, 0, BT, BT, BT, BT, TMA)
-        b_X = mm(b_dY * b_out[None, :], tl.trans(b_AT), b_X, OP, PRECISION)
+        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_divisor = divisor(b_beta)
+        b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
     send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:

@@ -84,19 +84,20 @@ def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[
 def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
     """Sequence of chunk i_c, its number there, its buffer row, its first token, and how many tokens it holds.
 
-    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold <= 0
-    tokens.
+    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold none.
+    The count has 32 bits: every mask compares with it.
     """
     if PACKED:
         i_n = tl.load(p_sequence + i_c)
         i_s = i_c - tl.load(p_first + i_n)
         t = tl.load(p_cu + i_n) + i_s * BT
-        return i_n, i_s, i_n * 0, t, tl.minimum(tl.load(p_cu + i_n + 1) - t, BT)
+        rows = tl.load(p_cu + i_n + 1) - t
+        return i_n, i_s, i_n * 0, t, tl.maximum(tl.minimum(rows, BT), 0).to(tl.int32)
     else:
         i_n = i_c // per_sequence
         i_s = i_c - i_n * per_sequence
         t = i_s * BT
-        return i_n, i_s, i_n, t, tl.minimum(T - t, BT)
+        return i_n, i_s, i_n, t, tl.minimum(T - t, BT).to(tl.int32)
 
 
 @triton.jit
@@ -111,12 +112,18 @@ def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
 
 @triton.jit
 def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]"""
+    """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
+
+    column is a multiple of BW: where W is one too, the mask asks for no column.
+    """
     o_r = tl.arange(0, BT)
     o_w = column + tl.arange(0, BW)
     first = b * strides[0] + t * strides[1] + h * strides[2]
     offsets = first + o_r.to(tl.int64)[:, None] * strides[1] + o_w.to(tl.int64)[None, :] * strides[3]
-    return offsets, (o_r < rows)[:, None] & (o_w < W)[None, :]
+    if W % BW == 0:
+        return offsets, tl.broadcast_to((o_r < rows)[:, None], (BT, BW))
+    else:
+        return offsets, (o_r < rows)[:, None] & (o_w < W)[None, :]
 
 
 @triton.jit
@@ -232,7 +239,10 @@ def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
 
 @triton.jit
 def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], from (row, column) on.   [BR, BW]"""
+    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], from (row, column) on.   [BR, BW]
+
+    row and column are multiples of BR and BW: where R and W are too, everything is inside.
+    """
     o_r = row + tl.arange(0, BR)
     o_w = column + tl.arange(0, BW)
     offsets = i_tile.to(tl.int64) * (R * W) + (o_r * W)[:, None] + o_w[None, :]
@@ -243,14 +253,20 @@ def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.c
 def load_tile(p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Part of a tile of a contiguous [tiles, R, W], zero outside it.   [BR, BW]"""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
-    return tl.load(p + offsets, mask=mask, other=0.0)
+    if R % BR == 0 and W % BW == 0:
+        return tl.load(p + offsets)
+    else:
+        return tl.load(p + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Write part of a tile, rounding once."""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
-    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+    if R % BR == 0 and W % BW == 0:
+        tl.store(p + offsets, x.to(p.dtype.element_ty))
+    else:
+        tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
