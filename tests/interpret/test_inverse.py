@@ -1,4 +1,4 @@
-"""(I + L)^-T on the device, merged by blocks and by whole tiles: as the eager twin, and blind above the diagonal of L."""
+"""(I + L)^-T on the device, merged by blocks and by whole tiles: as exact as its products, blind above the diagonal."""
 
 import pytest
 import torch

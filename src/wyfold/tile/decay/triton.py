@@ -359,14 +359,14 @@ def add_channel_grams(
 
 
 CUT_TO_NEAREST: tl.constexpr = tl.constexpr(1.0 + 2.0**-11.5)
-"""A number times this, cut to the 11 bits of TF32, lies above the number about as often as below, as if it were rounded:
-0.7 to 1.4 times half of the last bit kept is added, by the number's other bits. Cutting alone loses half of that bit on
-average, which repeated keys sum up; to round each operand takes four instructions, and this none of its own."""
+"""A number times this, cut to the 11 bits of TF32, lies above the number about as often as below, as if it were
+rounded: 0.7 to 1.4 times half of the last bit kept is added, by the number's other bits. Cutting alone loses half of that
+bit on average, which repeated keys sum up; to round each operand takes four instructions, and this none of its own."""
 
 
 @triton.jit
 def gram_operand(x, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """x, of which a TF32 product cuts the last bits off; where products are exact, rounded to TF32 here for bfloat16."""
+    """x, whose last bits a TF32 product cuts off; where products are exact, rounded to TF32 here for bfloat16."""
     if OP == tl.bfloat16 and PRECISION == "ieee":
         high, _ = tf32_parts(x)
         return tl.where(x == x, high, x)

@@ -20,7 +20,8 @@ from wyfold.tile.dot.triton import mm_exact
 def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr = 4):
     """(I + L)^-T of a strictly lower L, given with its transpose; of L itself only what is below the diagonal is read.
 
-    [BT, BT] float32. WARPS is the warps of a program, or less: each substitutes in a block of its own, or repeats another's.
+    [BT, BT] float32. WARPS is the warps of a program, or less: each substitutes in a block of its own, or repeats
+    another's.
     """
     NB: tl.constexpr = BT // 16
     i_b = tl.arange(0, NB)[:, None, None]
@@ -47,10 +48,10 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: 
 
 @triton.jit
 def inverse_transposed_whole(b_L, b_LT, EXACT: tl.constexpr):
-    """`inverse_transposed` of 64 rows by products of whole tiles, for units that multiply nothing smaller than 64 rows.
+    """`inverse_transposed` of 64 rows by products of whole tiles, for units that multiply 64 rows and no fewer.
 
-    With D the inverses of the blocks of h rows on the diagonal, transposed, zero elsewhere, the blocks right of them are
-    those of -(D LT) D; what a product gives elsewhere is selected away.
+    With D the inverses of the blocks of h rows on the diagonal, transposed, and zero elsewhere, the blocks right of them
+    are those of -(D LT) D; what a product gives elsewhere is selected away.
     """
     o = tl.arange(0, 64)
     i_b = tl.arange(0, 4)[:, None, None]
