@@ -50,8 +50,8 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: 
 def inverse_transposed_whole(b_L, b_LT, EXACT: tl.constexpr):
     """`inverse_transposed` of 64 rows by products of whole tiles, for units that multiply 64 rows and no fewer.
 
-    With D the inverses of the blocks of h rows on the diagonal, transposed, and zero elsewhere, the blocks right of them
-    are those of -(D LT) D; what a product gives elsewhere is selected away.
+    With D the inverses of the blocks of h rows on the diagonal, transposed, and zero elsewhere, the blocks right of
+    them are those of -(D LT) D; what a product gives elsewhere is selected away.
     """
     o = tl.arange(0, 64)
     i_b = tl.arange(0, 4)[:, None, None]
