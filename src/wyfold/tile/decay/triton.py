@@ -361,7 +361,7 @@ def add_channel_grams(
 CUT_TO_NEAREST: tl.constexpr = tl.constexpr(1.0 + 2.0**-11.5)
 """A number times this, cut to the 11 bits of TF32, lies above the number about as often as below, as if it were
 rounded: 0.7 to 1.4 times half of the last bit kept is added, by the number's other bits. Cutting alone loses half of
-that bit on average, which repeated keys sum up; to round each operand takes four instructions, and this none of its own.
+that bit on average, which repeated keys sum up; rounding each operand takes four instructions, this none of its own.
 """
 
 
