@@ -27,6 +27,8 @@ from wyfold.tile.decay.triton import (
     scalar_rows,
     state_gate_gradient,
     store_gate_gradient,
+    store_near_pairs,
+    sub_chunk_gate,
 )
 from wyfold.tile.dot.triton import exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
@@ -35,9 +37,13 @@ from wyfold.tile.index.triton import (
     every_box,
     fetch_tile,
     load_strength,
+    load_sub_chunks,
     load_tile,
+    load_tile_sub_chunks,
     load_tokens,
+    store_sub_chunks,
     store_tile,
+    store_token_sub_chunks,
     store_token_scalars,
     store_tokens,
     strides,
@@ -78,13 +84,14 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = pairs = wide = None
+    dA_log = ddt_bias = pairs = near = wide = None
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
     if flags["CHANNEL"]:
         pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
+        near = q.new_empty(grid.chunks * HV, C // 16, 16, 16, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
@@ -115,6 +122,7 @@ def gradients(
         dA_log,
         ddt_bias,
         pairs,
+        near,
         None if wide is None else wide[0],
         None if wide is None else wide[1],
         grid.cu,
@@ -144,7 +152,8 @@ def gradients(
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
-        **config.options(),
+        # With a channel gate a lane has a column of a sub-chunk of its own.
+        **{**config.options(), "num_warps": C // 16 * max(1, BK // 32) if flags["CHANNEL"] else config.warps},
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
@@ -189,6 +198,7 @@ def wyfold_gradients_triton(
     p_dA_log,
     p_ddt_bias,
     p_pairs,
+    p_near,
     p_dq_wide,
     p_dk_wide,
     p_cu,
@@ -236,6 +246,8 @@ def wyfold_gradients_triton(
     o_r = tl.arange(0, BT)
     zero = tl.zeros((BT,), tl.float32)
     zeros = tl.zeros((BT, BK), tl.float32)
+    # 0, for addresses in sub-chunks.
+    nothing = tl.minimum(T, 0)
     if i_n == N:
         for i_hv in range(i_h * GR, i_h * GR + GR):
             i_tile = i_c * HV + i_hv
@@ -245,25 +257,11 @@ def wyfold_gradients_triton(
             if p_dbeta is not None:
                 store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
             for i_k in tl.static_range(NK if CHANNEL else 1):
-                b_none = zeros if CHANNEL else zero
+                b_none = zeros.reshape(BT // 16, 16, BK) if CHANNEL else zero
                 store_gate_gradient(
-                    p_dg,
-                    s_dg,
-                    p_dA_log,
-                    p_ddt_bias,
-                    i_tile,
-                    b,
-                    t,
-                    i_hv,
-                    i_k * BK,
-                    rows,
-                    b_none,
-                    b_none,
-                    GATE,
-                    K,
-                    BT,
-                    BK,
-                )
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
+                    GATE, K, BT, BK,
+                )  # fmt: skip
         for i_k in tl.static_range(NK):
             if p_dq is not None:
                 store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
@@ -328,11 +326,16 @@ def wyfold_gradients_triton(
         b_decay = pair_decay(b_G, GATE, BT)
         b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
         b_dM = tl.where(earlier, b_dJT.to(OP), b_dM)
-        b_dPT = (tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)).to(OP)
+        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)
         if CHANNEL:
-            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
+        b_dPT = b_dPT.to(OP)
+        if CHANNEL:
+            if BT > 16:
+                store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+                store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+                store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
             tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
@@ -353,64 +356,31 @@ def wyfold_gradients_triton(
             b_dq *= (scale * b_in)[:, None]
             b_dk *= (-b_beta * b_in)[:, None]
             b_dk_write *= (b_beta * b_out)[:, None]
-            b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
-            b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
             if CHANNEL:
-                b_x, b_gate = load_gate(
-                    p_g,
-                    s_g,
-                    p_A_log,
-                    p_dt_bias,
-                    b,
-                    t,
-                    i_hv,
-                    i_k * BK,
-                    rows,
-                    lower_bound,
-                    clamp,
-                    GATE,
-                    ACTIVATION,
-                    K,
-                    BT,
-                    BK,
+                b_q = load_sub_chunks(p_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
+                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
+                if NORM:
+                    b_q *= b_rq.reshape(BT // 16, 16, 1)
+                    b_k *= b_rk.reshape(BT // 16, 16, 1)
+                b_gate = sub_chunk_gate(
+                    b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK
                 )
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q,
-                    b_k,
-                    b_rq,
-                    b_rk,
-                    b_gate,
-                    p_pairs,
-                    i_tile,
-                    b_dq,
-                    b_dk,
-                    b_dk_write,
-                    b_carried,
-                    BT,
-                    BK,
-                    OP,
-                    PRECISION,
-                    EXACT,
-                )
+                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried,
+                    BT, BK, OP, PRECISION,
+                )  # fmt: skip
                 b_dx, b_dA = log_gate_bwd(
-                    b_x,
-                    b_dgate,
-                    p_A_log,
-                    p_dt_bias,
-                    i_hv,
-                    i_k * BK,
-                    lower_bound,
-                    clamp,
-                    CLAMPED,
-                    GATE,
-                    ACTIVATION,
-                    K,
-                    BK,
-                )
+                    b_x, b_dgate, p_A_log, p_dt_bias, i_hv, i_k * BK, lower_bound, clamp,
+                    CLAMPED, GATE, ACTIVATION, K, BK,
+                )  # fmt: skip
                 store_gate_gradient(
-                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, GATE, K, BT, BK
-                )
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, nothing,
+                    GATE, K, BT, BK,
+                )  # fmt: skip
             else:
+                b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
+                b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
                 if SCALAR:
                     b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
@@ -419,11 +389,23 @@ def wyfold_gradients_triton(
                 b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
                 b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
             if GATHERED:
-                if i_hv > i_h * GR:
-                    b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
-                    b_dk += load_tile(p_dk_wide, pid, 0, i_k * BK, BT, K, BT, BK)
-                store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
-                store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+                if CHANNEL:
+                    if i_hv > i_h * GR:
+                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, nothing, K, BT, BK, True)
+                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, nothing, K, BT, BK, True)
+                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, nothing, K, BT, BK, True)
+                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, nothing, K, BT, BK, True)
+                else:
+                    if i_hv > i_h * GR:
+                        b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                        b_dk += load_tile(p_dk_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                    store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
+                    store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+            elif CHANNEL:
+                if p_dq is not None:
+                    store_token_sub_chunks(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK)
+                if p_dk is not None:
+                    store_token_sub_chunks(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK)
             else:
                 if p_dq is not None:
                     store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)
@@ -435,7 +417,7 @@ def wyfold_gradients_triton(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
             )
             store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, GATE, K, BT, BK
+                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, nothing, GATE, K, BT, BK
             )
         if GATHERED:
             tl.debug_barrier()  # what one thread stored another may load

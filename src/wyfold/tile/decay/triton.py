@@ -20,7 +20,13 @@ from torch import Tensor
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
 from wyfold.tile.dot.triton import mm, self_product, tf32_parts
-from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
+from wyfold.tile.index.triton import (
+    load_sub_chunks,
+    load_token_scalars,
+    load_tokens,
+    store_token_scalars,
+    store_token_sub_chunks,
+)
 
 FLOOR = log_gate_floor(torch.float32)
 
@@ -242,6 +248,25 @@ def load_sub_chunk_gate(
 ):
     """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
     x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
+    return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK)
+
+
+@triton.jit
+def sub_chunk_gate(
+    x,
+    p_A_log,
+    p_dt_bias,
+    h,
+    column,
+    rows,
+    lower_bound,
+    clamp,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """`load_sub_chunk_gate` of what was loaded.   [BT / 16, 16, BK]"""
     g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
     if ACTIVATION != "given":
         o_r = 16 * tl.arange(0, BT // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
@@ -501,6 +526,7 @@ def store_gate_gradient(
     rows,
     b_dx,
     b_dA,
+    nothing,
     GATE: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -510,19 +536,22 @@ def store_gate_gradient(
 
     Args:
         p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
-        b_dx, b_dA: From `log_gate_bwd`: [BT, BK] for the channels from `column` on, or [BT].
+        b_dx, b_dA: From `log_gate_bwd`: [BT / 16, 16, BK] for the channels from `column` on, or [BT].
+        nothing: As of `load_sub_chunks`.
     """
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
-        o_k = column + tl.arange(0, BK)
-        real = (o_r < rows)[:, None] & (o_k < K)[None, :]
+        o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)
+        real = (16 * o_n + tl.arange(0, 16)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
-            store_tokens(p_dg, s_dg, b, t, h, column, rows, b_dx, K, BT, BK)
+            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK)
         if p_ddt_bias is not None:
-            tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(tl.where(real, b_dx, 0.0), axis=0), mask=o_k < K)
+            b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
+            tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
         if p_dA_log is not None:
-            tl.store(p_dA_log + i_tile * NK + column // BK, tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0))
+            b_sum = tl.sum(tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0), axis=0)
+            tl.store(p_dA_log + i_tile * NK + column // BK, b_sum)
     elif GATE == "scalar":
         if p_dg is not None:
             store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
@@ -574,10 +603,9 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
 def channel_bwd(
     b_q,
     b_k,
-    b_rq,
-    b_rk,
     b_g,
     p_pairs,
+    p_near,
     i_tile,
     b_dq,
     b_dk,
@@ -587,79 +615,193 @@ def channel_bwd(
     BK: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
+    Tiles lie in sub-chunks of 16 rows, all of a column in one thread. Between sub-chunks the grams are split by halving,
+    anchored at the first row of a later half; inside them pairs meet one by one (`add_near_pairs`). What an interval
+    begins or ends with inside a sub-chunk adds up along its rows, and what it spans whole is one number for all of them.
+
     Args:
-        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
-        b_g: [BT, BK] log gate.
-        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T. They
-            come from memory, a level's share at a time: in registers they would leave no room.
+        b_q, b_k: [NB, 16, BK] normalised rows.
+        b_g: [NB, 16, BK] log gate to base 2.
+        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T.
+        p_near: [tiles, NB, 16, 16, 2] gradients of P and J of the pairs inside a sub-chunk, [s, r], float32. Both come
+            from memory, where they are left to, as registers have no room.
         b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
 
     Returns:
-        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [BT, BK] each.
+        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, 16, BK] each.
     """
-    b_decay = tl.exp(spans(to_row(BT), b_g, EXACT))
-    b_dq *= b_decay
-    b_dk *= b_decay
-    b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
-    b_read = b_q * b_rq[:, None] * b_dq + b_k * b_rk[:, None] * b_dk
-    b_dg = spans(from_row(BT), b_read, EXACT)
-    b_dg += spans(before_row(BT), b_k * b_rk[:, None] * b_dk_write, EXACT)
-    b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
-    b_dk += b_dk_write
+    NB: tl.constexpr = BT // 16
+    o_i = tl.arange(0, 16)[None, :, None]
+    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    b_a = tl.exp2(b_g)
+    b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1)
+    b_rest = tl.sum(tl.where(o_i == 0, 0.0, b_g), axis=1)
+    b_from, b_to = sub_chunk_decays(b_a)
 
+    # Through the states.
+    b_before = tl.sum(tl.where(i_m < i_n, (b_first + b_rest)[:, None], 0.0), axis=0) + b_first
+    b_after = sums_after(b_first + b_rest, NB)
+    b_decay = b_from * tl.exp2(b_before)[:, None]
+    b_dq = b_dq.reshape(NB, 16, BK) * b_decay
+    b_dk = b_dk.reshape(NB, 16, BK) * b_decay
+    b_dkc = b_dk_write.reshape(NB, 16, BK) * (b_to * tl.exp2(b_after)[:, None])
+    b_read, b_write = tl.sum(b_q * b_dq + b_k * b_dk, axis=1), tl.sum(b_k * b_dkc, axis=1)
+    b_over = tl.sum(tl.where(i_m > i_n, b_read[:, None], 0.0) + tl.where(i_m < i_n, b_write[:, None], 0.0), axis=0)
+    b_over += b_carried[None, :] * tl.exp2(b_before + b_rest + b_after)
+
+    # Pairs of different sub-chunks.
+    for level in tl.static_range(2):
+        H: tl.constexpr = NB >> (level + 1)
+        if H > 0:
+            i_half = tl.arange(0, NB) // H
+            later = i_half % 2 == 1
+            b_decay = tl.where(later[:, None, None], b_from, b_to)
+            b_decay *= tl.exp2(to_half(b_first, b_rest, H, NB))[:, None]
+            b_kd, b_qd = (b_k * b_decay).reshape(BT, BK), (b_q * b_decay).reshape(BT, BK)
+            b_dqh = mm(half_pairs(p_pairs, i_tile, 1, 16 * H, BT), b_kd, None, OP, PRECISION)
+            b_dkh = mm(half_pairs(p_pairs, i_tile, 0, 16 * H, BT), b_kd, None, OP, PRECISION)
+            b_dkh = mm(half_pairs(p_pairs, i_tile, 2, 16 * H, BT), b_qd, b_dkh, OP, PRECISION)
+            b_dqh, b_dkh = b_dqh.reshape(NB, 16, BK) * b_decay, b_dkh.reshape(NB, 16, BK) * b_decay
+            if H > 1:
+                b_along = tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1)
+                i_mh, i_nh = i_m // H, i_n // H
+                whole = (i_mh == i_nh) & tl.where(i_nh % 2 == 1, i_m > i_n, i_m < i_n)
+                b_over += tl.sum(tl.where(whole, b_along[:, None], 0.0), axis=0)
+            b_dq += b_dqh
+            b_dk += tl.where(later[:, None, None], b_dkh, 0.0)
+            b_dkc += tl.where(later[:, None, None], 0.0, b_dkh)
+
+    b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
+    return add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
+
+
+@triton.jit
+def sub_chunk_row(x, i: tl.constexpr):
+    """Row i of every sub-chunk, bit for bit.   [NB, 16, BK] -> [NB, BK]
+
+    As integers, so that where a thread holds all 16 rows of a column the sum with zeros is nothing but a choice.
+    """
+    o_i = tl.arange(0, 16)[None, :, None]
+    return tl.sum(tl.where(o_i == i, x.to(tl.int32, bitcast=True), 0), axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sub_chunk_decays(b_a):
+    """From the decays of tokens: of each row since its sub-chunk's first, and of each to its sub-chunk's end.
+
+    Products, for a difference of running sums would lose what strong gates before it have.   2 x [NB, 16, BK]
+    """
+    o_i = tl.arange(0, 16)[None, :, None]
+    b_from = tl.full(b_a.shape, 1.0, tl.float32)
+    b_to = b_from
+    b_up = sub_chunk_row(b_from, 0)
+    b_down = b_up
+    for i in tl.static_range(1, 16):
+        b_up *= sub_chunk_row(b_a, i)
+        b_down *= sub_chunk_row(b_a, 16 - i)
+        b_from = tl.where(o_i == i, b_up[:, None], b_from)
+        b_to = tl.where(o_i == 15 - i, b_down[:, None], b_to)
+    return b_from, b_to
+
+
+@triton.jit
+def sums_inside(b_rows, b_columns, b_over):
+    """b_over plus, for each row i of a sub-chunk, the sum of b_rows from i on and of b_columns before i."""
+    o_i = tl.arange(0, 16)[None, :, None]
+    b_sum = tl.zeros_like(b_rows)
+    b_later, b_earlier = b_over, tl.zeros_like(b_over)
+    for i in tl.static_range(16):
+        b_later += sub_chunk_row(b_rows, 15 - i)
+        b_sum = tl.where(o_i == 15 - i, b_later[:, None], b_sum)
+    for i in tl.static_range(1, 16):
+        b_earlier += sub_chunk_row(b_columns, i - 1)
+        b_sum = tl.where(o_i == i, b_sum + b_earlier[:, None], b_sum)
+    return b_sum
+
+
+@triton.jit
+def to_half(b_first, b_rest, H: tl.constexpr, NB: tl.constexpr):
+    """Gates between sub-chunk n and the first row of the later half, of H sub-chunks, of its block.   [NB, BK]
+
+    In the later half: after that row, up to n's first. In the earlier half: from the end of n, up to that row.
+    """
+    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    anchor = i_n // (2 * H) * (2 * H) + H
+    first = ((i_m > anchor) & (i_m <= i_n)) | ((i_m > i_n) & (i_m <= anchor))
+    rest = ((i_m >= anchor) & (i_m < i_n)) | ((i_m > i_n) & (i_m < anchor))
+    return tl.sum(tl.where(first, b_first[:, None], 0.0) + tl.where(rest, b_rest[:, None], 0.0), axis=0)
+
+
+@triton.jit
+def half_pairs(p_pairs, i_tile, which: tl.constexpr, h: tl.constexpr, BT: tl.constexpr):
+    """One of a tile's three pair gradients where two halves of h rows of one block meet, else zeros.   [BT, BT]
+
+    `which`: 0 for both orders, 1 for [r, s], 2 for [s, r].
+    """
     o = tl.arange(0, BT)
-    b_diagonal = tl.load(p_pairs + (i_tile * 3 + 1) * (BT * BT) + o * (BT + 1)).to(tl.float32)[:, None]
-    b_dq += b_diagonal * (b_k * b_rk[:, None])
-    b_dk += b_diagonal * (b_q * b_rq[:, None])
-    h = BT // 2
-    while h > 0:
-        b_decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-        b_kd = b_k * b_rk[:, None] * b_decay
-        earlier, later = meets(h, BT), meets_transposed(h, BT)
-        b_level = mm(_pairs(p_pairs, i_tile, 1, later, BT), b_kd, None, OP, PRECISION)
-        b_dq += b_decay * b_level
-        b_qd = b_q * b_rq[:, None] * b_decay
-        b_along = b_qd * b_level
-        b_level = mm(_pairs(p_pairs, i_tile, 0, later | earlier, BT), b_kd, None, OP, PRECISION)
-        b_level = mm(_pairs(p_pairs, i_tile, 2, earlier, BT), b_qd, b_level, OP, PRECISION)
-        b_dk += b_decay * b_level
-        b_dg += spans(from_anchor(h, BT), b_along + b_kd * b_level, EXACT)
-        h = h // 2
+    b_x = tl.load(p_pairs + (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :])
+    i_row, i_column = (o // h)[:, None], (o // h)[None, :]
+    met = i_row // 2 == i_column // 2
+    if which == 0:
+        met = met & (i_row != i_column)
+    elif which == 1:
+        met = met & (i_row > i_column)
+    else:
+        met = met & (i_row < i_column)
+    return tl.where(met, b_x, tl.zeros((BT, BT), b_x.dtype))
+
+
+@triton.jit
+def store_near_pairs(p_near, i_tile, which: tl.constexpr, b_pairs, BT: tl.constexpr):
+    """Write what [s, r] pairs inside sub-chunks have to the place where `add_near_pairs` finds it."""
+    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    p = p_near + i_tile * (BT * 32) + which + ((o_s // 16) * 256 + (o_s % 16) * 16 + o_r % 16) * 2
+    tl.store(p, b_pairs, mask=(o_s // 16 == o_r // 16) & (o_s <= o_r))
+
+
+@triton.jit
+def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.constexpr):
+    """Gradients plus what the pairs inside a sub-chunk give: no anchors, each decay a product of what lies between.
+
+        z[s, r] = k[s] a[s + 1] ... a[r]                 what row r sees of s
+        u[s, r] = dP[r, s] q[r] + dJ[r, s] k[r]          what r gives back, and decayed to row i <= r, summed:
+        b[s, i] = u[s, i] + a[i + 1] b[s, i + 1]
+
+        dq[r] += sum_{s<=r} dP[r, s] z[s, r]     dk[r] += sum_{s<r} dJ[r, s] z[s, r]
+        dk[s] += dP[s, s] q[s] + a[s + 1] b[s, s + 1]     dg[i] += sum_{s<i} z[s, i] b[s, i]
+
+    A thread holds all 16 rows of its columns, so that nothing here waits for another one.
+    """
+    o_i = tl.arange(0, 16)[None, :, None]
+    p_tile = p_near + i_tile * (NB * 512) + tl.arange(0, NB) * 512
+    q_rows, k_rows, a_rows = (), (), ()
+    for i in tl.static_range(16):
+        q_rows = q_rows + (sub_chunk_row(b_q, i),)
+        k_rows = k_rows + (sub_chunk_row(b_k, i),)
+        a_rows = a_rows + (sub_chunk_row(b_a, i),)
+    for s in tl.static_range(16):
+        b_z = k_rows[s]
+        b_dP = tl.load(p_tile + (s * 17) * 2)[:, None]
+        b_dq = tl.where(o_i == s, b_dq + (b_dP * b_z)[:, None], b_dq)
+        b_dks = b_dP * q_rows[s]
+        zs, us = (), ()
+        for r in tl.static_range(s + 1, 16):
+            b_dP = tl.load(p_tile + (s * 16 + r) * 2)[:, None]
+            b_dJ = tl.load(p_tile + (s * 16 + r) * 2 + 1)[:, None]
+            b_z = b_z * a_rows[r]
+            b_dq = tl.where(o_i == r, b_dq + (b_dP * b_z)[:, None], b_dq)
+            b_dk = tl.where(o_i == r, b_dk + (b_dJ * b_z)[:, None], b_dk)
+            zs = zs + (b_z,)
+            us = us + (b_dP * q_rows[r] + b_dJ * k_rows[r],)
+        b_b = tl.zeros_like(b_z)
+        for i in tl.static_range(15 - s):
+            r: tl.constexpr = 15 - i
+            b_b += us[r - s - 1]
+            b_dg = tl.where(o_i == r, b_dg + (zs[r - s - 1] * b_b)[:, None], b_dg)
+            b_b *= a_rows[r]
+        b_dk = tl.where(o_i == s, b_dk + (b_dks + b_b)[:, None], b_dk)
     return b_dq, b_dk, b_dg
-
-
-@triton.jit
-def _pairs(p_pairs, i_tile, which, mask, BT: tl.constexpr):
-    """One of a tile's three pair gradients where the mask lets it through, else zeros.   [BT, BT]"""
-    o = tl.arange(0, BT)
-    offsets = (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
-    return tl.load(p_pairs + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def from_anchor(h, BT: tl.constexpr):
-    """`to_anchor` transposed: rows whose interval holds the token."""
-    o = tl.arange(0, BT)
-    anchor = (o // (2 * h)) * (2 * h) + h
-    low = tl.minimum(o, anchor)[None, :]
-    high = tl.maximum(o, anchor)[None, :]
-    return (o[:, None] > low) & (o[:, None] <= high)
-
-
-@triton.jit
-def from_row(BT: tl.constexpr):
-    """`to_row` transposed: each token's row and all after it.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] >= o[:, None]
-
-
-@triton.jit
-def before_row(BT: tl.constexpr):
-    """`past_row` transposed: all rows before each token's.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] < o[:, None]
