@@ -16,6 +16,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.decay.triton import (
     FLOOR,
+    NEAR,
     channel_bwd,
     gate_flags,
     gate_width,
@@ -91,7 +92,7 @@ def gradients(
         ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
     if flags["CHANNEL"]:
         pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
-        near = q.new_empty(grid.chunks * HV, C // 16, 16, 16, 2, dtype=torch.float32)
+        near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
@@ -152,8 +153,8 @@ def gradients(
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
-        # With a channel gate a lane has a column of a sub-chunk of its own.
-        **{**config.options(), "num_warps": C // 16 * max(1, BK // 32) if flags["CHANNEL"] else config.warps},
+        # With a channel gate a warp has a sub-chunk of its own.
+        **{**config.options(), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
@@ -257,7 +258,7 @@ def wyfold_gradients_triton(
             if p_dbeta is not None:
                 store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
             for i_k in tl.static_range(NK if CHANNEL else 1):
-                b_none = zeros.reshape(BT // 16, 16, BK) if CHANNEL else zero
+                b_none = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
                 store_gate_gradient(
                     p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
                     GATE, K, BT, BK,
@@ -332,10 +333,9 @@ def wyfold_gradients_triton(
             store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
         b_dPT = b_dPT.to(OP)
         if CHANNEL:
-            if BT > 16:
-                store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
-                store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-                store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
             tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
@@ -357,17 +357,17 @@ def wyfold_gradients_triton(
             b_dk *= (-b_beta * b_in)[:, None]
             b_dk_write *= (b_beta * b_out)[:, None]
             if CHANNEL:
-                b_q = load_sub_chunks(p_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
-                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
-                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, True).to(tl.float32)
+                b_q = load_sub_chunks(p_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 if NORM:
-                    b_q *= b_rq.reshape(BT // 16, 16, 1)
-                    b_k *= b_rk.reshape(BT // 16, 16, 1)
+                    b_q *= b_rq.reshape(BT // NEAR, NEAR, 1)
+                    b_k *= b_rk.reshape(BT // NEAR, NEAR, 1)
                 b_gate = sub_chunk_gate(
-                    b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK
+                    b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, NEAR
                 )
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried,
+                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, nothing,
                     BT, BK, OP, PRECISION,
                 )  # fmt: skip
                 b_dx, b_dA = log_gate_bwd(
@@ -391,10 +391,10 @@ def wyfold_gradients_triton(
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:
-                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, nothing, K, BT, BK, True)
-                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, nothing, K, BT, BK, True)
-                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, nothing, K, BT, BK, True)
-                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, nothing, K, BT, BK, True)
+                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
+                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, nothing, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, nothing, K, BT, BK, NEAR)
                 else:
                     if i_hv > i_h * GR:
                         b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
@@ -403,9 +403,9 @@ def wyfold_gradients_triton(
                     store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
             elif CHANNEL:
                 if p_dq is not None:
-                    store_token_sub_chunks(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK)
+                    store_token_sub_chunks(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK, NEAR)
                 if p_dk is not None:
-                    store_token_sub_chunks(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK)
+                    store_token_sub_chunks(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK, NEAR)
             else:
                 if p_dq is not None:
                     store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)

@@ -26,6 +26,7 @@ from wyfold.tile.index.triton import (
     load_tokens,
     store_token_scalars,
     store_token_sub_chunks,
+    to_sub_chunks,
 )
 
 FLOOR = log_gate_floor(torch.float32)
@@ -248,7 +249,7 @@ def load_sub_chunk_gate(
 ):
     """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
     x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
-    return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK)
+    return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, 16)
 
 
 @triton.jit
@@ -265,11 +266,12 @@ def sub_chunk_gate(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BR: tl.constexpr,
 ):
-    """`load_sub_chunk_gate` of what was loaded.   [BT / 16, 16, BK]"""
+    """`load_sub_chunk_gate` of what was loaded, in sub-chunks of BR rows.   [BT / BR, BR, BK]"""
     g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
     if ACTIVATION != "given":
-        o_r = 16 * tl.arange(0, BT // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+        o_r = BR * tl.arange(0, BT // BR)[:, None, None] + tl.arange(0, BR)[None, :, None]
         o_k = column + tl.arange(0, BK)[None, None, :]
         g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
     return g * 1.4426950408889634
@@ -536,16 +538,16 @@ def store_gate_gradient(
 
     Args:
         p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
-        b_dx, b_dA: From `log_gate_bwd`: [BT / 16, 16, BK] for the channels from `column` on, or [BT].
+        b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
         nothing: As of `load_sub_chunks`.
     """
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
-        o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)
-        real = (16 * o_n + tl.arange(0, 16)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
+        o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
+        real = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
-            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK)
+            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK, NEAR)
         if p_ddt_bias is not None:
             b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
             tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
@@ -599,6 +601,10 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
     return tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(b_write, BT) + carried
 
 
+NEAR: tl.constexpr = tl.constexpr(8)
+"""Rows of a sub-chunk of the adjoint, whose pairs meet one by one."""
+
+
 @triton.jit
 def channel_bwd(
     b_q,
@@ -611,6 +617,7 @@ def channel_bwd(
     b_dk,
     b_dk_write,
     b_carried,
+    nothing,
     BT: tl.constexpr,
     BK: tl.constexpr,
     OP: tl.constexpr,
@@ -618,133 +625,117 @@ def channel_bwd(
 ):
     """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
-    Tiles lie in sub-chunks of 16 rows, all of a column in one thread. Between sub-chunks the grams are split by halving,
-    anchored at the first row of a later half; inside them pairs meet one by one (`add_near_pairs`). What an interval
-    begins or ends with inside a sub-chunk adds up along its rows, and what it spans whole is one number for all of them.
+    Tiles lie in sub-chunks of NEAR rows, all of a column in one thread. Between sub-chunks the grams are split by
+    halving (`add_half_pairs`); inside them pairs meet one by one (`add_near_pairs`). Of a token's gate, what begins or
+    ends in its own sub-chunk is a sum along the rows there, and what spans that whole is one number for all of them:
+    each is added once, and nothing is subtracted.
 
     Args:
-        b_q, b_k: [NB, 16, BK] normalised rows.
-        b_g: [NB, 16, BK] log gate to base 2.
+        b_q, b_k: [NB, NEAR, BK] normalised rows.
+        b_g: [NB, NEAR, BK] log gate to base 2.
         p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T.
-        p_near: [tiles, NB, 16, 16, 2] gradients of P and J of the pairs inside a sub-chunk, [s, r], float32. Both come
-            from memory, where they are left to, as registers have no room.
+        p_near: [tiles, NB, NEAR, NEAR, 2] from `store_near_pairs`. Both come from memory: registers have no room.
         b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
+        nothing: As of `load_sub_chunks`.
 
     Returns:
-        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, 16, BK] each.
+        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
     """
-    NB: tl.constexpr = BT // 16
-    o_i = tl.arange(0, 16)[None, :, None]
-    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    NB: tl.constexpr = BT // NEAR
+    i_n, i_m = tl.arange(0, NB)[:, None], tl.arange(0, NB)[None, :]
     b_a = tl.exp2(b_g)
-    b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1)
-    b_rest = tl.sum(tl.where(o_i == 0, 0.0, b_g), axis=1)
+    b_first, b_sum = sub_chunk_row(b_g, 0), tl.sum(b_g, axis=1)
     b_from, b_to = sub_chunk_decays(b_a)
 
-    # Through the states.
-    b_before = tl.sum(tl.where(i_m < i_n, (b_first + b_rest)[:, None], 0.0), axis=0) + b_first
-    b_after = sums_after(b_first + b_rest, NB)
-    b_decay = b_from * tl.exp2(b_before)[:, None]
-    b_dq = b_dq.reshape(NB, 16, BK) * b_decay
-    b_dk = b_dk.reshape(NB, 16, BK) * b_decay
-    b_dkc = b_dk_write.reshape(NB, 16, BK) * (b_to * tl.exp2(b_after)[:, None])
-    b_read, b_write = tl.sum(b_q * b_dq + b_k * b_dk, axis=1), tl.sum(b_k * b_dkc, axis=1)
-    b_over = tl.sum(tl.where(i_m > i_n, b_read[:, None], 0.0) + tl.where(i_m < i_n, b_write[:, None], 0.0), axis=0)
-    b_over += b_carried[None, :] * tl.exp2(b_before + b_rest + b_after)
+    b_before, b_after = sum_over(i_m < i_n, b_sum), sum_over(i_m > i_n, b_sum)
+    b_decay = b_from * tl.exp2(b_before + b_first)[:, None]
+    b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
+    b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
+    b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * (b_to * tl.exp2(b_after)[:, None])
+    b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
+    b_over += sum_over(i_m > i_n, tl.sum(b_q * b_dq + b_k * b_dk, axis=1))
+    b_over += sum_over(i_m < i_n, tl.sum(b_k * b_dkc, axis=1))
 
-    # Pairs of different sub-chunks.
-    for level in tl.static_range(2):
-        H: tl.constexpr = NB >> (level + 1)
-        if H > 0:
-            i_half = tl.arange(0, NB) // H
-            later = i_half % 2 == 1
-            b_decay = tl.where(later[:, None, None], b_from, b_to)
-            b_decay *= tl.exp2(to_half(b_first, b_rest, H, NB))[:, None]
-            b_kd, b_qd = (b_k * b_decay).reshape(BT, BK), (b_q * b_decay).reshape(BT, BK)
-            b_dqh = mm(half_pairs(p_pairs, i_tile, 1, 16 * H, BT), b_kd, None, OP, PRECISION)
-            b_dkh = mm(half_pairs(p_pairs, i_tile, 0, 16 * H, BT), b_kd, None, OP, PRECISION)
-            b_dkh = mm(half_pairs(p_pairs, i_tile, 2, 16 * H, BT), b_qd, b_dkh, OP, PRECISION)
-            b_dqh, b_dkh = b_dqh.reshape(NB, 16, BK) * b_decay, b_dkh.reshape(NB, 16, BK) * b_decay
-            if H > 1:
-                b_along = tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1)
-                i_mh, i_nh = i_m // H, i_n // H
-                whole = (i_mh == i_nh) & tl.where(i_nh % 2 == 1, i_m > i_n, i_m < i_n)
-                b_over += tl.sum(tl.where(whole, b_along[:, None], 0.0), axis=0)
-            b_dq += b_dqh
-            b_dk += tl.where(later[:, None, None], b_dkh, 0.0)
-            b_dkc += tl.where(later[:, None, None], 0.0, b_dkh)
-
+    for level in tl.static_range(3):
+        if NB >> (level + 1) > 0:
+            b_dq, b_dk, b_dkc, b_over = add_half_pairs(
+                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_from, b_to, b_first, b_sum, b_dq, b_dk, b_dkc, b_over,
+                NB >> (level + 1), NB, BK, OP, PRECISION,
+            )  # fmt: skip
     b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
     return add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
 
 
 @triton.jit
-def sub_chunk_row(x, i: tl.constexpr):
-    """Row i of every sub-chunk, bit for bit.   [NB, 16, BK] -> [NB, BK]
+def add_half_pairs(
+    p_pairs,
+    p_near,
+    i_tile,
+    nothing,
+    b_q,
+    b_k,
+    b_from,
+    b_to,
+    b_first,
+    b_sum,
+    b_dq,
+    b_dk,
+    b_dkc,
+    b_over,
+    H: tl.constexpr,
+    NB: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients plus what pairs of two halves of H sub-chunks give, one before the other in a block of 2 H.
 
-    As integers, so that where a thread holds all 16 rows of a column the sum with zeros is nothing but a choice.
+    Both halves are anchored at the later one's first row.
+
+    Args:
+        b_from, b_to: From `sub_chunk_decays`.
+        b_first, b_sum: [NB, BK] log gate of a sub-chunk's first row, and of all its rows.
+        b_dq, b_dk: [NB, NEAR, BK] gradients of rows that met what is before their sub-chunk.
+        b_dkc: [NB, NEAR, BK] gradients of rows that met what is after their sub-chunk.
+        b_over: [NB, BK] gate gradient of intervals that span a sub-chunk whole.
     """
-    o_i = tl.arange(0, 16)[None, :, None]
-    return tl.sum(tl.where(o_i == i, x.to(tl.int32, bitcast=True), 0), axis=1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sub_chunk_decays(b_a):
-    """From the decays of tokens: of each row since its sub-chunk's first, and of each to its sub-chunk's end.
-
-    Products, for a difference of running sums would lose what strong gates before it have.   2 x [NB, 16, BK]
-    """
-    o_i = tl.arange(0, 16)[None, :, None]
-    b_from = tl.full(b_a.shape, 1.0, tl.float32)
-    b_to = b_from
-    b_up = sub_chunk_row(b_from, 0)
-    b_down = b_up
-    for i in tl.static_range(1, 16):
-        b_up *= sub_chunk_row(b_a, i)
-        b_down *= sub_chunk_row(b_a, 16 - i)
-        b_from = tl.where(o_i == i, b_up[:, None], b_from)
-        b_to = tl.where(o_i == 15 - i, b_down[:, None], b_to)
-    return b_from, b_to
-
-
-@triton.jit
-def sums_inside(b_rows, b_columns, b_over):
-    """b_over plus, for each row i of a sub-chunk, the sum of b_rows from i on and of b_columns before i."""
-    o_i = tl.arange(0, 16)[None, :, None]
-    b_sum = tl.zeros_like(b_rows)
-    b_later, b_earlier = b_over, tl.zeros_like(b_over)
-    for i in tl.static_range(16):
-        b_later += sub_chunk_row(b_rows, 15 - i)
-        b_sum = tl.where(o_i == 15 - i, b_later[:, None], b_sum)
-    for i in tl.static_range(1, 16):
-        b_earlier += sub_chunk_row(b_columns, i - 1)
-        b_sum = tl.where(o_i == i, b_sum + b_earlier[:, None], b_sum)
-    return b_sum
-
-
-@triton.jit
-def to_half(b_first, b_rest, H: tl.constexpr, NB: tl.constexpr):
-    """Gates between sub-chunk n and the first row of the later half, of H sub-chunks, of its block.   [NB, BK]
-
-    In the later half: after that row, up to n's first. In the earlier half: from the end of n, up to that row.
-    """
-    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    i_n, i_m = tl.arange(0, NB)[:, None], tl.arange(0, NB)[None, :]
+    later = (i_n // H % 2 == 1)[:, :, None]
     anchor = i_n // (2 * H) * (2 * H) + H
-    first = ((i_m > anchor) & (i_m <= i_n)) | ((i_m > i_n) & (i_m <= anchor))
-    rest = ((i_m >= anchor) & (i_m < i_n)) | ((i_m > i_n) & (i_m < anchor))
-    return tl.sum(tl.where(first, b_first[:, None], 0.0) + tl.where(rest, b_rest[:, None], 0.0), axis=0)
+    # From the anchor to the first row of a sub-chunk after it, or from the end of one before it to the anchor.
+    b_way = sum_over((i_m > anchor) & (i_m <= i_n) | (i_m > i_n) & (i_m <= anchor), b_first)
+    b_way += sum_over((i_m >= anchor) & (i_m < i_n) | (i_m > i_n) & (i_m < anchor), b_sum - b_first)
+    b_decay = tl.where(later, b_from, b_to) * tl.exp2(b_way)[:, None]
+    b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
+    b_dqh = mm(half_pairs(p_pairs, i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
+    b_dkh = mm(half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
+    # Subtracted below: a sum of two products becomes a chain, whose layout eight warps share badly.
+    b_dkp = mm(half_pairs(p_pairs, i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
+    b_dqh = to_sub_chunks(b_dqh, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
+    b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
+    if H > 1:
+        beyond = (i_m // H == i_n // H) & ((i_m > i_n) & (i_n // H % 2 == 1) | (i_m < i_n) & (i_n // H % 2 == 0))
+        b_over += sum_over(beyond, tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1))
+    return b_dq + b_dqh, b_dk + tl.where(later, b_dkh, 0.0), b_dkc + tl.where(later, 0.0, b_dkh), b_over
 
 
 @triton.jit
-def half_pairs(p_pairs, i_tile, which: tl.constexpr, h: tl.constexpr, BT: tl.constexpr):
-    """One of a tile's three pair gradients where two halves of h rows of one block meet, else zeros.   [BT, BT]
+def sum_over(some, b_x):
+    """Sum, for each sub-chunk n, of what some sub-chunks m have.   [NB, NB] of (n, m), [NB, BK] -> [NB, BK]"""
+    return tl.sum(tl.where(some[:, :, None], b_x[None], 0.0), axis=1)
+
+
+@triton.jit
+def half_pairs(p_pairs, i_tile, which: tl.constexpr, H: tl.constexpr, NB: tl.constexpr):
+    """One of a tile's three pair gradients where two halves of H sub-chunks of one block meet, else zeros.   [BT, BT]
 
     `which`: 0 for both orders, 1 for [r, s], 2 for [s, r].
     """
+    BT: tl.constexpr = NEAR * NB
     o = tl.arange(0, BT)
     b_x = tl.load(p_pairs + (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :])
-    i_row, i_column = (o // h)[:, None], (o // h)[None, :]
+    i_row, i_column = (o // (NEAR * H))[:, None], (o // (NEAR * H))[None, :]
     met = i_row // 2 == i_column // 2
     if which == 0:
         met = met & (i_row != i_column)
@@ -756,11 +747,67 @@ def half_pairs(p_pairs, i_tile, which: tl.constexpr, h: tl.constexpr, BT: tl.con
 
 
 @triton.jit
+def sub_chunk_row(x, i: tl.constexpr):
+    """Row i of every sub-chunk, bit for bit.   [NB, BR, BK] -> [NB, BK]
+
+    As integers, so that where a thread holds all rows of a column the sum with zeros is nothing but a choice.
+    """
+    o_i = tl.arange(0, x.shape[1])[None, :, None]
+    return tl.sum(tl.where(o_i == i, x.to(tl.int32, bitcast=True), 0), axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sub_chunk_decays(b_a):
+    """From the decays of tokens: of each row since its sub-chunk's first, and of each to its sub-chunk's end.
+
+    Products, for a difference of running sums would lose what strong gates before it have.   2 x [NB, NEAR, BK]
+    """
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_from = tl.full(b_a.shape, 1.0, tl.float32)
+    b_to = b_from
+    b_up = sub_chunk_row(b_from, 0)
+    b_down = b_up
+    for i in tl.static_range(1, NEAR):
+        b_up *= sub_chunk_row(b_a, i)
+        b_down *= sub_chunk_row(b_a, NEAR - i)
+        b_from = tl.where(o_i == i, b_up[:, None], b_from)
+        b_to = tl.where(o_i == NEAR - 1 - i, b_down[:, None], b_to)
+    return b_from, b_to
+
+
+@triton.jit
+def sums_inside(b_rows, b_columns, b_over):
+    """b_over plus, for each row i of a sub-chunk, the sum of b_rows from i on and of b_columns before i."""
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_later = tl.zeros_like(b_rows)
+    b_sum = b_over
+    for i in tl.static_range(NEAR):
+        b_sum += sub_chunk_row(b_rows, NEAR - 1 - i)
+        b_later = tl.where(o_i == NEAR - 1 - i, b_sum[:, None], b_later)
+    b_earlier = tl.zeros_like(b_rows)
+    b_sum = tl.zeros_like(b_over)
+    for i in tl.static_range(1, NEAR):
+        b_sum += sub_chunk_row(b_columns, i - 1)
+        b_earlier = tl.where(o_i == i, b_sum[:, None], b_earlier)
+    return b_later + b_earlier
+
+
+@triton.jit
 def store_near_pairs(p_near, i_tile, which: tl.constexpr, b_pairs, BT: tl.constexpr):
-    """Write what [s, r] pairs inside sub-chunks have to the place where `add_near_pairs` finds it."""
+    """Write [s, r] pairs of a sub-chunk, gradients of P (0) or J (1), where `add_near_pairs` finds them."""
     o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    p = p_near + i_tile * (BT * 32) + which + ((o_s // 16) * 256 + (o_s % 16) * 16 + o_r % 16) * 2
-    tl.store(p, b_pairs, mask=(o_s // 16 == o_r // 16) & (o_s <= o_r))
+    o_near = (o_s // NEAR * NEAR + o_s % NEAR) * NEAR + o_r % NEAR
+    mask = (o_s // NEAR == o_r // NEAR) & (o_s <= o_r)
+    tl.store(p_near + i_tile * (BT * NEAR * 2) + o_near * 2 + which, b_pairs, mask=mask)
+
+
+@triton.jit
+def load_near_pair(p_near, i_tile, s: tl.constexpr, r: tl.constexpr, NB: tl.constexpr):
+    """Gradients of P[r, s] and J[r, s] of every sub-chunk.   2 x [NB, 1]"""
+    o_n, o_two = tl.arange(0, NB)[:, None], tl.arange(0, 2)[None, :]
+    p = p_near + i_tile * (NB * NEAR * NEAR * 2) + ((o_n * NEAR + s) * NEAR + r) * 2 + o_two
+    b_dP, b_dJ = tl.split(tl.load(p))
+    return b_dP[:, None], b_dJ[:, None]
 
 
 @triton.jit
@@ -768,40 +815,55 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
     """Gradients plus what the pairs inside a sub-chunk give: no anchors, each decay a product of what lies between.
 
         z[s, r] = k[s] a[s + 1] ... a[r]                 what row r sees of s
-        u[s, r] = dP[r, s] q[r] + dJ[r, s] k[r]          what r gives back, and decayed to row i <= r, summed:
+        u[s, r] = dP[r, s] q[r] + dJ[r, s] k[r]          what it gives back, and that summed and decayed to i:
         b[s, i] = u[s, i] + a[i + 1] b[s, i + 1]
 
         dq[r] += sum_{s<=r} dP[r, s] z[s, r]     dk[r] += sum_{s<r} dJ[r, s] z[s, r]
         dk[s] += dP[s, s] q[s] + a[s + 1] b[s, s + 1]     dg[i] += sum_{s<i} z[s, i] b[s, i]
 
-    A thread holds all 16 rows of its columns, so that nothing here waits for another one.
+    A thread holds all rows of its columns, so that nothing here waits for another one.
     """
-    o_i = tl.arange(0, 16)[None, :, None]
-    p_tile = p_near + i_tile * (NB * 512) + tl.arange(0, NB) * 512
-    q_rows, k_rows, a_rows = (), (), ()
-    for i in tl.static_range(16):
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    q_rows, k_rows, a_rows, dq_rows, dk_rows, dg_rows = (), (), (), (), (), ()
+    for i in tl.static_range(NEAR):
         q_rows = q_rows + (sub_chunk_row(b_q, i),)
         k_rows = k_rows + (sub_chunk_row(b_k, i),)
         a_rows = a_rows + (sub_chunk_row(b_a, i),)
-    for s in tl.static_range(16):
-        b_z = k_rows[s]
-        b_dP = tl.load(p_tile + (s * 17) * 2)[:, None]
-        b_dq = tl.where(o_i == s, b_dq + (b_dP * b_z)[:, None], b_dq)
-        b_dks = b_dP * q_rows[s]
-        zs, us = (), ()
-        for r in tl.static_range(s + 1, 16):
-            b_dP = tl.load(p_tile + (s * 16 + r) * 2)[:, None]
-            b_dJ = tl.load(p_tile + (s * 16 + r) * 2 + 1)[:, None]
-            b_z = b_z * a_rows[r]
-            b_dq = tl.where(o_i == r, b_dq + (b_dP * b_z)[:, None], b_dq)
-            b_dk = tl.where(o_i == r, b_dk + (b_dJ * b_z)[:, None], b_dk)
-            zs = zs + (b_z,)
-            us = us + (b_dP * q_rows[r] + b_dJ * k_rows[r],)
+        dq_rows = dq_rows + (sub_chunk_row(b_dq, i),)
+        dk_rows = dk_rows + (sub_chunk_row(b_dk, i),)
+        dg_rows = dg_rows + (sub_chunk_row(b_dg, i),)
+    for s in tl.static_range(NEAR):
+        b_dP, _ = load_near_pair(p_near, i_tile, s, s, NB)
+        b_z, b_dks = k_rows[s], dk_rows[s] + b_dP * q_rows[s]
+        z_rows, u_rows, dq_new, dk_new, dg_new = (), (), (), (), ()
+        for r in tl.static_range(NEAR):
+            if r < s:
+                dq_new, dk_new = dq_new + (dq_rows[r],), dk_new + (dk_rows[r],)
+                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_z,)
+            elif r == s:
+                dq_new, dk_new = dq_new + (dq_rows[r] + b_dP * b_z,), dk_new + (b_dks,)
+                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_z,)
+            else:
+                b_dP, b_dJ = load_near_pair(p_near, i_tile, s, r, NB)
+                b_z *= a_rows[r]
+                dq_new, dk_new = dq_new + (dq_rows[r] + b_dP * b_z,), dk_new + (dk_rows[r] + b_dJ * b_z,)
+                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_dP * q_rows[r] + b_dJ * k_rows[r],)
         b_b = tl.zeros_like(b_z)
-        for i in tl.static_range(15 - s):
-            r: tl.constexpr = 15 - i
-            b_b += us[r - s - 1]
-            b_dg = tl.where(o_i == r, b_dg + (zs[r - s - 1] * b_b)[:, None], b_dg)
-            b_b *= a_rows[r]
-        b_dk = tl.where(o_i == s, b_dk + (b_dks + b_b)[:, None], b_dk)
+        for i in tl.static_range(NEAR):
+            if NEAR - 1 - i > s:
+                b_b += u_rows[NEAR - 1 - i]
+                dg_new = (dg_rows[NEAR - 1 - i] + z_rows[NEAR - 1 - i] * b_b,) + dg_new
+                b_b *= a_rows[NEAR - 1 - i]
+            else:
+                dg_new = (dg_rows[NEAR - 1 - i],) + dg_new
+        dq_rows, dg_rows, dk_rows = dq_new, dg_new, ()
+        for r in tl.static_range(NEAR):
+            if r == s:
+                dk_rows = dk_rows + (dk_new[r] + b_b,)
+            else:
+                dk_rows = dk_rows + (dk_new[r],)
+    for i in tl.static_range(NEAR):
+        b_dq = tl.where(o_i == i, dq_rows[i][:, None], b_dq)
+        b_dk = tl.where(o_i == i, dk_rows[i][:, None], b_dk)
+        b_dg = tl.where(o_i == i, dg_rows[i][:, None], b_dg)
     return b_dq, b_dk, b_dg
