@@ -370,6 +370,8 @@ def wyfold_gradients_triton(
                     b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, nothing,
                     BT, BK, OP, PRECISION,
                 )  # fmt: skip
+                # Once more: nothing held it meanwhile.
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 b_dx, b_dA = log_gate_bwd(
                     b_x, b_dgate, p_A_log, p_dt_bias, i_hv, i_k * BK, lower_bound, clamp,
                     CLAMPED, GATE, ACTIVATION, K, BK,

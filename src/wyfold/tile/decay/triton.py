@@ -646,13 +646,12 @@ def channel_bwd(
     i_n, i_m = tl.arange(0, NB)[:, None], tl.arange(0, NB)[None, :]
     b_a = tl.exp2(b_g)
     b_first, b_sum = sub_chunk_row(b_g, 0), tl.sum(b_g, axis=1)
-    b_from, b_to = sub_chunk_decays(b_a)
 
     b_before, b_after = sum_over(i_m < i_n, b_sum), sum_over(i_m > i_n, b_sum)
-    b_decay = b_from * tl.exp2(b_before + b_first)[:, None]
+    b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
     b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
     b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
-    b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * (b_to * tl.exp2(b_after)[:, None])
+    b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
     b_over += sum_over(i_m > i_n, tl.sum(b_q * b_dq + b_k * b_dk, axis=1))
     b_over += sum_over(i_m < i_n, tl.sum(b_k * b_dkc, axis=1))
@@ -660,7 +659,7 @@ def channel_bwd(
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
-                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_from, b_to, b_first, b_sum, b_dq, b_dk, b_dkc, b_over,
+                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_sum, b_dq, b_dk, b_dkc, b_over,
                 NB >> (level + 1), NB, BK, OP, PRECISION,
             )  # fmt: skip
     b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
@@ -675,8 +674,7 @@ def add_half_pairs(
     nothing,
     b_q,
     b_k,
-    b_from,
-    b_to,
+    b_a,
     b_first,
     b_sum,
     b_dq,
@@ -694,7 +692,7 @@ def add_half_pairs(
     Both halves are anchored at the later one's first row.
 
     Args:
-        b_from, b_to: From `sub_chunk_decays`.
+        b_a: [NB, NEAR, BK] decays of the tokens.
         b_first, b_sum: [NB, BK] log gate of a sub-chunk's first row, and of all its rows.
         b_dq, b_dk: [NB, NEAR, BK] gradients of rows that met what is before their sub-chunk.
         b_dkc: [NB, NEAR, BK] gradients of rows that met what is after their sub-chunk.
@@ -706,7 +704,8 @@ def add_half_pairs(
     # From the anchor to the first row of a sub-chunk after it, or from the end of one before it to the anchor.
     b_way = sum_over((i_m > anchor) & (i_m <= i_n) | (i_m > i_n) & (i_m <= anchor), b_first)
     b_way += sum_over((i_m >= anchor) & (i_m < i_n) | (i_m > i_n) & (i_m < anchor), b_sum - b_first)
-    b_decay = tl.where(later, b_from, b_to) * tl.exp2(b_way)[:, None]
+    b_way = tl.exp2(b_way)
+    b_decay = tl.where(later, decays_since(b_way, b_a), decays_until(b_way, b_a))
     b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
     b_dqh = mm(half_pairs(p_pairs, i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
     b_dkh = mm(half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
@@ -717,7 +716,8 @@ def add_half_pairs(
     if H > 1:
         beyond = (i_m // H == i_n // H) & ((i_m > i_n) & (i_n // H % 2 == 1) | (i_m < i_n) & (i_n // H % 2 == 0))
         b_over += sum_over(beyond, tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1))
-    return b_dq + b_dqh, b_dk + tl.where(later, b_dkh, 0.0), b_dkc + tl.where(later, 0.0, b_dkh), b_over
+    b_later = tl.where(later, 1.0, 0.0)
+    return b_dq + b_dqh, b_dk + b_later * b_dkh, b_dkc + (1.0 - b_later) * b_dkh, b_over
 
 
 @triton.jit
@@ -734,7 +734,6 @@ def half_pairs(p_pairs, i_tile, which: tl.constexpr, H: tl.constexpr, NB: tl.con
     """
     BT: tl.constexpr = NEAR * NB
     o = tl.arange(0, BT)
-    b_x = tl.load(p_pairs + (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :])
     i_row, i_column = (o // (NEAR * H))[:, None], (o // (NEAR * H))[None, :]
     met = i_row // 2 == i_column // 2
     if which == 0:
@@ -743,7 +742,8 @@ def half_pairs(p_pairs, i_tile, which: tl.constexpr, H: tl.constexpr, NB: tl.con
         met = met & (i_row > i_column)
     else:
         met = met & (i_row < i_column)
-    return tl.where(met, b_x, tl.zeros((BT, BT), b_x.dtype))
+    p = p_pairs + (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
+    return tl.load(p, mask=met, other=0.0)
 
 
 @triton.jit
@@ -757,22 +757,28 @@ def sub_chunk_row(x, i: tl.constexpr):
 
 
 @triton.jit
-def sub_chunk_decays(b_a):
-    """From the decays of tokens: of each row since its sub-chunk's first, and of each to its sub-chunk's end.
+def decays_since(b_start, b_a):
+    """b_start decayed from a sub-chunk's first row to each.   [NB, BK], [NB, NEAR, BK] -> [NB, NEAR, BK]
 
-    Products, for a difference of running sums would lose what strong gates before it have.   2 x [NB, NEAR, BK]
+    A product of tokens' decays: a difference of running sums would lose what strong gates before it have.
     """
     o_i = tl.arange(0, NEAR)[None, :, None]
-    b_from = tl.full(b_a.shape, 1.0, tl.float32)
-    b_to = b_from
-    b_up = sub_chunk_row(b_from, 0)
-    b_down = b_up
+    b_decay = tl.broadcast_to(b_start[:, None], b_a.shape)
     for i in tl.static_range(1, NEAR):
-        b_up *= sub_chunk_row(b_a, i)
-        b_down *= sub_chunk_row(b_a, NEAR - i)
-        b_from = tl.where(o_i == i, b_up[:, None], b_from)
-        b_to = tl.where(o_i == NEAR - 1 - i, b_down[:, None], b_to)
-    return b_from, b_to
+        b_start *= sub_chunk_row(b_a, i)
+        b_decay = tl.where(o_i == i, b_start[:, None], b_decay)
+    return b_decay
+
+
+@triton.jit
+def decays_until(b_end, b_a):
+    """b_end and the decay from each row to its sub-chunk's end.   [NB, BK], [NB, NEAR, BK] -> [NB, NEAR, BK]"""
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_decay = tl.broadcast_to(b_end[:, None], b_a.shape)
+    for i in tl.static_range(1, NEAR):
+        b_end *= sub_chunk_row(b_a, NEAR - i)
+        b_decay = tl.where(o_i == NEAR - 1 - i, b_end[:, None], b_decay)
+    return b_decay
 
 
 @triton.jit
