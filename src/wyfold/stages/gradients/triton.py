@@ -291,8 +291,9 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams, and then their transposes, as products of their own: few are alive at a time.
+        # Gradients of the grams, and their transposes as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
         for i_v in range(NV):
             b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
@@ -300,6 +301,8 @@ def wyfold_gradients_triton(
             b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
+            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
+            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
             b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if p_dv is not None:
                 b_dv = b_X.to(tl.float32) * b_beta[:, None]
@@ -309,25 +312,14 @@ def wyfold_gradients_triton(
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
+        b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
+        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)
         b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay)
         b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta * b_nk)[None, :] * b_decay)
         if SCALAR:
-            b_pairs = b_dP * _gram(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rq[:, None]
-            b_pairs += b_dJ * _gram(p_k, s_k, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rk[:, None]
-            b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
-        b_dM, b_dP = b_dJ.to(OP), b_dP.to(OP)
-
-        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        for i_v in range(NV):
-            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
-            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
-            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
-        b_decay = pair_decay(b_G, GATE, BT)
-        b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
-        b_dM = tl.where(earlier, b_dJT.to(OP), b_dM)
-        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)
+            b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
+            b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
+        b_dM, b_dP = tl.where(earlier, b_dJT, b_dJ).to(OP), b_dP.to(OP)
         if CHANNEL:
             store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
             store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
@@ -444,11 +436,11 @@ def _reciprocal_norms(
 
 
 @triton.jit
-def _gram(
-    p_x,
-    s_x,
-    p_y,
-    s_y,
+def _grams(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
     b,
     t,
     h,
@@ -459,13 +451,14 @@ def _gram(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x y^T of a chunk's raw rows, read in slices.   [BT, BT]"""
-    b_gram = tl.zeros((BT, BT), tl.float32)
+    """q k^T and k k^T of a chunk's raw rows, read in slices.   2 x [BT, BT]"""
+    b_qk, b_kk = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_y = load_tokens(p_y, s_y, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_gram = mm(b_x, tl.trans(b_y), b_gram, OP, PRECISION)
-    return b_gram
+        b_q = load_tokens(p_q, s_q, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_k = load_tokens(p_k, s_k, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_qk = mm(b_q, tl.trans(b_k), b_qk, OP, PRECISION)
+        b_kk = mm(b_k, tl.trans(b_k), b_kk, OP, PRECISION)
+    return b_qk, b_kk
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, self_product, tf32_parts
+from wyfold.tile.dot.triton import mm, mm_exact, self_product, tf32_parts
 from wyfold.tile.index.triton import (
     load_sub_chunks,
     load_token_scalars,
@@ -576,10 +576,14 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
-    o = tl.arange(0, BT)
-    below = spans(o[:, None] <= o[None, :], b_pairs, EXACT)
-    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
+    """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
+
+    The sum over s is a product, with the pairs as its left operand: they stay in the registers of the product they
+    came from.
+    """
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_before = mm_exact(tl.where(o_r > o_i, b_pairs, 0.0), (o_r < o_i).to(tl.bfloat16), None, EXACT)
+    return tl.sum(tl.where(o_r >= o_i, b_before, 0.0), axis=0)
 
 
 @triton.jit
