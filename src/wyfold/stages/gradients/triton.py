@@ -303,19 +303,22 @@ def wyfold_gradients_triton(
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
             b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
             b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
-            b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
+            if OP != tl.bfloat16:
+                b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if p_dv is not None:
                 b_dv = b_X.to(tl.float32) * b_beta[:, None]
                 store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
         if p_dbeta is not None:
+            if OP == tl.bfloat16:  # which products do not round
+                b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
             if LOGIT:
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
-        b_dPT = tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay)
-        b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta * b_nk)[None, :] * b_decay)
+        b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
+        b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
+        b_dJ = tl.where(later, b_dJ, 0.0) * ((b_beta * b_nk)[None, :] * b_decay) * -b_beta[:, None]
+        b_dP = tl.where(earlier, 0.0, b_dP) * ((b_beta * b_nk)[None, :] * b_decay) * scale
         if SCALAR:
             b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
@@ -331,10 +334,11 @@ def wyfold_gradients_triton(
             tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
+        b_traced = tl.zeros((BV,), tl.float32)
         for i_k in range(NK):
             # Through the states: reads from the one that entered, writes to the one that leaves.
             b_dq, b_dk, b_dk_write = zeros, zeros, zeros
-            b_carried = tl.zeros((BK,), tl.float32)
+            b_carried, b_SdS = tl.zeros((BK,), tl.float32), tl.zeros((BV, BV), tl.float32)
             for i_v in range(NV):
                 b_S = fetch_tile(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
@@ -344,7 +348,13 @@ def wyfold_gradients_triton(
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
-                b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+                if SCALAR and OP == tl.bfloat16:  # which products do not round
+                    b_SdS = mm(b_S, tl.trans(b_dS), b_SdS, OP, PRECISION)
+                else:
+                    b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+            if SCALAR and OP == tl.bfloat16:
+                o_v = tl.arange(0, BV)
+                b_traced += tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_SdS, 0.0), axis=1)
             b_dq *= (scale * b_in)[:, None]
             b_dk *= (-b_beta * b_in)[:, None]
             b_dk_write *= (b_beta * b_out)[:, None]
@@ -406,6 +416,8 @@ def wyfold_gradients_triton(
                 if p_dk is not None:
                     store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
         if SCALAR:
+            if OP == tl.bfloat16:
+                carried = tl.sum(b_traced, axis=0)
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK

@@ -587,13 +587,6 @@ def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def exclusive_sum(x, BT: tl.constexpr):
-    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
-    o = tl.arange(0, BT)
-    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
-
-
-@triton.jit
 def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
     """Gradient of a scalar gate through the states, interval form.   [BT]
 
@@ -602,7 +595,8 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
         b_write: [BT] the same of the rows decayed to its end.
         carried: The entering state times its gradient, decayed over the chunk, summed.
     """
-    return tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(b_write, BT) + carried
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    return tl.sum(tl.where(o_r >= o_i, b_read[:, None], b_write[:, None]), axis=0) + carried
 
 
 NEAR: tl.constexpr = tl.constexpr(8)
