@@ -63,7 +63,7 @@ def loss(q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor, rows: Tensor, 
 
 def strong(name: str, N: int, C: int) -> Tensor:
     """Log gates of a token and channel."""
-    if name == "mixed":  # some spans pass what one anchor can serve, some tokens forget everything, most do nearly nothing
+    if name == "mixed":  # from next to nothing to spans that no anchor serves, and resets
         g = -torch.rand(N, C, K) * torch.tensor([0.01, 1.0, 30.0, 104.0])[torch.randint(4, (N, C, K))]
         return torch.where(torch.rand(N, C, K) < 0.1, FLOOR, g)
     if name == "alternating":

@@ -827,47 +827,39 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
 
     A thread holds all rows of its columns, so that nothing here waits for another one.
     """
-    o_i = tl.arange(0, NEAR)[None, :, None]
-    q_rows, k_rows, a_rows, dq_rows, dk_rows, dg_rows = (), (), (), (), (), ()
+    q_rows, k_rows, a_rows = (), (), ()
     for i in tl.static_range(NEAR):
-        q_rows = q_rows + (sub_chunk_row(b_q, i),)
-        k_rows = k_rows + (sub_chunk_row(b_k, i),)
-        a_rows = a_rows + (sub_chunk_row(b_a, i),)
-        dq_rows = dq_rows + (sub_chunk_row(b_dq, i),)
-        dk_rows = dk_rows + (sub_chunk_row(b_dk, i),)
-        dg_rows = dg_rows + (sub_chunk_row(b_dg, i),)
+        q_rows = also(q_rows, sub_chunk_row(b_q, i))
+        k_rows = also(k_rows, sub_chunk_row(b_k, i))
+        a_rows = also(a_rows, sub_chunk_row(b_a, i))
     for s in tl.static_range(NEAR):
+        b_z = sub_chunk_row(b_k, s)
         b_dP, _ = load_near_pair(p_near, i_tile, s, s, NB)
-        b_z, b_dks = k_rows[s], dk_rows[s] + b_dP * q_rows[s]
-        z_rows, u_rows, dq_new, dk_new, dg_new = (), (), (), (), ()
-        for r in tl.static_range(NEAR):
-            if r < s:
-                dq_new, dk_new = dq_new + (dq_rows[r],), dk_new + (dk_rows[r],)
-                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_z,)
-            elif r == s:
-                dq_new, dk_new = dq_new + (dq_rows[r] + b_dP * b_z,), dk_new + (b_dks,)
-                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_z,)
-            else:
-                b_dP, b_dJ = load_near_pair(p_near, i_tile, s, r, NB)
-                b_z *= a_rows[r]
-                dq_new, dk_new = dq_new + (dq_rows[r] + b_dP * b_z,), dk_new + (dk_rows[r] + b_dJ * b_z,)
-                z_rows, u_rows = z_rows + (b_z,), u_rows + (b_dP * q_rows[r] + b_dJ * k_rows[r],)
+        b_dq = add_row(b_dq, s, b_dP * b_z)
+        b_dk = add_row(b_dk, s, b_dP * q_rows[s])
+        z_rows, u_rows = (), ()
+        for r in tl.static_range(s + 1, NEAR):
+            b_dP, b_dJ = load_near_pair(p_near, i_tile, s, r, NB)
+            b_z *= a_rows[r]
+            b_dq = add_row(b_dq, r, b_dP * b_z)
+            b_dk = add_row(b_dk, r, b_dJ * b_z)
+            z_rows, u_rows = also(z_rows, b_z), also(u_rows, b_dP * q_rows[r] + b_dJ * k_rows[r])
         b_b = tl.zeros_like(b_z)
-        for i in tl.static_range(NEAR):
-            if NEAR - 1 - i > s:
-                b_b += u_rows[NEAR - 1 - i]
-                dg_new = (dg_rows[NEAR - 1 - i] + z_rows[NEAR - 1 - i] * b_b,) + dg_new
-                b_b *= a_rows[NEAR - 1 - i]
-            else:
-                dg_new = (dg_rows[NEAR - 1 - i],) + dg_new
-        dq_rows, dg_rows, dk_rows = dq_new, dg_new, ()
-        for r in tl.static_range(NEAR):
-            if r == s:
-                dk_rows = dk_rows + (dk_new[r] + b_b,)
-            else:
-                dk_rows = dk_rows + (dk_new[r],)
-    for i in tl.static_range(NEAR):
-        b_dq = tl.where(o_i == i, dq_rows[i][:, None], b_dq)
-        b_dk = tl.where(o_i == i, dk_rows[i][:, None], b_dk)
-        b_dg = tl.where(o_i == i, dg_rows[i][:, None], b_dg)
+        for i in tl.static_range(NEAR - 1 - s):
+            b_b += u_rows[NEAR - 2 - s - i]
+            b_dg = add_row(b_dg, NEAR - 1 - i, z_rows[NEAR - 2 - s - i] * b_b)
+            b_b *= a_rows[NEAR - 1 - i]
+        b_dk = add_row(b_dk, s, b_b)
     return b_dq, b_dk, b_dg
+
+
+@triton.jit
+def also(rows, b_row):
+    """The rows and one more."""
+    return rows + (b_row,)
+
+
+@triton.jit
+def add_row(x, i: tl.constexpr, b_row):
+    """x with a row added to row i of every sub-chunk.   [NB, BR, BK], [NB, BK] -> [NB, BR, BK]"""
+    return tl.where(tl.arange(0, x.shape[1])[None, :, None] == i, x + b_row[:, None], x)
