@@ -641,19 +641,18 @@ def channel_bwd(
         dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
     """
     NB: tl.constexpr = BT // NEAR
-    i_n, i_m = tl.arange(0, NB)[:, None], tl.arange(0, NB)[None, :]
+    i_n = tl.arange(0, NB)
+    start, end = i_n * 0, i_n * 0 + NB
     b_a = tl.exp2(b_g)
     b_first, b_sum = sub_chunk_row(b_g, 0), tl.sum(b_g, axis=1)
-
-    b_before, b_after = sum_over(i_m < i_n, b_sum), sum_over(i_m > i_n, b_sum)
+    b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
     b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
     b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
     b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
     b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
-    b_over += sum_over(i_m > i_n, tl.sum(b_q * b_dq + b_k * b_dk, axis=1))
-    b_over += sum_over(i_m < i_n, tl.sum(b_k * b_dkc, axis=1))
-
+    b_over += sum_over(tl.sum(b_q * b_dq + b_k * b_dk, axis=1), i_n + 1, end, NB)
+    b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
@@ -696,14 +695,16 @@ def add_half_pairs(
         b_dkc: [NB, NEAR, BK] gradients of rows that met what is after their sub-chunk.
         b_over: [NB, BK] gate gradient of intervals that span a sub-chunk whole.
     """
-    i_n, i_m = tl.arange(0, NB)[:, None], tl.arange(0, NB)[None, :]
-    later = (i_n // H % 2 == 1)[:, :, None]
+    i_n = tl.arange(0, NB)
+    half = i_n // H * H
     anchor = i_n // (2 * H) * (2 * H) + H
+    later = half == anchor
     # From the anchor to the first row of a sub-chunk after it, or from the end of one before it to the anchor.
-    b_way = sum_over((i_m > anchor) & (i_m <= i_n) | (i_m > i_n) & (i_m <= anchor), b_first)
-    b_way += sum_over((i_m >= anchor) & (i_m < i_n) | (i_m > i_n) & (i_m < anchor), b_sum - b_first)
+    b_way = sum_over(b_first, tl.minimum(i_n, anchor) + 1, tl.maximum(i_n, anchor) + 1, NB)
+    if H > 1:
+        b_way += sum_over(b_sum - b_first, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
     b_way = tl.exp2(b_way)
-    b_decay = tl.where(later, decays_since(b_way, b_a), decays_until(b_way, b_a))
+    b_decay = tl.where(later[:, None, None], decays_since(b_way, b_a), decays_until(b_way, b_a))
     b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
     b_dqh = mm(half_pairs(p_pairs, i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
     b_dkh = mm(half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
@@ -712,16 +713,21 @@ def add_half_pairs(
     b_dqh = to_sub_chunks(b_dqh, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
     b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
     if H > 1:
-        beyond = (i_m // H == i_n // H) & ((i_m > i_n) & (i_n // H % 2 == 1) | (i_m < i_n) & (i_n // H % 2 == 0))
-        b_over += sum_over(beyond, tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1))
-    b_later = tl.where(later, 1.0, 0.0)
+        b_along = tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1)
+        b_over += sum_over(b_along, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
+    b_later = tl.where(later, 1.0, 0.0)[:, None, None]
     return b_dq + b_dqh, b_dk + b_later * b_dkh, b_dkc + (1.0 - b_later) * b_dkh, b_over
 
 
 @triton.jit
-def sum_over(some, b_x):
-    """Sum, for each sub-chunk n, of what some sub-chunks m have.   [NB, NB] of (n, m), [NB, BK] -> [NB, BK]"""
-    return tl.sum(tl.where(some[:, :, None], b_x[None], 0.0), axis=1)
+def sum_over(b_x, begin, end, NB: tl.constexpr):
+    """Sum, for each sub-chunk n, of what those from begin[n] on to before end[n] have.   [NB, BK]
+
+    Where a warp has a sub-chunk, its threads add up what all warps gave them.
+    """
+    i_m = tl.arange(0, NB)[None, :]
+    b_some = tl.where((i_m >= begin[:, None]) & (i_m < end[:, None]), 1.0, 0.0)
+    return tl.sum(b_some[:, :, None] * b_x[None], axis=1)
 
 
 @triton.jit
