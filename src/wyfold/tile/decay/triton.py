@@ -1,11 +1,10 @@
 """The gate on the device, in the one place that knows its kind.
 
 GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction. The forward splits its grams by sub-chunks of 16 rows, with anchors at their first rows
-(`add_channel_grams`). Elsewhere they are split by dyadic halving: at level h, blocks of 2h rows pair their upper with
-their lower half, both anchored at the lower half's first row. There every running sum from an anchor is a product with
-a 0/1 matrix of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their
-relative accuracy.
+the contraction, and each use splits it in its own way. The forward's grams have anchors at the first row of every 16
+(`add_channel_grams`). Their adjoint (`channel_bwd`) takes pairs inside 8 rows one by one and all others by halving: at
+level h, blocks of 2h rows pair their upper with their lower half, both anchored at the lower half's first row. `kkt`
+halves down to single rows. Nothing is subtracted on any of these ways, so weak factors keep their relative accuracy.
 """
 
 from __future__ import annotations
@@ -165,20 +164,6 @@ def spans(o_interval, b_g, EXACT: tl.constexpr):
 
 
 @triton.jit
-def to_row(BT: tl.constexpr):
-    """Intervals from the chunk's start to each row, that row included: decay from the start.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] <= o[:, None]
-
-
-@triton.jit
-def past_row(BT: tl.constexpr):
-    """Intervals from after each row to the chunk's end: decay to the end.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] > o[:, None]
-
-
-@triton.jit
 def to_anchor(h, BT: tl.constexpr):
     """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
 
@@ -189,13 +174,6 @@ def to_anchor(h, BT: tl.constexpr):
     low = tl.minimum(o, anchor)[:, None]
     high = tl.maximum(o, anchor)[:, None]
     return (o[None, :] > low) & (o[None, :] <= high)
-
-
-@triton.jit
-def meets(h, BT: tl.constexpr):
-    """Pairs [s, r] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
-    o = tl.arange(0, BT) // h
-    return ((o % 2) == 0)[:, None] & (o[None, :] == o[:, None] + 1)
 
 
 @triton.jit
@@ -428,7 +406,7 @@ def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def meets_transposed(h, BT: tl.constexpr):
-    """`meets` as [r, s]."""
+    """Pairs [r, s] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
     o = tl.arange(0, BT) // h
     return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
 
