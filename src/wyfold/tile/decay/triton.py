@@ -554,13 +554,13 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s]; what stands on the diagonal or above it is never taken.   [BT, BT] -> [BT]
+    """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
 
     The sum over s is a product, with the pairs as its left operand: they stay in the registers of the product they
     came from.
     """
     o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_before = mm_exact(b_pairs, (o_r < o_i).to(tl.bfloat16), None, EXACT)
+    b_before = mm_exact(tl.where(o_r > o_i, b_pairs, 0.0), (o_r < o_i).to(tl.bfloat16), None, EXACT)
     return tl.sum(tl.where(o_r >= o_i, b_before, 0.0), axis=0)
 
 
