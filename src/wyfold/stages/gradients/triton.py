@@ -386,7 +386,10 @@ def wyfold_gradients_triton(
                 b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
                 b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
                 if SCALAR:
-                    b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
+                    if NORM:
+                        b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
+                    else:
+                        b_read += tl.sum(b_q * b_dq + b_k * b_dk, axis=1)
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
