@@ -622,7 +622,9 @@ def channel_bwd(
     i_n = tl.arange(0, NB)
     start, end = i_n * 0, i_n * 0 + NB
     b_a = tl.exp2(b_g)
-    b_first, b_sum = sub_chunk_row(b_g, 0), tl.sum(b_g, axis=1)
+    b_first = sub_chunk_row(b_g, 0)
+    b_rest = tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
+    b_sum = b_first + b_rest
     b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
     b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
     b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
@@ -634,7 +636,7 @@ def channel_bwd(
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
-                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_sum, b_dq, b_dk, b_dkc, b_over,
+                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
                 NB >> (level + 1), NB, BK, OP, PRECISION,
             )  # fmt: skip
     b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
@@ -651,7 +653,7 @@ def add_half_pairs(
     b_k,
     b_a,
     b_first,
-    b_sum,
+    b_rest,
     b_dq,
     b_dk,
     b_dkc,
@@ -668,7 +670,7 @@ def add_half_pairs(
 
     Args:
         b_a: [NB, NEAR, BK] decays of the tokens.
-        b_first, b_sum: [NB, BK] log gate of a sub-chunk's first row, and of all its rows.
+        b_first, b_rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
         b_dq, b_dk: [NB, NEAR, BK] gradients of rows that met what is before their sub-chunk.
         b_dkc: [NB, NEAR, BK] gradients of rows that met what is after their sub-chunk.
         b_over: [NB, BK] gate gradient of intervals that span a sub-chunk whole.
@@ -680,7 +682,7 @@ def add_half_pairs(
     # From the anchor to the first row of a sub-chunk after it, or from the end of one before it to the anchor.
     b_way = sum_over(b_first, tl.minimum(i_n, anchor) + 1, tl.maximum(i_n, anchor) + 1, NB)
     if H > 1:
-        b_way += sum_over(b_sum - b_first, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
+        b_way += sum_over(b_rest, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
     b_way = tl.exp2(b_way)
     b_decay = tl.where(later[:, None, None], decays_since(b_way, b_a), decays_until(b_way, b_a))
     b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
