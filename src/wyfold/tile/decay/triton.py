@@ -1,11 +1,10 @@
 """The gate on the device, in the one place that knows its kind.
 
 GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction. The forward splits its grams by sub-chunks of 16 rows, with anchors at their first rows
-(`add_channel_grams`). Elsewhere they are split by dyadic halving: at level h, blocks of 2h rows pair their upper with
-their lower half, both anchored at the lower half's first row. There every running sum from an anchor is a product with
-a 0/1 matrix of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their
-relative accuracy.
+the contraction, and each use splits it in its own way. The forward's grams have anchors at the first row of every 16
+(`add_channel_grams`). Their adjoint (`channel_bwd`) takes pairs inside 8 rows one by one and all others by halving: at
+level h, blocks of 2h rows pair their upper with their lower half, both anchored at the lower half's first row. `kkt`
+halves down to single rows. Nothing is subtracted on any of these ways, so weak factors keep their relative accuracy.
 """
 
 from __future__ import annotations
@@ -19,8 +18,15 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, self_product, tf32_parts
-from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
+from wyfold.tile.dot.triton import mm, mm_exact, self_product, tf32_parts
+from wyfold.tile.index.triton import (
+    load_sub_chunks,
+    load_token_scalars,
+    load_tokens,
+    store_token_scalars,
+    store_token_sub_chunks,
+    to_sub_chunks,
+)
 
 FLOOR = log_gate_floor(torch.float32)
 
@@ -158,20 +164,6 @@ def spans(o_interval, b_g, EXACT: tl.constexpr):
 
 
 @triton.jit
-def to_row(BT: tl.constexpr):
-    """Intervals from the chunk's start to each row, that row included: decay from the start.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] <= o[:, None]
-
-
-@triton.jit
-def past_row(BT: tl.constexpr):
-    """Intervals from after each row to the chunk's end: decay to the end.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] > o[:, None]
-
-
-@triton.jit
 def to_anchor(h, BT: tl.constexpr):
     """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
 
@@ -182,13 +174,6 @@ def to_anchor(h, BT: tl.constexpr):
     low = tl.minimum(o, anchor)[:, None]
     high = tl.maximum(o, anchor)[:, None]
     return (o[None, :] > low) & (o[None, :] <= high)
-
-
-@triton.jit
-def meets(h, BT: tl.constexpr):
-    """Pairs [s, r] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
-    o = tl.arange(0, BT) // h
-    return ((o % 2) == 0)[:, None] & (o[None, :] == o[:, None] + 1)
 
 
 @triton.jit
@@ -240,9 +225,29 @@ def load_sub_chunk_gate(
 ):
     """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
     x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
+    return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, 16)
+
+
+@triton.jit
+def sub_chunk_gate(
+    x,
+    p_A_log,
+    p_dt_bias,
+    h,
+    column,
+    rows,
+    lower_bound,
+    clamp,
+    ACTIVATION: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """`load_sub_chunk_gate` of what was loaded, in sub-chunks of BR rows.   [BT / BR, BR, BK]"""
     g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
     if ACTIVATION != "given":
-        o_r = 16 * tl.arange(0, BT // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+        o_r = BR * tl.arange(0, BT // BR)[:, None, None] + tl.arange(0, BR)[None, :, None]
         o_k = column + tl.arange(0, BK)[None, None, :]
         g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
     return g * 1.4426950408889634
@@ -407,7 +412,7 @@ def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def meets_transposed(h, BT: tl.constexpr):
-    """`meets` as [r, s]."""
+    """Pairs [r, s] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
     o = tl.arange(0, BT) // h
     return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
 
@@ -507,6 +512,7 @@ def store_gate_gradient(
     rows,
     b_dx,
     b_dA,
+    nothing,
     GATE: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -516,19 +522,22 @@ def store_gate_gradient(
 
     Args:
         p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
-        b_dx, b_dA: From `log_gate_bwd`: [BT, BK] for the channels from `column` on, or [BT].
+        b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
+        nothing: As of `load_sub_chunks`.
     """
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
-        o_k = column + tl.arange(0, BK)
-        real = (o_r < rows)[:, None] & (o_k < K)[None, :]
+        o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
+        real = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
-            store_tokens(p_dg, s_dg, b, t, h, column, rows, b_dx, K, BT, BK)
+            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK, NEAR)
         if p_ddt_bias is not None:
-            tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(tl.where(real, b_dx, 0.0), axis=0), mask=o_k < K)
+            b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
+            tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
         if p_dA_log is not None:
-            tl.store(p_dA_log + i_tile * NK + column // BK, tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0))
+            b_sum = tl.sum(tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0), axis=0)
+            tl.store(p_dA_log + i_tile * NK + column // BK, b_sum)
     elif GATE == "scalar":
         if p_dg is not None:
             store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
@@ -551,17 +560,14 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
-    o = tl.arange(0, BT)
-    below = spans(o[:, None] <= o[None, :], b_pairs, EXACT)
-    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
+    """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
 
-
-@triton.jit
-def exclusive_sum(x, BT: tl.constexpr):
-    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
-    o = tl.arange(0, BT)
-    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
+    The sum over s is a product, with the pairs as its left operand: they stay in the registers of the product they
+    came from.
+    """
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_before = mm_exact(tl.where(o_r > o_i, b_pairs, 0.0), (o_r < o_i).to(tl.bfloat16), None, EXACT)
+    return tl.sum(tl.where(o_r >= o_i, b_before, 0.0), axis=0)
 
 
 @triton.jit
@@ -573,99 +579,279 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
         b_write: [BT] the same of the rows decayed to its end.
         carried: The entering state times its gradient, decayed over the chunk, summed.
     """
-    return tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(b_write, BT) + carried
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    return tl.sum(tl.where(o_r >= o_i, b_read[:, None], b_write[:, None]), axis=0) + carried
+
+
+NEAR: tl.constexpr = tl.constexpr(8)
+"""Rows of a sub-chunk of the adjoint, whose pairs meet one by one."""
 
 
 @triton.jit
 def channel_bwd(
     b_q,
     b_k,
-    b_rq,
-    b_rk,
     b_g,
     p_pairs,
+    p_near,
     i_tile,
     b_dq,
     b_dk,
     b_dk_write,
     b_carried,
+    nothing,
     BT: tl.constexpr,
     BK: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
+    Tiles lie in sub-chunks of NEAR rows, all of a column in one thread. Between sub-chunks the grams are split by
+    halving (`add_half_pairs`); inside them pairs meet one by one (`add_near_pairs`). Of a token's gate, what begins or
+    ends in its own sub-chunk is a sum along the rows there, and what spans that whole is one number for all of them:
+    each is added once, and nothing is subtracted.
+
     Args:
-        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
-        b_g: [BT, BK] log gate.
-        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T. They
-            come from memory, a level's share at a time: in registers they would leave no room.
+        b_q, b_k: [NB, NEAR, BK] normalised rows.
+        b_g: [NB, NEAR, BK] log gate to base 2.
+        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T.
+        p_near: [tiles, NB, NEAR, NEAR, 2] from `store_near_pairs`. Both come from memory: registers have no room.
         b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
+        nothing: As of `load_sub_chunks`.
 
     Returns:
-        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [BT, BK] each.
+        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
     """
-    b_decay = tl.exp(spans(to_row(BT), b_g, EXACT))
-    b_dq *= b_decay
-    b_dk *= b_decay
-    b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
-    b_read = b_q * b_rq[:, None] * b_dq + b_k * b_rk[:, None] * b_dk
-    b_dg = spans(from_row(BT), b_read, EXACT)
-    b_dg += spans(before_row(BT), b_k * b_rk[:, None] * b_dk_write, EXACT)
-    b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
-    b_dk += b_dk_write
+    NB: tl.constexpr = BT // NEAR
+    i_n = tl.arange(0, NB)
+    start, end = i_n * 0, i_n * 0 + NB
+    b_a = tl.exp2(b_g)
+    b_first = sub_chunk_row(b_g, 0)
+    b_rest = tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
+    b_sum = b_first + b_rest
+    b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
+    b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
+    b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
+    b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
+    b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
+    b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
+    b_over += sum_over(tl.sum(b_q * b_dq + b_k * b_dk, axis=1), i_n + 1, end, NB)
+    b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
+    for level in tl.static_range(3):
+        if NB >> (level + 1) > 0:
+            b_dq, b_dk, b_dkc, b_over = add_half_pairs(
+                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
+                NB >> (level + 1), NB, BK, OP, PRECISION,
+            )  # fmt: skip
+    b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
+    return add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
 
+
+@triton.jit
+def add_half_pairs(
+    p_pairs,
+    p_near,
+    i_tile,
+    nothing,
+    b_q,
+    b_k,
+    b_a,
+    b_first,
+    b_rest,
+    b_dq,
+    b_dk,
+    b_dkc,
+    b_over,
+    H: tl.constexpr,
+    NB: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients plus what pairs of two halves of H sub-chunks give, one before the other in a block of 2 H.
+
+    Both halves are anchored at the later one's first row.
+
+    Args:
+        b_a: [NB, NEAR, BK] decays of the tokens.
+        b_first, b_rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
+        b_dq, b_dk: [NB, NEAR, BK] gradients of rows that met what is before their sub-chunk.
+        b_dkc: [NB, NEAR, BK] gradients of rows that met what is after their sub-chunk.
+        b_over: [NB, BK] gate gradient of intervals that span a sub-chunk whole.
+    """
+    i_n = tl.arange(0, NB)
+    half = i_n // H * H
+    anchor = i_n // (2 * H) * (2 * H) + H
+    later = half == anchor
+    # From the anchor to the first row of a sub-chunk after it, or from the end of one before it to the anchor.
+    b_way = sum_over(b_first, tl.minimum(i_n, anchor) + 1, tl.maximum(i_n, anchor) + 1, NB)
+    if H > 1:
+        b_way += sum_over(b_rest, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
+    b_way = tl.exp2(b_way)
+    b_decay = tl.where(later[:, None, None], decays_since(b_way, b_a), decays_until(b_way, b_a))
+    b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
+    b_dqh = mm(half_pairs(p_pairs, i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
+    b_dkh = mm(half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
+    # Subtracted below: a sum of two products becomes a chain, whose layout eight warps share badly.
+    b_dkp = mm(half_pairs(p_pairs, i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
+    b_dqh = to_sub_chunks(b_dqh, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
+    b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
+    if H > 1:
+        b_along = tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1)
+        b_over += sum_over(b_along, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
+    b_later = tl.where(later, 1.0, 0.0)[:, None, None]
+    return b_dq + b_dqh, b_dk + b_later * b_dkh, b_dkc + (1.0 - b_later) * b_dkh, b_over
+
+
+@triton.jit
+def sum_over(b_x, begin, end, NB: tl.constexpr):
+    """Sum, for each sub-chunk n, of what those from begin[n] on to before end[n] have.   [NB, BK]
+
+    Where a warp has a sub-chunk, its threads add up what all warps gave them.
+    """
+    i_m = tl.arange(0, NB)[None, :]
+    b_some = tl.where((i_m >= begin[:, None]) & (i_m < end[:, None]), 1.0, 0.0)
+    return tl.sum(b_some[:, :, None] * b_x[None], axis=1)
+
+
+@triton.jit
+def half_pairs(p_pairs, i_tile, which: tl.constexpr, H: tl.constexpr, NB: tl.constexpr):
+    """One of a tile's three pair gradients where two halves of H sub-chunks of one block meet, else zeros.   [BT, BT]
+
+    `which`: 0 for both orders, 1 for [r, s], 2 for [s, r].
+    """
+    BT: tl.constexpr = NEAR * NB
     o = tl.arange(0, BT)
-    b_diagonal = tl.load(p_pairs + (i_tile * 3 + 1) * (BT * BT) + o * (BT + 1)).to(tl.float32)[:, None]
-    b_dq += b_diagonal * (b_k * b_rk[:, None])
-    b_dk += b_diagonal * (b_q * b_rq[:, None])
-    h = BT // 2
-    while h > 0:
-        b_decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-        b_kd = b_k * b_rk[:, None] * b_decay
-        earlier, later = meets(h, BT), meets_transposed(h, BT)
-        b_level = mm(_pairs(p_pairs, i_tile, 1, later, BT), b_kd, None, OP, PRECISION)
-        b_dq += b_decay * b_level
-        b_qd = b_q * b_rq[:, None] * b_decay
-        b_along = b_qd * b_level
-        b_level = mm(_pairs(p_pairs, i_tile, 0, later | earlier, BT), b_kd, None, OP, PRECISION)
-        b_level = mm(_pairs(p_pairs, i_tile, 2, earlier, BT), b_qd, b_level, OP, PRECISION)
-        b_dk += b_decay * b_level
-        b_dg += spans(from_anchor(h, BT), b_along + b_kd * b_level, EXACT)
-        h = h // 2
+    i_row, i_column = (o // (NEAR * H))[:, None], (o // (NEAR * H))[None, :]
+    met = i_row // 2 == i_column // 2
+    if which == 0:
+        met = met & (i_row != i_column)
+    elif which == 1:
+        met = met & (i_row > i_column)
+    else:
+        met = met & (i_row < i_column)
+    p = p_pairs + (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
+    return tl.load(p, mask=met, other=0.0)
+
+
+@triton.jit
+def sub_chunk_row(x, i: tl.constexpr):
+    """Row i of every sub-chunk, bit for bit.   [NB, BR, BK] -> [NB, BK]
+
+    As integers, so that where a thread holds all rows of a column the sum with zeros is nothing but a choice.
+    """
+    o_i = tl.arange(0, x.shape[1])[None, :, None]
+    return tl.sum(tl.where(o_i == i, x.to(tl.int32, bitcast=True), 0), axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decays_since(b_start, b_a):
+    """b_start decayed from a sub-chunk's first row to each.   [NB, BK], [NB, NEAR, BK] -> [NB, NEAR, BK]
+
+    A product of tokens' decays: a difference of running sums would lose what strong gates before it have.
+    """
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_decay = tl.broadcast_to(b_start[:, None], b_a.shape)
+    for i in tl.static_range(1, NEAR):
+        b_start *= sub_chunk_row(b_a, i)
+        b_decay = tl.where(o_i == i, b_start[:, None], b_decay)
+    return b_decay
+
+
+@triton.jit
+def decays_until(b_end, b_a):
+    """b_end and the decay from each row to its sub-chunk's end.   [NB, BK], [NB, NEAR, BK] -> [NB, NEAR, BK]"""
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_decay = tl.broadcast_to(b_end[:, None], b_a.shape)
+    for i in tl.static_range(1, NEAR):
+        b_end *= sub_chunk_row(b_a, NEAR - i)
+        b_decay = tl.where(o_i == NEAR - 1 - i, b_end[:, None], b_decay)
+    return b_decay
+
+
+@triton.jit
+def sums_inside(b_rows, b_columns, b_over):
+    """b_over plus, for each row i of a sub-chunk, the sum of b_rows from i on and of b_columns before i."""
+    o_i = tl.arange(0, NEAR)[None, :, None]
+    b_later = tl.zeros_like(b_rows)
+    b_sum = b_over
+    for i in tl.static_range(NEAR):
+        b_sum += sub_chunk_row(b_rows, NEAR - 1 - i)
+        b_later = tl.where(o_i == NEAR - 1 - i, b_sum[:, None], b_later)
+    b_earlier = tl.zeros_like(b_rows)
+    b_sum = tl.zeros_like(b_over)
+    for i in tl.static_range(1, NEAR):
+        b_sum += sub_chunk_row(b_columns, i - 1)
+        b_earlier = tl.where(o_i == i, b_sum[:, None], b_earlier)
+    return b_later + b_earlier
+
+
+@triton.jit
+def store_near_pairs(p_near, i_tile, which: tl.constexpr, b_pairs, BT: tl.constexpr):
+    """Write [s, r] pairs of a sub-chunk, gradients of P (0) or J (1), where `add_near_pairs` finds them."""
+    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    o_near = (o_s // NEAR * NEAR + o_s % NEAR) * NEAR + o_r % NEAR
+    mask = (o_s // NEAR == o_r // NEAR) & (o_s <= o_r)
+    tl.store(p_near + i_tile * (BT * NEAR * 2) + o_near * 2 + which, b_pairs, mask=mask)
+
+
+@triton.jit
+def load_near_pair(p_near, i_tile, s: tl.constexpr, r: tl.constexpr, NB: tl.constexpr):
+    """Gradients of P[r, s] and J[r, s] of every sub-chunk.   2 x [NB, 1]"""
+    o_n, o_two = tl.arange(0, NB)[:, None], tl.arange(0, 2)[None, :]
+    p = p_near + i_tile * (NB * NEAR * NEAR * 2) + ((o_n * NEAR + s) * NEAR + r) * 2 + o_two
+    b_dP, b_dJ = tl.split(tl.load(p))
+    return b_dP[:, None], b_dJ[:, None]
+
+
+@triton.jit
+def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.constexpr):
+    """Gradients plus what the pairs inside a sub-chunk give: no anchors, each decay a product of what lies between.
+
+        z[s, r] = k[s] a[s + 1] ... a[r]                 what row r sees of s
+        u[s, r] = dP[r, s] q[r] + dJ[r, s] k[r]          what it gives back, and that summed and decayed to i:
+        b[s, i] = u[s, i] + a[i + 1] b[s, i + 1]
+
+        dq[r] += sum_{s<=r} dP[r, s] z[s, r]     dk[r] += sum_{s<r} dJ[r, s] z[s, r]
+        dk[s] += dP[s, s] q[s] + a[s + 1] b[s, s + 1]     dg[i] += sum_{s<i} z[s, i] b[s, i]
+
+    A thread holds all rows of its columns, so that nothing here waits for another one.
+    """
+    q_rows, k_rows, a_rows = (), (), ()
+    for i in tl.static_range(NEAR):
+        q_rows = also(q_rows, sub_chunk_row(b_q, i))
+        k_rows = also(k_rows, sub_chunk_row(b_k, i))
+        a_rows = also(a_rows, sub_chunk_row(b_a, i))
+    for s in tl.static_range(NEAR):
+        b_z = sub_chunk_row(b_k, s)
+        b_dP, _ = load_near_pair(p_near, i_tile, s, s, NB)
+        b_dq = add_row(b_dq, s, b_dP * b_z)
+        b_dk = add_row(b_dk, s, b_dP * q_rows[s])
+        z_rows, u_rows = (), ()
+        for r in tl.static_range(s + 1, NEAR):
+            b_dP, b_dJ = load_near_pair(p_near, i_tile, s, r, NB)
+            b_z *= a_rows[r]
+            b_dq = add_row(b_dq, r, b_dP * b_z)
+            b_dk = add_row(b_dk, r, b_dJ * b_z)
+            z_rows, u_rows = also(z_rows, b_z), also(u_rows, b_dP * q_rows[r] + b_dJ * k_rows[r])
+        b_b = tl.zeros_like(b_z)
+        for i in tl.static_range(NEAR - 1 - s):
+            b_b += u_rows[NEAR - 2 - s - i]
+            b_dg = add_row(b_dg, NEAR - 1 - i, z_rows[NEAR - 2 - s - i] * b_b)
+            b_b *= a_rows[NEAR - 1 - i]
+        b_dk = add_row(b_dk, s, b_b)
     return b_dq, b_dk, b_dg
 
 
 @triton.jit
-def _pairs(p_pairs, i_tile, which, mask, BT: tl.constexpr):
-    """One of a tile's three pair gradients where the mask lets it through, else zeros.   [BT, BT]"""
-    o = tl.arange(0, BT)
-    offsets = (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
-    return tl.load(p_pairs + offsets, mask=mask, other=0.0)
+def also(rows, b_row):
+    """The rows and one more."""
+    return rows + (b_row,)
 
 
 @triton.jit
-def from_anchor(h, BT: tl.constexpr):
-    """`to_anchor` transposed: rows whose interval holds the token."""
-    o = tl.arange(0, BT)
-    anchor = (o // (2 * h)) * (2 * h) + h
-    low = tl.minimum(o, anchor)[None, :]
-    high = tl.maximum(o, anchor)[None, :]
-    return (o[:, None] > low) & (o[:, None] <= high)
-
-
-@triton.jit
-def from_row(BT: tl.constexpr):
-    """`to_row` transposed: each token's row and all after it.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] >= o[:, None]
-
-
-@triton.jit
-def before_row(BT: tl.constexpr):
-    """`past_row` transposed: all rows before each token's.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] < o[:, None]
+def add_row(x, i: tl.constexpr, b_row):
+    """x with a row added to row i of every sub-chunk.   [NB, BR, BK], [NB, BK] -> [NB, BR, BK]"""
+    return tl.where(tl.arange(0, x.shape[1])[None, :, None] == i, x + b_row[:, None], x)
