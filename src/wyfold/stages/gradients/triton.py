@@ -15,10 +15,10 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
+from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
-    channel_bwd,
     gate_flags,
     gate_width,
     interval_sum,
@@ -29,8 +29,6 @@ from wyfold.tile.decay.triton import (
     scalar_rows,
     state_gate_gradient,
     store_gate_gradient,
-    store_near_pairs,
-    sub_chunk_gate,
 )
 from wyfold.tile.dot.triton import exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (

@@ -12,19 +12,21 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
+from wyfold.tile.decay.channel.triton import (
+    add_channel_grams,
+    load_sub_chunk_gate,
+    sub_chunk_sums,
+    sums_after,
+    sums_between,
+)
 from wyfold.tile.decay.triton import (
     FLOOR,
-    add_channel_grams,
     decayed_grams_transposed,
     gate_flags,
     gate_kind,
     load_gate,
-    load_sub_chunk_gate,
     running_sum,
     scalar_rows,
-    sub_chunk_sums,
-    sums_after,
-    sums_between,
 )
 from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (

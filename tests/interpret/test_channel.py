@@ -11,7 +11,7 @@ from wyfold.reference.error import judge, require
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
-tile = pytest.importorskip("wyfold.tile.decay.triton", reason="Triton is not installed")
+tile = pytest.importorskip("wyfold.tile.decay.channel.triton", reason="Triton is not installed")
 index = pytest.importorskip("wyfold.tile.index.triton", reason="Triton is not installed")
 dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
 
