@@ -421,7 +421,8 @@ def wyfold_gradients_triton(
                     store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
         if SCALAR:
             if OP == tl.bfloat16:
-                carried = tl.sum(b_traced, axis=0)
+                # As a row of a tile: Triton 3.6 fails to compile, for sm_100, a sum of one dimension out of a product.
+                carried = tl.sum(b_traced[None, :], axis=1)
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK

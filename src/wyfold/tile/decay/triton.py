@@ -349,6 +349,8 @@ def store_gate_gradient(
         b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
         nothing: As of `load_sub_chunks`.
     """
+    # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
+    o_one = i_tile + tl.arange(0, 1)
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
@@ -360,13 +362,11 @@ def store_gate_gradient(
             b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
             tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
         if p_dA_log is not None:
-            b_sum = tl.sum(tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0), axis=0)
-            tl.store(p_dA_log + i_tile * NK + column // BK, b_sum)
+            b_sum = tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0)
+            tl.store(p_dA_log + o_one * NK + column // BK, tl.sum(b_sum[None, :], axis=1))
     elif GATE == "scalar":
         if p_dg is not None:
             store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
-        # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
-        o_one = i_tile + tl.arange(0, 1)
         if p_ddt_bias is not None:
             tl.store(p_ddt_bias + o_one, tl.sum(tl.where(o_r < rows, b_dx, 0.0)[None, :], axis=1))
         if p_dA_log is not None:
