@@ -23,7 +23,7 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("dbeta", "dg")
 SHAPE = Shape(1, 100, 1, 2, 32, 32)
 FAMILIES = ("random", "uniform+", "identical", "beta 2", "converged")
-GATES = ("-20", "alternating", "model")
+GATES = ("-20", "-1e3", "spiky", "alternating", "model")
 FEW = 64  # numbers, whose error is one draw and not a size: the target alone binds them
 
 

@@ -133,7 +133,7 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
     a = draw(rule, Shape(1, 70, 1, 1, 128, 128), None, torch.bfloat16)
     grid, found = chunk_grid(1, 70, 64, None), []
     key = launch_key(a.q.dtype, 128, 128, 64, gate_kind(a.g), folded)
-    options = replace(OPTIONS, chunk_size=64, checkpoint_every=0)
+    options = OPTIONS._replace(chunk_size=64, checkpoint_every=0)
     o = torch.empty_like(a.v)
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
     heights = []

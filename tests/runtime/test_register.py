@@ -7,10 +7,14 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
+from wyfold.pipelines import delta as pipeline
 from wyfold.reference.error import judge, require
 from wyfold.reference.targets import target
+from wyfold.runtime import register
 
 TOKENS = (1, 20, 2, 8)
 ONCE = {
@@ -86,6 +90,98 @@ def test_float32_products_stay_float32(name: str, precision: str):
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(found, exact)
     assert torch.equal(gradient, wanted)
+
+
+# --- past the dispatcher ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[str]:
+    """Names of operators that went through PyTorch's dispatcher; a call past it leaves none."""
+    names: list[str] = []
+    usual = dict(register._implementations)
+
+    def counted(operator, run):
+        def carried(*arguments):
+            names.append(operator.__name__)
+            return operator(*arguments)
+
+        return carried, run
+
+    for name in ("_forward_op", "_backward_op"):
+        operator = getattr(pipeline, name)
+        carried, run = counted(operator, usual[operator])
+        monkeypatch.setitem(register._implementations, carried, run)
+        monkeypatch.setattr(pipeline, name, carried)
+    return names
+
+
+def there_and_back(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    o = ONCE["delta"](x)
+    return o.detach(), torch.autograd.grad(o, x, torch.ones_like(o))[0]
+
+
+def test_a_plain_call_goes_past_the_dispatcher_and_a_watched_one_through_it(seen: list[str]):
+    """Same bits either way; modes, profilers and tangents see the operator's name."""
+    x = torch.randn(TOKENS, requires_grad=True)
+    plain = there_and_back(x)
+    with torch.no_grad():
+        assert torch.equal(ONCE["delta"](x), plain[0])
+    assert not seen
+
+    watched = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            watched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        again = there_and_back(x)
+    assert all(map(torch.equal, again, plain)) and len(seen) == 2
+    assert [name for name in watched if "wyfold" in name] == ["wyfold.delta_fwd.default", "wyfold.delta_bwd.default"]
+
+    with torch.profiler.profile() as profile:
+        there_and_back(x)
+    assert {"wyfold::delta_fwd", "wyfold::delta_bwd"} <= {event.key for event in profile.key_averages()}
+    assert len(seen) == 4
+
+    with torch.device("cpu"), torch.no_grad():  # a mode as well
+        ONCE["delta"](x)
+    assert len(seen) == 5
+
+
+def test_tensors_that_are_not_what_their_memory_holds(seen: list[str]):
+    """A negated view's memory has the other sign, and PyTorch writes it out on the way through its dispatcher."""
+    x = torch.randn(TOKENS)
+    turned = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert turned.is_neg() and torch.equal(turned, x)
+    with torch.no_grad():
+        assert torch.equal(wyfold.chunk_delta_rule(turned, x, x)[0], wyfold.chunk_delta_rule(x, x, x)[0])
+    assert len(seen) == 1
+    with torch.no_grad():
+        zero = torch._efficientzerotensor(TOKENS)
+        assert not wyfold.chunk_delta_rule(x, x, zero)[0].any()
+    assert len(seen) == 2
+    meta = x.to("meta")
+    assert wyfold.chunk_delta_rule(meta, meta, meta)[0].shape == x.shape
+    assert len(seen) == 3
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def test_only_ordinary_arguments_are_unobserved():
+    x = torch.zeros(3)
+    with torch.no_grad():
+        assert register.unobserved(x, [x, x], None, 1, 1.0, True, "word", torch.float32)
+        assert register.unobserved(torch.nn.Parameter(x))
+        for other in (x.as_subclass(Sub), [x, x.as_subclass(Sub)], x.to("meta"), object()):
+            assert not register.unobserved(other)
+        with forward_ad.dual_level():
+            assert not register.unobserved(x)
+    assert not register.unobserved(x)  # with gradients on
 
 
 FIRST_CALLS = """

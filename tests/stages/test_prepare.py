@@ -1,6 +1,5 @@
 """`prepare`: inputs as the recurrence sees them, and the folded factors of every chunk."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ PLAIN = DeltaOptions(
 
 def loaded(stage, a: dict[str, Any], grid, **changes: Any):
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-    return stage.load(*(a.get(name) for name in names), grid, dataclasses.replace(PLAIN, **changes))
+    return stage.load(*(a.get(name) for name in names), grid, PLAIN._replace(**changes))
 
 
 @pytest.fixture

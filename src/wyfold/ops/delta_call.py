@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from wyfold.pipelines.delta_records import DeltaTensors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.plan import explaining
+from wyfold.runtime.register import autocast_dtype, in_autocast_dtype
 from wyfold.stages import table
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,8 +26,7 @@ CHUNK_SIZES = (16, 32, 64)
 STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 (docs/algorithm.md, section 5)
 
 
-@dataclass(frozen=True)
-class GateFlags:
+class GateFlags(NamedTuple):
     """The field's gate flags; `channel` says which operator asks."""
 
     channel: bool = False
@@ -36,13 +37,28 @@ class GateFlags:
     lower_bound: float | None = None
 
 
-@dataclass(frozen=True)
-class ChunkFlags:
+class ChunkFlags(NamedTuple):
     """What only the chunk forms take; None in its place means token by token."""
 
     chunk_size: int | None
     disable_recompute: bool
     cu_seqlens_cpu: Tensor | None
+
+
+class Flags(NamedTuple):
+    """Arguments that every form takes and that are no tensors."""
+
+    scale: float | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    state_dtype: torch.dtype | None
+    return_intermediate_states: bool
+    checkpoint_every: int | None
+    batch_invariant: bool
+    backend: str | None
 
 
 def call_delta(
@@ -55,89 +71,153 @@ def call_delta(
     gate: GateFlags,
     chunk: ChunkFlags | None,
     *,
-    scale: float | None,
     initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    state_dtype: torch.dtype | None,
     cu_seqlens: Tensor | SequenceLayout | None,
-    return_intermediate_states: bool,
-    checkpoint_every: int | None,
-    batch_invariant: bool,
-    backend: str | None,
+    flags: Flags,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
+    on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
+    given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
+    key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)
+    options = None if key is None else _decisions.get(key)
+    if options is None:
+        options = _decide(op, *given[:6], gate, chunk, cu_seqlens, flags)
+        if key is not None:
+            if len(_decisions) >= MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[key] = options
+    q, k, v = in_autocast_dtype(q, k, v)
+    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
+    o, final_state, states = delta(DeltaTensors(q, k, v, *given[3:], cu, on_cpu), options)
+    final = final_state if flags.output_final_state else None
+    return (o, final, states) if flags.return_intermediate_states else (o, final)
+
+
+MOST_DECISIONS = 4096
+_decisions: dict[tuple[Any, ...], DeltaOptions] = {}
+"""What calls asked for came to: checks and plans look at metadata, and are the same for the same metadata."""
+
+
+def _decided_by(
+    op: str,
+    given: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | SequenceLayout | None,
+    gate: GateFlags,
+    chunk: ChunkFlags | None,
+    flags: Flags,
+) -> tuple[Any, ...] | None:
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused.
+
+    That is so where contents are looked at, where a call is made for its plan alone, and where sizes may be symbols.
+    """
+    q = given[0]
+    if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
+        return None
+    tokens = 0
+    if isinstance(cu_seqlens, SequenceLayout):
+        tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
+    size, keep, on_cpu = chunk or (None, None, None)
+    tensors = *given, cu_seqlens, on_cpu
+    # Boundaries on the CPU are compared with those beside the tokens where both can be read.
+    if not _PLAIN.issuperset(map(type, tensors)) or (on_cpu is not None and q.device.type == "cpu"):
+        return None
+    metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
+    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
+    around = _keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
+    types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
+    try:
+        hash(values)
+    except TypeError:  # an argument that is nothing legal
+        return None
+    return metadata, (values, types), around
+
+
+_PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))
+
+
+def _keeps_gradients(given: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+
+def _decide(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    gate: GateFlags,
+    chunk: ChunkFlags | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    flags: Flags,
+) -> DeltaOptions:
+    """What will run, if every check is passed."""
     check.flag(
         op,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        return_intermediate_states=return_intermediate_states,
-        batch_invariant=batch_invariant,
+        output_final_state=flags.output_final_state,
+        use_qk_l2norm_in_kernel=flags.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=flags.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=flags.allow_neg_eigval,
+        state_v_first=flags.state_v_first,
+        return_intermediate_states=flags.return_intermediate_states,
+        batch_invariant=flags.batch_invariant,
     )
-    cu_seqlens_cpu = None if chunk is None else chunk.cu_seqlens_cpu
     sizes = _check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
     check.alike(op, "dtype", q=q, k=k, v=v)
-    cu, N = _check_boundaries(op, q, cu_seqlens, cu_seqlens_cpu, sizes["B"], sizes["T"])
-    _check_state(op, q, initial_state, state_dtype, state_v_first, {**sizes, "N": N})
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+    on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
+    cu, N = _check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
+    _check_state(op, q, initial_state, flags.state_dtype, flags.state_v_first, {**sizes, "N": N})
+    if flags.allow_neg_eigval and not flags.use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, "
             "got use_beta_sigmoid_in_kernel=False; scale a ready-made beta yourself"
         )
-    if use_beta_sigmoid_in_kernel and beta is None:
+    if flags.use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
-    scale = sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale)
-    every = _check_checkpoints(op, return_intermediate_states, checkpoint_every)
+    scale = sizes["K"] ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
+    every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
     chunk_size = _chunk_size(op, q, v, gate, chunk, every)
 
     recurrent = chunk is None
     stages = (
         (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
     )
-    tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, cu_seqlens_cpu)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
+    save = _keeps_gradients(given)
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
     plan = table.plan(
         op,
         q.device,
-        backend,
+        flags.backend,
         forward=stages[0],
         backward=stages[1],
-        dtypes=table.dtypes(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias),
+        dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
         keys=lambda: _launch_keys(stages, q, v, g, chunk_size, N),
     )
-    options = DeltaOptions(
+    return DeltaOptions(
         operator=op,
         recurrent=recurrent,
         scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel,
+        qk_l2norm=flags.use_qk_l2norm_in_kernel,
         activation=activation,
         lower_bound=lower_bound,
         clamp=clamp,
-        beta_logit=use_beta_sigmoid_in_kernel,
-        beta_most=2.0 if allow_neg_eigval else 1.0,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32),
-        final_state=output_final_state,
+        beta_logit=flags.use_beta_sigmoid_in_kernel,
+        beta_most=2.0 if flags.allow_neg_eigval else 1.0,
+        state_v_first=flags.state_v_first,
+        state_dtype=flags.state_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32),
+        final_state=flags.output_final_state,
         chunk_size=chunk_size,
         checkpoint_every=every,
         save=save,
         keep_factors=chunk is not None and chunk.disable_recompute,
         backend=plan.backend,
     )
-    o, final_state, states = delta(tensors, options)
-    final = final_state if output_final_state else None
-    return (o, final, states) if return_intermediate_states else (o, final)
 
 
 def _launch_keys(

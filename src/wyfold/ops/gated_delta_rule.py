@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import ChunkFlags, GateFlags, call_delta
+from wyfold.ops.delta_call import ChunkFlags, Flags, GateFlags, call_delta
 from wyfold.runtime.layout import SequenceLayout
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -129,19 +129,21 @@ def chunk_gated_delta_rule(
         beta,
         GateFlags(False, use_gate_in_kernel, A_log, dt_bias),
         ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu),
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype,
         cu_seqlens=cu_seqlens,
-        return_intermediate_states=return_intermediate_states,
-        checkpoint_every=checkpoint_every,
-        batch_invariant=batch_invariant,
-        backend=backend,
+        flags=Flags(
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            state_dtype=state_dtype,
+            return_intermediate_states=return_intermediate_states,
+            checkpoint_every=checkpoint_every,
+            batch_invariant=batch_invariant,
+            backend=backend,
+        ),
     )
 
 
@@ -200,19 +202,21 @@ def fused_recurrent_gated_delta_rule(
         beta,
         GateFlags(False, use_gate_in_kernel, A_log, dt_bias),
         None,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype,
         cu_seqlens=cu_seqlens,
-        return_intermediate_states=return_intermediate_states,
-        checkpoint_every=checkpoint_every,
-        batch_invariant=batch_invariant,
-        backend=backend,
+        flags=Flags(
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            state_dtype=state_dtype,
+            return_intermediate_states=return_intermediate_states,
+            checkpoint_every=checkpoint_every,
+            batch_invariant=batch_invariant,
+            backend=backend,
+        ),
     )
 
 

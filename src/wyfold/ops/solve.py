@@ -12,7 +12,7 @@ from wyfold.ops.delta_call import CHUNK_SIZES, packed_boundaries
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.runtime import check
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid
+from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, legal_boundaries
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.register import register
@@ -207,12 +207,13 @@ def _plan(
     )
 
 
-def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int) -> ChunkGrid:
+def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, backend: str) -> ChunkGrid:
     """Chunks of the whole call, for kernels that find their tokens themselves; does not wait for the device."""
     B, T = x.shape[:2]
     if cu is not None and check.readable(cu):
         legal_boundaries(op, cu, T)
-    return chunk_grid(B, T, chunk_size, cu)
+    grid: ChunkGrid = table.launches("chunk_grid", backend).chunk_grid(B, T, chunk_size, cu)
+    return grid
 
 
 def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:
@@ -229,7 +230,7 @@ def _solve_tril(A: Tensor, cu: Tensor | None, output_dtype: torch.dtype, backend
     H, C = A.shape[2:]
     if backend != "eager":
         X = A.new_empty(A.shape, dtype=output_dtype)
-        table.launches("solve_tril", backend).solve_tril(A, _grid("solve_tril", A, cu, C), X)
+        table.launches("solve_tril", backend).solve_tril(A, _grid("solve_tril", A, cu, C, backend), X)
         return X
     X = A.new_zeros(A.shape, dtype=output_dtype)
     for part in _parts("solve_tril", A, cu, C, _chunks_per_part(C, H, C, widest(A))):
@@ -255,7 +256,7 @@ def _kkt(
 ) -> Tensor:
     if backend != "eager":
         L = k.new_empty(*beta.shape, chunk_size, dtype=output_dtype)
-        table.launches("kkt", backend).kkt(k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size), L)
+        table.launches("kkt", backend).kkt(k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size, backend), L)
         return L
     L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)
     dtype = widest(k, beta, g)

@@ -20,8 +20,8 @@ from wyfold.pipelines.delta_records import (
     DeltaTensors,
     empty_result,
 )
-from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.register import distinct, once_differentiable, register
+from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
+from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
@@ -31,6 +31,8 @@ TENSORS_SCHEMA = (
 
 def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
     """Results of one call."""
+    if not differentiating():
+        return DeltaResult(*call(_forward_op, *tensors, *options)[:3])
     return DeltaResult(*Delta.apply(*distinct(tensors), options))
 
 
@@ -40,7 +42,7 @@ class Delta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, options = arguments
-        o, final_state, states, saved = _forward_op(*tensors, *options.scalars())
+        o, final_state, states, saved = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(states)
         ctx.options = options
@@ -57,7 +59,7 @@ class Delta(torch.autograd.Function):
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
             return (None,) * (TENSORS + 1)
-        found = _backward_op(*tensors, saved, do, dST, needs, *ctx.options.scalars())
+        found = call(_backward_op, *tensors, saved, do, dST, needs, *ctx.options)
         none = (None,) * (TENSORS + 1 - DIFFERENTIABLE)
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
 
@@ -107,14 +109,12 @@ def _given(*arguments: Any) -> DeltaGradient:
 
 
 _forward_op = register(
-    f"delta_fwd({TENSORS_SCHEMA}, {DeltaOptions.SCHEMA}) -> "
-    "(Tensor o, Tensor final_state, Tensor states, Tensor[] saved)",
+    f"delta_fwd({TENSORS_SCHEMA}, {DELTA_SCHEMA}) -> (Tensor o, Tensor final_state, Tensor states, Tensor[] saved)",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
-    f"delta_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dST, bool[] needs, {DeltaOptions.SCHEMA})"
-    " -> Tensor[]",
+    f"delta_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dST, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",
     _backward,
     _backward_fake,
 )

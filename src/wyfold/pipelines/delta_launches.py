@@ -22,7 +22,7 @@ from wyfold.pipelines.delta_records import (
     turned,
 )
 from wyfold.runtime import check
-from wyfold.runtime.chunks import chunk_grid, most_chunks
+from wyfold.runtime.chunks import most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
@@ -37,7 +37,7 @@ class _Call:
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
         self.t, self.options = t, options
-        self.grid = chunk_grid(B, T, C, t.cu_seqlens)
+        self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
         prepare = self.stage("prepare")
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)

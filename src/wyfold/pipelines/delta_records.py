@@ -63,10 +63,12 @@ class DeltaGradient(NamedTuple):
     def room(self, index: int) -> Tensor:
         """Unwritten memory for a gradient: in the argument's dtype, but for states and parameters, which sum, in the
         wide one. No elements if it is not wanted."""
-        x, q = self.tensors[index], self.tensors.q
+        x = self.tensors[index]
         if x is None or not self.needs[index]:
-            return q.new_empty(0)
-        return x.new_empty(x.shape, dtype=wide(q.dtype) if index in SUMMED else x.dtype)
+            return self.tensors.q.new_empty(0)
+        if index in SUMMED:
+            return x.new_empty(x.shape, dtype=wide(self.tensors.q.dtype))
+        return x.new_empty(x.shape)
 
     def rooms(self) -> list[Tensor]:
         """Of every gradient."""
@@ -75,7 +77,7 @@ class DeltaGradient(NamedTuple):
     def rounded(self, found: list[Tensor]) -> list[Tensor]:
         """Every gradient in its argument's dtype."""
         given = self.tensors[:DIFFERENTIABLE]
-        return [dx if x is None else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
+        return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
 
 
 def empty_result(t: DeltaTensors, options: DeltaOptions) -> DeltaResult:
@@ -87,13 +89,12 @@ def empty_result(t: DeltaTensors, options: DeltaOptions) -> DeltaResult:
     K, N = t.q.shape[-1], t.packed_sequences
     state = (V, K) if options.state_v_first else (K, V)
     final = (B if N is None else N, HV, *state) if options.final_state else (0,)
+    o, final_state = t.v.new_empty(B, T, HV, V), t.v.new_empty(final, dtype=options.state_dtype)
     n = options.checkpoint_every
-    rows = ((B, T // n) if N is None else (T // n,)) if n else (0,)
-    return DeltaResult(
-        t.v.new_empty(B, T, HV, V),
-        t.v.new_empty(final, dtype=options.state_dtype),
-        t.v.new_zeros(*rows, *((HV, *state) if n else ()), dtype=options.state_dtype),
-    )
+    if not n:
+        return DeltaResult(o, final_state, t.v.new_empty(0, dtype=options.state_dtype))
+    rows = (B, T // n) if N is None else (T // n,)
+    return DeltaResult(o, final_state, t.v.new_zeros(*rows, HV, *state, dtype=options.state_dtype))
 
 
 def turned(states: Tensor, options: DeltaOptions) -> Tensor:

@@ -7,7 +7,7 @@ leave 16-bit tiles between launches. This is the same form in the same chunks, a
     prepare     decayed rows of a channel gate, those of its grams to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
     scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
-    gradients   the gradients of the grams; the decayed rows of each level of a channel gate's
+    gradients   the gradients of the grams; the decayed rows of each level of a channel gate's. Inside 8 rows neither
 
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
 less than shows beside the rest. From float64 everything is float64, and nothing is rounded.
@@ -145,16 +145,20 @@ def _to_row(x: Tensor) -> Tensor:
     return (token <= row).to(x)
 
 
-def _levels(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each halving, into blocks of h rows, with an anchor at the first row of every second block: intervals between
-    rows and the anchor beside them, and which pairs [r, s] meet across it."""
+NEAR = 8  # rows of a channel gate whose gradients meet pair by pair, in float32
+
+
+def _levels(x: Tensor) -> list[tuple[bool, Tensor, Tensor]]:
+    """Of each halving, into blocks of h rows, with an anchor at the first row of every second block: whether its blocks
+    meet as products of tiles, intervals between rows and the anchor beside them, and which pairs [r, s] meet across it.
+    """
     row, token = _positions(x)
     found = []
     for level in range((x.shape[-2] - 1).bit_length()):
         h = 1 << level
         anchor = row // (2 * h) * (2 * h) + h
         between = (token > torch.minimum(row, anchor)) & (token <= torch.maximum(row, anchor))
-        found.append((between.to(x), (row // h % 2 == 1) & (token // h == row // h - 1)))
+        found.append((h >= NEAR, between.to(x), (row // h % 2 == 1) & (token // h == row // h - 1)))
     return found
 
 
@@ -321,13 +325,12 @@ def _grams_bwd(form: Form, q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tens
         dg = (start.mT @ pairs).tril(-1).sum(-1, keepdim=True)
         dJ, dP = form.fed(dJ), form.fed(dP)
         return dP @ k, (dJ + dJ.mT) @ k + dP.mT @ q, dg
-    dJ, dP = form.fed(dJ), form.fed(dP)
     diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]
     dq, dk, dg = diagonal * k, diagonal * q, torch.zeros_like(g)
-    for between, meet in _levels(g):
+    for tiles, between, meet in _levels(g):
         decay = (between @ g).exp()
-        k_level, q_level = form.fed(k * decay), form.fed(q * decay)
-        dJ_level, dP_level = dJ.where(meet, 0), dP.where(meet, 0)
+        operands = k * decay, q * decay, dJ.where(meet, 0), dP.where(meet, 0)
+        k_level, q_level, dJ_level, dP_level = (form.fed(x) if tiles else x for x in operands)
         dq_level = decay * (dP_level @ k_level)
         dk_level = decay * ((dJ_level + dJ_level.mT) @ k_level + dP_level.mT @ q_level)
         dq, dk, dg = dq + dq_level, dk + dk_level, dg + between.mT @ (q * dq_level + k * dk_level)

@@ -39,10 +39,15 @@ class Config:
     blocks: Mapping[str, int] = field(default_factory=dict)
     registers: int | None = None
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:
         """Keywords of a kernel's launch."""
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **limit}
+        return _options(self.warps, self.stages, self.registers)
+
+
+@functools.cache
+def _options(warps: int, stages: int, registers: int | None) -> Mapping[str, Any]:
+    limit = {} if registers is None else {"maxnreg": registers}
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **limit}
 
 
 def tuned(kernel: str, key: str, device: torch.device) -> Config:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class DeltaOptions:
+class DeltaOptions(NamedTuple):
     """One call of the delta family.
 
     Every field is a scalar of the registered operators' schema, in this order.
@@ -53,12 +51,9 @@ class DeltaOptions:
     keep_factors: bool
     backend: str
 
-    SCHEMA = (
-        "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
-        "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
-        "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend"
-    )
 
-    def scalars(self) -> tuple[object, ...]:
-        """The fields, in the schema's order."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+DELTA_SCHEMA = (
+    "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
+    "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
+    "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend"
+)

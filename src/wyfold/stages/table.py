@@ -50,6 +50,7 @@ class Row:
 
 
 STAGES = (
+    "chunk_grid",
     "prepare",
     "scan",
     "scan_bwd",
@@ -224,6 +225,11 @@ def _where(device: torch.device, demand: str | None) -> str:
         "runs on CUDA tensors; these are on cpu, where only Triton's interpreter runs it, "
         "in a process that was started with TRITON_INTERPRET=1"
     )
+
+
+def refusal(device: torch.device, demand: str | None) -> str:
+    """Why no kernel serves any call on a device, of those that demand a backend, or none; empty if kernels do."""
+    return str(_where(device, demand))
 
 
 _warned: list[str] = []

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.launch import tuned
 from wyfold.stages.conv import ConvGradients
 from wyfold.tile.activation.triton import silu, silu_bwd
@@ -57,7 +58,8 @@ def conv(
     programs = spans.programs + (0 if final_state is None else N)
     if programs * D == 0:
         return
-    wyfold_conv_triton[(programs * spans.blocks,)](
+    launched(
+        wyfold_conv_triton, programs * spans.blocks,
         x, x.stride(), weight, weight.stride(), _vector(bias), residual, _strides(residual, 2),
         state, _strides(state, 3), _boundaries(cu_seqlens), out, out.stride(), final_state, _strides(final_state, 3),
         x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
@@ -96,7 +98,8 @@ def conv_bwd(
     if programs * D == 0:
         return
     partial = x.new_empty(walks, W + 1, D, dtype=dtype) if sums and walks else None
-    wyfold_conv_bwd_triton[(programs * spans.blocks,)](
+    launched(
+        wyfold_conv_bwd_triton, programs * spans.blocks,
         x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
         dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,
         _strides(out.state, 3), partial,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.launch import tuned
 from wyfold.stages.gate import GateGradients
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd, softplus
@@ -36,7 +37,8 @@ def gate(
     """
     tile = _tiles("gate", x, out)
     if tile.tiles:
-        wyfold_gate_triton[(tile.tiles * tile.blocks,)](
+        launched(
+            wyfold_gate_triton, tile.tiles * tile.blocks,
             x, tile.steps(x), _vector(A_log), _vector(dt_bias), out, tile.steps(out), x.shape[0], lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
         )  # fmt: skip
@@ -58,7 +60,8 @@ def gate_bwd(
     rate_wanted, bias_wanted = out.A_log is not None and A_log is not None, out.dt_bias is not None
     programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
-    wyfold_gate_bwd_triton[(programs * tile.blocks,)](
+    launched(
+        wyfold_gate_bwd_triton, programs * tile.blocks,
         x, tile.steps(x), _vector(A_log), _vector(dt_bias), dg, tile.steps(dg), out.x, tile.steps(out.x), partial,
         x.shape[0], tile.tiles, programs, lower_bound,
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
@@ -74,9 +77,10 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     x, out = _elements(x, out)
     tile = _tiles("beta_sigmoid", x, out)
     if tile.tiles:
-        wyfold_beta_sigmoid_triton[(tile.tiles * tile.blocks,)](
-            x, tile.steps(x), out, tile.steps(out), x.shape[0], float(scale), **tile.launch()
-        )
+        launched(
+            wyfold_beta_sigmoid_triton, tile.tiles * tile.blocks,
+            x, tile.steps(x), out, tile.steps(out), x.shape[0], float(scale), **tile.launch(),
+        )  # fmt: skip
 
 
 def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None:
@@ -84,9 +88,10 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     x, dbeta, dx = _elements(x, dbeta, dx)
     tile = _tiles("beta_sigmoid_bwd", x, dbeta, dx)
     if tile.tiles:
-        wyfold_beta_sigmoid_bwd_triton[(tile.tiles * tile.blocks,)](
-            x, tile.steps(x), dbeta, tile.steps(dbeta), dx, tile.steps(dx), x.shape[0], float(scale), **tile.launch()
-        )
+        launched(
+            wyfold_beta_sigmoid_bwd_triton, tile.tiles * tile.blocks,
+            x, tile.steps(x), dbeta, tile.steps(dbeta), dx, tile.steps(dx), x.shape[0], float(scale), **tile.launch(),
+        )  # fmt: skip
 
 
 class _Tiles(NamedTuple):

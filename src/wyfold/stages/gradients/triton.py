@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
+from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
     FLOOR,
-    channel_bwd,
+    NEAR,
     gate_flags,
     gate_width,
     interval_sum,
@@ -35,10 +37,14 @@ from wyfold.tile.index.triton import (
     every_box,
     fetch_tile,
     load_strength,
+    load_sub_chunks,
     load_tile,
+    load_tile_sub_chunks,
     load_tokens,
+    store_sub_chunks,
     store_tile,
     store_token_scalars,
+    store_token_sub_chunks,
     store_tokens,
     strides,
     tile_boxes,
@@ -78,17 +84,20 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = pairs = wide = None
+    dA_log = ddt_bias = pairs = near = wide = None
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
     if flags["CHANNEL"]:
         pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
+        near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
-    wyfold_gradients_triton[(grid.chunks * H,)](
+    launched(
+        wyfold_gradients_triton,
+        grid.chunks * H,
         q,
         q.stride(),
         k,
@@ -115,6 +124,7 @@ def gradients(
         dA_log,
         ddt_bias,
         pairs,
+        near,
         None if wide is None else wide[0],
         None if wide is None else wide[1],
         grid.cu,
@@ -144,7 +154,8 @@ def gradients(
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
-        **config.options(),
+        # With a channel gate a warp has a sub-chunk of its own.
+        **{**config.options(), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
@@ -189,6 +200,7 @@ def wyfold_gradients_triton(
     p_dA_log,
     p_ddt_bias,
     p_pairs,
+    p_near,
     p_dq_wide,
     p_dk_wide,
     p_cu,
@@ -236,6 +248,8 @@ def wyfold_gradients_triton(
     o_r = tl.arange(0, BT)
     zero = tl.zeros((BT,), tl.float32)
     zeros = tl.zeros((BT, BK), tl.float32)
+    # 0, for addresses in sub-chunks.
+    nothing = tl.minimum(T, 0)
     if i_n == N:
         for i_hv in range(i_h * GR, i_h * GR + GR):
             i_tile = i_c * HV + i_hv
@@ -245,25 +259,11 @@ def wyfold_gradients_triton(
             if p_dbeta is not None:
                 store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
             for i_k in tl.static_range(NK if CHANNEL else 1):
-                b_none = zeros if CHANNEL else zero
+                b_none = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
                 store_gate_gradient(
-                    p_dg,
-                    s_dg,
-                    p_dA_log,
-                    p_ddt_bias,
-                    i_tile,
-                    b,
-                    t,
-                    i_hv,
-                    i_k * BK,
-                    rows,
-                    b_none,
-                    b_none,
-                    GATE,
-                    K,
-                    BT,
-                    BK,
-                )
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
+                    GATE, K, BT, BK,
+                )  # fmt: skip
         for i_k in tl.static_range(NK):
             if p_dq is not None:
                 store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
@@ -292,8 +292,9 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams, and then their transposes, as products of their own: few are alive at a time.
+        # Gradients of the grams, and their transposes as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
         for i_v in range(NV):
             b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
@@ -301,34 +302,32 @@ def wyfold_gradients_triton(
             b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
+            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
+            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
+            if OP != tl.bfloat16:
+                b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if p_dv is not None:
                 b_dv = b_X.to(tl.float32) * b_beta[:, None]
                 store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
         if p_dbeta is not None:
+            if OP == tl.bfloat16:  # which products do not round
+                b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
             if LOGIT:
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (-b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay)
-        b_dP = tl.where(earlier, 0.0, b_dP) * ((scale * b_beta * b_nk)[None, :] * b_decay)
+        b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
+        b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
+        b_dJ = tl.where(later, b_dJ, 0.0) * ((b_beta * b_nk)[None, :] * b_decay) * -b_beta[:, None]
+        b_dP = tl.where(earlier, 0.0, b_dP) * ((b_beta * b_nk)[None, :] * b_decay) * scale
         if SCALAR:
-            b_pairs = b_dP * _gram(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rq[:, None]
-            b_pairs += b_dJ * _gram(p_k, s_k, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION) * b_rk[:, None]
-            b_dg = interval_sum(tl.where(later, b_pairs, 0.0), BT, EXACT)
-        b_dM, b_dP = b_dJ.to(OP), b_dP.to(OP)
-
-        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        for i_v in range(NV):
-            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
-            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
-            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
-        b_decay = pair_decay(b_G, GATE, BT)
-        b_dJT *= -b_beta[:, None] * (b_beta * b_nk)[None, :] * b_decay
-        b_dM = tl.where(earlier, b_dJT.to(OP), b_dM)
-        b_dPT = (tl.where(later, 0.0, b_dPT) * ((scale * b_beta)[:, None] * b_nq[None, :] * b_decay)).to(OP)
+            b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
+            b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
+        b_dM, b_dP = tl.where(earlier, b_dJT, b_dJ).to(OP), b_dP.to(OP)
+        if CHANNEL:
+            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
+        b_dPT = b_dPT.to(OP)
         if CHANNEL:
             store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
             store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
@@ -336,10 +335,11 @@ def wyfold_gradients_triton(
             tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
+        b_traced = tl.zeros((BV,), tl.float32)
         for i_k in range(NK):
             # Through the states: reads from the one that entered, writes to the one that leaves.
             b_dq, b_dk, b_dk_write = zeros, zeros, zeros
-            b_carried = tl.zeros((BK,), tl.float32)
+            b_carried, b_SdS = tl.zeros((BK,), tl.float32), tl.zeros((BV, BV), tl.float32)
             for i_v in range(NV):
                 b_S = fetch_tile(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
@@ -349,93 +349,86 @@ def wyfold_gradients_triton(
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
-                b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+                if SCALAR and OP == tl.bfloat16:  # which products do not round
+                    b_SdS = mm(b_S, tl.trans(b_dS), b_SdS, OP, PRECISION)
+                else:
+                    b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+            if SCALAR and OP == tl.bfloat16:
+                o_v = tl.arange(0, BV)
+                b_traced += tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_SdS, 0.0), axis=1)
             b_dq *= (scale * b_in)[:, None]
             b_dk *= (-b_beta * b_in)[:, None]
             b_dk_write *= (b_beta * b_out)[:, None]
-            b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
-            b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
             if CHANNEL:
-                b_x, b_gate = load_gate(
-                    p_g,
-                    s_g,
-                    p_A_log,
-                    p_dt_bias,
-                    b,
-                    t,
-                    i_hv,
-                    i_k * BK,
-                    rows,
-                    lower_bound,
-                    clamp,
-                    GATE,
-                    ACTIVATION,
-                    K,
-                    BT,
-                    BK,
+                b_q = load_sub_chunks(p_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                if NORM:
+                    b_q *= b_rq.reshape(BT // NEAR, NEAR, 1)
+                    b_k *= b_rk.reshape(BT // NEAR, NEAR, 1)
+                b_gate = sub_chunk_gate(
+                    b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, NEAR
                 )
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q,
-                    b_k,
-                    b_rq,
-                    b_rk,
-                    b_gate,
-                    p_pairs,
-                    i_tile,
-                    b_dq,
-                    b_dk,
-                    b_dk_write,
-                    b_carried,
-                    BT,
-                    BK,
-                    OP,
-                    PRECISION,
-                    EXACT,
-                )
+                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, nothing,
+                    BT, BK, OP, PRECISION,
+                )  # fmt: skip
+                # Once more: nothing held it meanwhile.
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 b_dx, b_dA = log_gate_bwd(
-                    b_x,
-                    b_dgate,
-                    p_A_log,
-                    p_dt_bias,
-                    i_hv,
-                    i_k * BK,
-                    lower_bound,
-                    clamp,
-                    CLAMPED,
-                    GATE,
-                    ACTIVATION,
-                    K,
-                    BK,
-                )
+                    b_x, b_dgate, p_A_log, p_dt_bias, i_hv, i_k * BK, lower_bound, clamp,
+                    CLAMPED, GATE, ACTIVATION, K, BK,
+                )  # fmt: skip
                 store_gate_gradient(
-                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, GATE, K, BT, BK
-                )
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, nothing,
+                    GATE, K, BT, BK,
+                )  # fmt: skip
             else:
+                b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
+                b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
                 if SCALAR:
-                    b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
+                    if NORM:
+                        b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
+                    else:
+                        b_read += tl.sum(b_q * b_dq + b_k * b_dk, axis=1)
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
                 b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
                 b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
             if GATHERED:
-                if i_hv > i_h * GR:
-                    b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
-                    b_dk += load_tile(p_dk_wide, pid, 0, i_k * BK, BT, K, BT, BK)
-                store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
-                store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+                if CHANNEL:
+                    if i_hv > i_h * GR:
+                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
+                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, nothing, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, nothing, K, BT, BK, NEAR)
+                else:
+                    if i_hv > i_h * GR:
+                        b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                        b_dk += load_tile(p_dk_wide, pid, 0, i_k * BK, BT, K, BT, BK)
+                    store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
+                    store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+            elif CHANNEL:
+                if p_dq is not None:
+                    store_token_sub_chunks(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK, NEAR)
+                if p_dk is not None:
+                    store_token_sub_chunks(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK, NEAR)
             else:
                 if p_dq is not None:
                     store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)
                 if p_dk is not None:
                     store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
         if SCALAR:
+            if OP == tl.bfloat16:
+                # As a row of a tile: Triton 3.6 fails to compile, for sm_100, a sum of one dimension out of a product.
+                carried = tl.sum(b_traced[None, :], axis=1)
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
             )
             store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, GATE, K, BT, BK
+                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, nothing, GATE, K, BT, BK
             )
         if GATHERED:
             tl.debug_barrier()  # what one thread stored another may load
@@ -460,11 +453,11 @@ def _reciprocal_norms(
 
 
 @triton.jit
-def _gram(
-    p_x,
-    s_x,
-    p_y,
-    s_y,
+def _grams(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
     b,
     t,
     h,
@@ -475,13 +468,14 @@ def _gram(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x y^T of a chunk's raw rows, read in slices.   [BT, BT]"""
-    b_gram = tl.zeros((BT, BT), tl.float32)
+    """q k^T and k k^T of a chunk's raw rows, read in slices.   2 x [BT, BT]"""
+    b_qk, b_kk = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_y = load_tokens(p_y, s_y, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_gram = mm(b_x, tl.trans(b_y), b_gram, OP, PRECISION)
-    return b_gram
+        b_q = load_tokens(p_q, s_q, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_k = load_tokens(p_k, s_k, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_qk = mm(b_q, tl.trans(b_k), b_qk, OP, PRECISION)
+        b_kk = mm(b_k, tl.trans(b_k), b_kk, OP, PRECISION)
+    return b_qk, b_kk
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.tile.decay.triton import FLOOR, add_key_gram, decay_key_gram, gate_kind, gram_levels, load_gate
@@ -29,7 +30,9 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
     rounded = k.dtype != torch.float32 and gate != "channel"
     config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate), k.device)
-    wyfold_kkt_triton[(grid.chunks * HV,)](
+    launched(
+        wyfold_kkt_triton,
+        grid.chunks * HV,
         k,
         k.stride(),
         beta,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.launch import tuned
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
@@ -36,16 +37,19 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
     """
     tile = _tiles("l2norm", x)
     if tile.tiles:
-        wyfold_l2norm_triton[(tile.tiles,)](x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch())
+        launched(
+            wyfold_l2norm_triton, tile.tiles, x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch()
+        )
 
 
 def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     """Write the gradient of `l2norm` in x to dx; all [n, W]."""
     tile = _tiles("l2norm_bwd", x, dy, dx)
     if tile.tiles:
-        wyfold_l2norm_bwd_triton[(tile.tiles,)](
-            x, tile.steps(x), dy, tile.steps(dy), dx, tile.steps(dx), x.shape[0], eps, **tile.launch()
-        )
+        launched(
+            wyfold_l2norm_bwd_triton, tile.tiles,
+            x, tile.steps(x), dy, tile.steps(dy), dx, tile.steps(dx), x.shape[0], eps, **tile.launch(),
+        )  # fmt: skip
 
 
 def rms_norm_gated(
@@ -61,7 +65,8 @@ def rms_norm_gated(
     """
     tile = _tiles("rms_norm_gated", x, z, out)
     if tile.tiles:
-        wyfold_rms_norm_gated_triton[(tile.tiles,)](
+        launched(
+            wyfold_rms_norm_gated_triton, tile.tiles,
             x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
             out, tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
         )  # fmt: skip
@@ -83,7 +88,8 @@ def rms_norm_gated_bwd(
     programs = min(tile.tiles, tile.programs)
     sums = [total for total in (out.weight, out.bias) if total is not None]
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
-    wyfold_rms_norm_gated_bwd_triton[(programs,)](
+    launched(
+        wyfold_rms_norm_gated_bwd_triton, programs,
         x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
         dy, tile.steps(dy), out.x, tile.steps(out.x), out.z, tile.steps(out.z), partial,
         x.shape[0], tile.tiles, programs, options.eps,

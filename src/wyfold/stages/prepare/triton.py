@@ -7,23 +7,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
+from wyfold.tile.decay.channel.triton import (
+    add_channel_grams,
+    load_sub_chunk_gate,
+    sub_chunk_sums,
+    sums_after,
+    sums_between,
+)
 from wyfold.tile.decay.triton import (
     FLOOR,
-    add_channel_grams,
     decayed_grams_transposed,
     gate_flags,
     gate_kind,
     load_gate,
-    load_sub_chunk_gate,
     running_sum,
     scalar_rows,
-    sub_chunk_sums,
-    sums_after,
-    sums_between,
 )
 from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
@@ -80,7 +83,11 @@ def prepare(
             if x is not None:
                 x.zero_()
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
-    wyfold_prepare_triton[(tiles,)](
+    # With a channel gate a warp has a sub-chunk of its own.
+    warps = C // 16 if channel else config.warps
+    launched(
+        wyfold_prepare_triton,
+        tiles,
         q,
         q.stride(),
         k,
@@ -120,12 +127,12 @@ def prepare(
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
-        WHOLE=C == 64 and config.blocks["BM"] == 64,
+        WHOLE=config.blocks["BM"] >= C,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
-        # With a channel gate a warp has a sub-chunk of its own.
-        **{**config.options(), "num_warps": C // 16 if channel else config.warps},
+        WARPS=warps,
+        **{**config.options(), "num_warps": warps},
     )
     return found
 
@@ -205,6 +212,7 @@ def wyfold_prepare_triton(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """One program owns a chunk of one value head; nothing lives longer than its tiles."""
     i_tile = tl.program_id(0).to(tl.int64)
@@ -266,9 +274,9 @@ def wyfold_prepare_triton(
 
     b_divisor = divisor(b_beta)
     if WHOLE:
-        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], EXACT)
+        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
     else:
-        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT)
+        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
     if with_w:
         store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
     store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
@@ -82,7 +83,9 @@ def scan(
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_rows, x_total, x_E, x_W, x_F, x_o = boxes or where
-    wyfold_scan_triton[(grid.sequences * HV * -(-V // BV),)](
+    launched(
+        wyfold_scan_triton,
+        grid.sequences * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
         x_k,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
@@ -79,7 +80,9 @@ def scan_bwd(
     where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:], *found
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_do, *x_tiles = boxes or where
-    wyfold_scan_bwd_triton[(2 * grid.sequences * HV * -(-V // BV),)](
+    launched(
+        wyfold_scan_bwd_triton,
+        2 * grid.sequences * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
         x_k,

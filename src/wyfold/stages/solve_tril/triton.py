@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, interpreting, tuned
 from wyfold.tile.index.triton import chunk_span
@@ -25,7 +26,9 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
     together = 64 // C
     groups = triton.cdiv(H, together)
     config = tuned("solve_tril.triton", launch_key(L.dtype, C), L.device)
-    wyfold_solve_tril_triton[(grid.chunks * groups,)](
+    launched(
+        wyfold_solve_tril_triton,
+        grid.chunks * groups,
         L,
         L.stride(),
         out,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkTable
 from wyfold.tile.activation.eager import sigmoid, softplus
+from wyfold.tile.decay.channel.eager import channel_grams, channel_grams_bwd, exclusive_sum, suffix_sum
 from wyfold.tile.index.eager import from_chunks, to_chunks
 
 
@@ -122,7 +123,7 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
         J, P: [n, C, C].
     """
     if G is not None and _per_channel(G):
-        J, P = _channel_grams((k, q), k, G)
+        J, P = channel_grams((k, q), k, G)
         P.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
         return J, P
     J, P = _grams((k, q), k, G)
@@ -132,7 +133,7 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
 def decayed_key_gram(k: Tensor, G: Tensor | None) -> Tensor:
     """J of `decayed_grams` alone."""
     if G is not None and _per_channel(G):
-        return _channel_grams((k,), k, G)[0]
+        return channel_grams((k,), k, G)[0]
     return _grams((k,), k, G)[0].tril_(-1)
 
 
@@ -152,7 +153,7 @@ def decayed_grams_bwd(
             holds the token.
     """
     if G is not None and _per_channel(G):
-        return _channel_grams_bwd(q, k, G, dJ, dP)
+        return channel_grams_bwd(q, k, G, dJ, dP)
     dg = None
     if G is not None:
         pairs = (dP * P + dJ * J).tril_(-1)
@@ -181,7 +182,7 @@ def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor,
         pairs: Shape of G, from `decayed_grams_bwd`.
     """
     from_start, to_end, across = (to_gate_shape(x, G) for x in (from_start, to_end, across))
-    return _suffix_sum(from_start) + _exclusive_sum(to_end) + across[:, None] + pairs
+    return suffix_sum(from_start) + exclusive_sum(to_end) + across[:, None] + pairs
 
 
 def token_decay(g: Tensor | None) -> Tensor | None:
@@ -220,74 +221,6 @@ def _pairwise(G: Tensor) -> Tensor:
     return torch.exp((G - G.transpose(1, 2)).masked_fill_(above, -torch.inf))
 
 
-def _suffix_sum(x: Tensor) -> Tensor:
-    """sum_{r >= i} x[r] along the rows."""
-    return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def _exclusive_sum(x: Tensor) -> Tensor:
-    """sum_{s < i} x[s] along the rows: a shifted scan, never "inclusive minus self"."""
-    return torch.nn.functional.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum_(-2)
-
-
 def _interval_sum(pairs: Tensor) -> Tensor:
     """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [n, C, C] -> [n, C]"""
-    return _suffix_sum(pairs).tril_(-1).sum(-1)
-
-
-# A channel gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their
-# lower half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each
-# pair r > s meets at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal
-# needs no gate.
-
-
-def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower halves, [n, C / 2h, h, W] each, of the blocks of 2h rows of [n, C, W]."""
-    blocks = x.unflatten(1, (-1, 2, h))
-    return blocks[:, :, 0], blocks[:, :, 1]
-
-
-def _lower_left(X: Tensor, h: int) -> Tensor:
-    """View [n, C / 2h, h, h] of the lower left quarters of the diagonal blocks of 2h rows of a contiguous [n, C, C]."""
-    n, C, _ = X.shape
-    return X.as_strided((n, C // (2 * h), h, h), (C * C, 2 * h * (C + 1), C, 1), X.storage_offset() + h * C)
-
-
-def _levels(C: int) -> list[int]:
-    return [1 << level for level in reversed(range((C - 1).bit_length()))]
-
-
-def _channel_grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor) -> list[Tensor]:
-    """Grams of each of `rows` with k below the diagonal, zero elsewhere."""
-    n, C, _ = k.shape
-    grams = [k.new_zeros(n, C, C) for _ in rows]
-    for h in _levels(C):
-        G_upper, G_lower = _halves(G, h)
-        anchor = G_lower[:, :, :1]
-        column = (_halves(k, h)[0] * torch.exp(anchor - G_upper)).transpose(2, 3)
-        row = torch.exp(G_lower - anchor)
-        for x, gram in zip(rows, grams, strict=True):
-            _lower_left(gram, h).copy_((_halves(x, h)[1] * row) @ column)
-    return grams
-
-
-def _channel_grams_bwd(q: Tensor, k: Tensor, G: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    diagonal = dP.diagonal(dim1=1, dim2=2)[..., None]
-    dq, dk = diagonal * k, diagonal * q
-    dg = torch.zeros_like(G)
-    for h in _levels(k.shape[1]):
-        G_upper, G_lower = _halves(G, h)
-        anchor = G_lower[:, :, :1]
-        row, column = torch.exp(G_lower - anchor), torch.exp(anchor - G_upper)
-        (k_upper, k_lower), q_lower = _halves(k, h), _halves(q, h)[1]
-        dJ_block, dP_block = _lower_left(dJ, h), _lower_left(dP, h)
-        k_column = k_upper * column
-        dq_lower = (dP_block @ k_column) * row
-        dk_lower = (dJ_block @ k_column) * row
-        dk_upper = (dP_block.transpose(2, 3) @ (q_lower * row) + dJ_block.transpose(2, 3) @ (k_lower * row)) * column
-        _halves(dq, h)[1].add_(dq_lower)
-        _halves(dk, h)[1].add_(dk_lower)
-        _halves(dk, h)[0].add_(dk_upper)
-        _halves(dg, h)[1].add_(_suffix_sum(q_lower * dq_lower + k_lower * dk_lower))
-        _halves(dg, h)[0].add_(_exclusive_sum(k_upper * dk_upper))
-    return dq, dk, dg
+    return suffix_sum(pairs).tril_(-1).sum(-1)

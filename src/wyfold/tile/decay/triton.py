@@ -1,11 +1,8 @@
 """The gate on the device, in the one place that knows its kind.
 
 GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction. The forward splits its grams by sub-chunks of 16 rows, with anchors at their first rows
-(`add_channel_grams`). Elsewhere they are split by dyadic halving: at level h, blocks of 2h rows pair their upper with
-their lower half, both anchored at the lower half's first row. There every running sum from an anchor is a product with
-a 0/1 matrix of token intervals, whose transpose is its adjoint: nothing is subtracted, so weak factors keep their
-relative accuracy.
+the contraction, which `channel` splits for the forward's grams and for their adjoint; `kkt` halves down to single rows
+here. Nothing is subtracted on any of these ways, so weak factors keep their relative accuracy.
 """
 
 from __future__ import annotations
@@ -19,10 +16,18 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, self_product, tf32_parts
-from wyfold.tile.index.triton import load_sub_chunks, load_token_scalars, load_tokens, store_token_scalars, store_tokens
+from wyfold.tile.dot.triton import mm, mm_exact, self_product
+from wyfold.tile.index.triton import (
+    load_token_scalars,
+    load_tokens,
+    store_token_scalars,
+    store_token_sub_chunks,
+)
 
 FLOOR = log_gate_floor(torch.float32)
+
+NEAR: tl.constexpr = tl.constexpr(8)
+"""Rows of a sub-chunk of the adjoint, whose pairs meet one by one."""
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -158,20 +163,6 @@ def spans(o_interval, b_g, EXACT: tl.constexpr):
 
 
 @triton.jit
-def to_row(BT: tl.constexpr):
-    """Intervals from the chunk's start to each row, that row included: decay from the start.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] <= o[:, None]
-
-
-@triton.jit
-def past_row(BT: tl.constexpr):
-    """Intervals from after each row to the chunk's end: decay to the end.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] > o[:, None]
-
-
-@triton.jit
 def to_anchor(h, BT: tl.constexpr):
     """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
 
@@ -182,13 +173,6 @@ def to_anchor(h, BT: tl.constexpr):
     low = tl.minimum(o, anchor)[:, None]
     high = tl.maximum(o, anchor)[:, None]
     return (o[None, :] > low) & (o[None, :] <= high)
-
-
-@triton.jit
-def meets(h, BT: tl.constexpr):
-    """Pairs [s, r] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
-    o = tl.arange(0, BT) // h
-    return ((o % 2) == 0)[:, None] & (o[None, :] == o[:, None] + 1)
 
 
 @triton.jit
@@ -217,161 +201,6 @@ def decayed_grams_transposed(
         b_PT *= pairwise_decay(b_G, BT)
     b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
-
-
-@triton.jit
-def load_sub_chunk_gate(
-    p_g,
-    s_g,
-    p_A_log,
-    p_dt_bias,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    nothing,
-    lower_bound,
-    clamp,
-    ACTIVATION: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
-    x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
-    g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
-    if ACTIVATION != "given":
-        o_r = 16 * tl.arange(0, BT // 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
-        o_k = column + tl.arange(0, BK)[None, None, :]
-        g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
-    return g * 1.4426950408889634
-
-
-@triton.jit
-def sub_chunk_sums(b_g):
-    """Sums of gates [NB, 16, BK] in their sub-chunk: after its first row up to each, the first, and after the first.
-
-    Returns:
-        [NB, 16, BK], [NB, BK], [NB, BK].
-    """
-    o_i = tl.arange(0, 16)[None, :, None]
-    b_P = tl.cumsum(tl.where(o_i == 0, 0.0, b_g), axis=1)
-    b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1)
-    b_rest = tl.sum(tl.where(o_i == 15, b_P, 0.0), axis=1)
-    return b_P, b_first, b_rest
-
-
-@triton.jit
-def sums_between(b_first, b_rest, NB: tl.constexpr):
-    """Gates from the end of sub-chunk n to the first row of sub-chunk i > n, and, at i = 0, all those before n.
-
-    Zero for other i. One sum over sub-chunks serves both.   [NB, NB, BK], [i, n]
-    """
-    i_m = tl.arange(0, NB)[:, None, None, None]
-    i_i = tl.arange(0, NB)[None, :, None, None]
-    i_n = tl.arange(0, NB)[None, None, :, None]
-    inside = ((i_n < i_m) & (i_m < i_i)) | ((i_i == 0) & (i_m < i_n))
-    b_sum, b_first = (b_first + b_rest)[:, None, None], b_first[:, None, None]
-    return tl.sum(tl.where(inside, b_sum, tl.where((i_m == i_i) & (i_n < i_i), b_first, 0.0)), axis=0)
-
-
-@triton.jit
-def sums_after(b_x, NB: tl.constexpr):
-    """Sums over later sub-chunks of one number for each.   [NB, BK]"""
-    i_m, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
-    return tl.sum(tl.where(i_m > i_n, b_x[:, None], 0.0), axis=0)
-
-
-REACH: tl.constexpr = tl.constexpr(96.0)
-"""Span of log2 decays that one anchor serves: bfloat16 and float32 hold its factors, down to 2^-96 and up to 2^96."""
-
-
-@triton.jit
-def add_channel_grams(
-    b_JT,
-    b_PT,
-    b_q,
-    b_k,
-    b_P,
-    b_rest,
-    b_between,
-    NB: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Transposed grams plus what some channels give, for rows r of sub-chunk i.   [NB, BT, 16], [i, s, r]
-
-        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
-        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
-
-    and anything where s >= r. The anchor of a row r is the first of its sub-chunk, so that its factor is exp2(P[r]). A
-    row s of an earlier sub-chunk decays up to there. One of the same sub-chunk has the factor exp2(-P[s]), as long as
-    P[s] >= -REACH, which 15 gates rarely miss. Where one does, further anchors follow, REACH from each other, and each
-    serves the s inside its reach; to the others those are zeros, so that nothing but their own rows feels them.
-
-    Operands have the 11 bits of TF32: with bfloat16's 8, errors of repeated keys add up (docs/numerics.md).
-
-    Args:
-        b_q, b_k: [NB, 16, BK] normalised rows.
-        b_P, b_rest: From `sub_chunk_sums`.
-        b_between: From `sums_between`.
-
-    Returns:
-        J^T, P^T; and q and k with the factors of rows, float32.
-    """
-    NEAREST: tl.constexpr = CUT_TO_NEAREST if PRECISION == "tf32" else 1.0
-    b_factor = tl.exp2(b_P)
-    b_qf, b_kf = b_q * b_factor, b_k * b_factor
-    b_qr = gram_operand(b_qf * NEAREST, OP, PRECISION).permute(0, 2, 1)
-    b_kr = gram_operand(b_kf * NEAREST, OP, PRECISION).permute(0, 2, 1)
-
-    i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
-    b_on = tl.where(i_n < i_i, tl.exp2(b_between + b_rest), tl.where(i_n == i_i, 1.0, 0.0)) * NEAREST
-    b_s = -b_P
-    most = -tl.min(b_rest)
-    # Rounded up at a multiple of REACH: one too many costs time, one too few a pair.
-    anchors = tl.where(most > 0.0, most / REACH + 0.01, 0.0).to(tl.int32) + 1
-    if anchors > 1:
-        b_s = tl.where(b_P < -REACH, -1024.0, b_s)
-    b_ks = ((b_k * tl.exp2(b_s))[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
-    b_ks = gram_operand(b_ks, OP, PRECISION)
-    b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
-    b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
-    if anchors > 1:
-        b_s = tl.exp2(tl.where(b_P < -REACH, b_rest[:, None] - b_P, -1024.0)) * NEAREST
-        b_on = tl.where(i_n < i_i, tl.exp2(b_between), 0.0)
-        b_ks = gram_operand(((b_k * b_s)[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK), OP, PRECISION)
-        b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
-        b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
-        for anchor in range(1, anchors):
-            b_p = b_P + anchor * REACH
-            b_factor = tl.exp2(tl.where(b_p > 0.0, 0.0, b_p)) * NEAREST
-            b_s = tl.exp2(tl.where((b_p < 0.0) & (b_p >= -REACH), -b_p, -1024.0)) * NEAREST
-            b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, BK)
-            b_ks = gram_operand(b_ks, OP, PRECISION)
-            b_kr = gram_operand(b_k * b_factor, OP, PRECISION).permute(0, 2, 1)
-            b_qr = gram_operand(b_q * b_factor, OP, PRECISION).permute(0, 2, 1)
-            b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
-            b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
-    return b_JT, b_PT, b_qf, b_kf
-
-
-CUT_TO_NEAREST: tl.constexpr = tl.constexpr(1.0 + 2.0**-11.5)
-"""A number times this, cut to the 11 bits of TF32, lies above the number about as often as below, as if it were rounded:
-0.7 to 1.4 times half of the last bit kept is added, by the number's other bits. Cutting alone loses half of that bit on
-average, which repeated keys sum up; to round each operand takes four instructions, and this none of its own."""
-
-
-@triton.jit
-def gram_operand(x, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """x, of which a TF32 product cuts the last bits off; where products are exact, rounded to TF32 here for bfloat16."""
-    if OP == tl.bfloat16 and PRECISION == "ieee":
-        high, _ = tf32_parts(x)
-        return tl.where(x == x, high, x)
-    else:
-        return x
 
 
 def gram_levels(gate: str, chunk_size: int) -> int:
@@ -406,7 +235,7 @@ def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def meets_transposed(h, BT: tl.constexpr):
-    """`meets` as [r, s]."""
+    """Pairs [r, s] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
     o = tl.arange(0, BT) // h
     return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
 
@@ -420,7 +249,8 @@ def pairwise_decay(b_G, BT: tl.constexpr):
     """
     o = tl.arange(0, BT)
     difference = b_G[:, None] - b_G[None, :]
-    return tl.exp(tl.where(o[:, None] >= o[None, :], difference, -difference))
+    # Triton's exp scales what is too small for a float32 to be normal, in three instructions more.
+    return tl.exp2(tl.where(o[:, None] >= o[None, :], difference, -difference) * 1.4426950408889634)
 
 
 @triton.jit
@@ -506,6 +336,7 @@ def store_gate_gradient(
     rows,
     b_dx,
     b_dA,
+    nothing,
     GATE: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -515,24 +346,27 @@ def store_gate_gradient(
 
     Args:
         p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
-        b_dx, b_dA: From `log_gate_bwd`: [BT, BK] for the channels from `column` on, or [BT].
+        b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
+        nothing: As of `load_sub_chunks`.
     """
+    # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
+    o_one = i_tile + tl.arange(0, 1)
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
-        o_k = column + tl.arange(0, BK)
-        real = (o_r < rows)[:, None] & (o_k < K)[None, :]
+        o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
+        real = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
-            store_tokens(p_dg, s_dg, b, t, h, column, rows, b_dx, K, BT, BK)
+            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK, NEAR)
         if p_ddt_bias is not None:
-            tl.store(p_ddt_bias + i_tile * K + o_k, tl.sum(tl.where(real, b_dx, 0.0), axis=0), mask=o_k < K)
+            b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
+            tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
         if p_dA_log is not None:
-            tl.store(p_dA_log + i_tile * NK + column // BK, tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0))
+            b_sum = tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0)
+            tl.store(p_dA_log + o_one * NK + column // BK, tl.sum(b_sum[None, :], axis=1))
     elif GATE == "scalar":
         if p_dg is not None:
             store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
-        # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
-        o_one = i_tile + tl.arange(0, 1)
         if p_ddt_bias is not None:
             tl.store(p_ddt_bias + o_one, tl.sum(tl.where(o_r < rows, b_dx, 0.0)[None, :], axis=1))
         if p_dA_log is not None:
@@ -550,17 +384,14 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s], for strictly lower pairs.   [BT, BT] -> [BT]"""
-    o = tl.arange(0, BT)
-    below = spans(o[:, None] <= o[None, :], b_pairs, EXACT)
-    return tl.sum(tl.where(o[:, None] > o[None, :], below, 0.0), axis=1)
+    """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
 
-
-@triton.jit
-def exclusive_sum(x, BT: tl.constexpr):
-    """sum_{s < i} x[s], of numbers that are added and never subtracted.   [BT]"""
-    o = tl.arange(0, BT)
-    return tl.sum(tl.where(o[None, :] < o[:, None], x[None, :], 0.0), axis=1)
+    The sum over s is a product, with the pairs as its left operand: they stay in the registers of the product they
+    came from.
+    """
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_before = mm_exact(tl.where(o_r > o_i, b_pairs, 0.0), (o_r < o_i).to(tl.bfloat16), None, EXACT)
+    return tl.sum(tl.where(o_r >= o_i, b_before, 0.0), axis=0)
 
 
 @triton.jit
@@ -572,99 +403,5 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
         b_write: [BT] the same of the rows decayed to its end.
         carried: The entering state times its gradient, decayed over the chunk, summed.
     """
-    return tl.cumsum(b_read, axis=0, reverse=True) + exclusive_sum(b_write, BT) + carried
-
-
-@triton.jit
-def channel_bwd(
-    b_q,
-    b_k,
-    b_rq,
-    b_rk,
-    b_g,
-    p_pairs,
-    i_tile,
-    b_dq,
-    b_dk,
-    b_dk_write,
-    b_carried,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Adjoint of everything a channel gate decays, for some channels: reads, writes, the state, and the grams.
-
-    Args:
-        b_q, b_k: [BT, BK] raw rows; b_rq, b_rk: [BT] reciprocal norms, or ones.
-        b_g: [BT, BK] log gate.
-        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T. They
-            come from memory, a level's share at a time: in registers they would leave no room.
-        b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
-        b_carried: [BK] entering state times the leaving one's gradient, summed over V.
-
-    Returns:
-        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [BT, BK] each.
-    """
-    b_decay = tl.exp(spans(to_row(BT), b_g, EXACT))
-    b_dq *= b_decay
-    b_dk *= b_decay
-    b_dk_write *= tl.exp(spans(past_row(BT), b_g, EXACT))
-    b_read = b_q * b_rq[:, None] * b_dq + b_k * b_rk[:, None] * b_dk
-    b_dg = spans(from_row(BT), b_read, EXACT)
-    b_dg += spans(before_row(BT), b_k * b_rk[:, None] * b_dk_write, EXACT)
-    b_dg += (b_carried * tl.exp(tl.sum(b_g, axis=0)))[None, :]
-    b_dk += b_dk_write
-
-    o = tl.arange(0, BT)
-    b_diagonal = tl.load(p_pairs + (i_tile * 3 + 1) * (BT * BT) + o * (BT + 1)).to(tl.float32)[:, None]
-    b_dq += b_diagonal * (b_k * b_rk[:, None])
-    b_dk += b_diagonal * (b_q * b_rq[:, None])
-    h = BT // 2
-    while h > 0:
-        b_decay = tl.exp(spans(to_anchor(h, BT), b_g, EXACT))
-        b_kd = b_k * b_rk[:, None] * b_decay
-        earlier, later = meets(h, BT), meets_transposed(h, BT)
-        b_level = mm(_pairs(p_pairs, i_tile, 1, later, BT), b_kd, None, OP, PRECISION)
-        b_dq += b_decay * b_level
-        b_qd = b_q * b_rq[:, None] * b_decay
-        b_along = b_qd * b_level
-        b_level = mm(_pairs(p_pairs, i_tile, 0, later | earlier, BT), b_kd, None, OP, PRECISION)
-        b_level = mm(_pairs(p_pairs, i_tile, 2, earlier, BT), b_qd, b_level, OP, PRECISION)
-        b_dk += b_decay * b_level
-        b_dg += spans(from_anchor(h, BT), b_along + b_kd * b_level, EXACT)
-        h = h // 2
-    return b_dq, b_dk, b_dg
-
-
-@triton.jit
-def _pairs(p_pairs, i_tile, which, mask, BT: tl.constexpr):
-    """One of a tile's three pair gradients where the mask lets it through, else zeros.   [BT, BT]"""
-    o = tl.arange(0, BT)
-    offsets = (i_tile * 3 + which) * (BT * BT) + o[:, None] * BT + o[None, :]
-    return tl.load(p_pairs + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def from_anchor(h, BT: tl.constexpr):
-    """`to_anchor` transposed: rows whose interval holds the token."""
-    o = tl.arange(0, BT)
-    anchor = (o // (2 * h)) * (2 * h) + h
-    low = tl.minimum(o, anchor)[None, :]
-    high = tl.maximum(o, anchor)[None, :]
-    return (o[:, None] > low) & (o[:, None] <= high)
-
-
-@triton.jit
-def from_row(BT: tl.constexpr):
-    """`to_row` transposed: each token's row and all after it.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] >= o[:, None]
-
-
-@triton.jit
-def before_row(BT: tl.constexpr):
-    """`past_row` transposed: all rows before each token's.   [BT, BT] 0/1"""
-    o = tl.arange(0, BT)
-    return o[None, :] < o[:, None]
+    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    return tl.sum(tl.where(o_r >= o_i, b_read[:, None], b_write[:, None]), axis=0) + carried

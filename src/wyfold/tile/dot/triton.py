@@ -7,6 +7,8 @@ it, whose operands must not be rounded: float32 by three partial products (docs/
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ def workspace(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
+@functools.cache
 def precision(dtype: torch.dtype) -> str:
     """PRECISION of `mm`; ignored where the operands are bfloat16."""
     if interpreting():
@@ -31,6 +34,7 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+@functools.cache
 def exact(dtype: torch.dtype) -> str:
     """EXACT of `mm_exact`."""
     if interpreting():

@@ -10,6 +10,7 @@ sequence's rows. What takes an address or a box is called `x_`; TMA says which.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,22 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 
 def copies_boxes(device: torch.device) -> bool:
     """Whether the device has the engine; an interpreter has."""
-    name = launch.architecture(device)
+    return _copied_on(launch.architecture(device))
+
+
+@functools.cache
+def _copied_on(name: str) -> bool:
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
-def token_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+class Boxes(TensorDescriptor):
+    """Boxes of a matrix in memory, for which the functions below have asked all that Triton's descriptor would."""
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+
+def token_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     """Boxes of x [B, T, H, W] as a matrix [B T, W of every head]; None where memory is not laid out for them."""
     (B, T, H, W), (s_b, s_t, s_h, s_w) = x.shape, x.stride()
     width = (H - 1) * s_h + W
@@ -45,22 +57,22 @@ def token_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
         return None
     if not (0 < s_t and 0 < B * T < MOST and 0 < width < MOST):
         return None
-    return TensorDescriptor(x, [B * T, width], [s_t, 1], [rows, columns])
+    return Boxes(x, [B * T, width], [s_t, 1], [rows, columns])
 
 
-def tile_boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
     tiles, R, W = x.shape
     if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < MOST:
         return None
-    return TensorDescriptor(x, [tiles * R, W], [W, 1], [rows, columns])
+    return Boxes(x, [tiles * R, W], [W, 1], [rows, columns])
 
 
-def number_boxes(x: Tensor, count: int) -> TensorDescriptor | None:
+def number_boxes(x: Tensor, count: int) -> Boxes | None:
     """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
         return None
-    return TensorDescriptor(x, [x.numel()], [1], [count])
+    return Boxes(x, [x.numel()], [1], [count])
 
 
 def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[Any] | None:
@@ -72,19 +84,20 @@ def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[
 def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
     """Sequence of chunk i_c, its number there, its buffer row, its first token, and how many tokens it holds.
 
-    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold <= 0
-    tokens.
+    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold none.
+    The count has 32 bits: every mask compares with it.
     """
     if PACKED:
         i_n = tl.load(p_sequence + i_c)
         i_s = i_c - tl.load(p_first + i_n)
         t = tl.load(p_cu + i_n) + i_s * BT
-        return i_n, i_s, i_n * 0, t, tl.minimum(tl.load(p_cu + i_n + 1) - t, BT)
+        rows = tl.load(p_cu + i_n + 1) - t
+        return i_n, i_s, i_n * 0, t, tl.maximum(tl.minimum(rows, BT), 0).to(tl.int32)
     else:
         i_n = i_c // per_sequence
         i_s = i_c - i_n * per_sequence
         t = i_s * BT
-        return i_n, i_s, i_n, t, tl.minimum(T - t, BT)
+        return i_n, i_s, i_n, t, tl.minimum(T - t, BT).to(tl.int32)
 
 
 @triton.jit
@@ -121,14 +134,27 @@ def load_tokens(p, strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.const
 
 
 @triton.jit
-def load_sub_chunks(p, strides, b, t, h, column, rows, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """`load_tokens` in sub-chunks of 16 rows.   [BT / 16, 16, BW]
+def load_sub_chunks(
+    p,
+    strides,
+    b,
+    t,
+    h,
+    column,
+    rows,
+    nothing,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr = 16,
+):
+    """`load_tokens` in sub-chunks of BR rows.   [BT / BR, BR, BW]
 
     `nothing` is 0, which the compiler must not know: it then takes no address for a multiple of more than BW / 32
-    elements, so that 32 neighbouring lanes load a row of a sub-chunk, and a thread holds all 16 rows of its columns.
+    elements, so that 32 neighbouring lanes load a row of a sub-chunk, and a thread holds all BR rows of its columns.
     Sums and choices along the rows of a sub-chunk then need no other thread.
     """
-    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, nothing, BT, BW)
+    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, nothing, BT, BW, BR)
     p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
     mask = o_i < rows - o_n
     if W % BW != 0:
@@ -137,22 +163,55 @@ def load_sub_chunks(p, strides, b, t, h, column, rows, nothing, W: tl.constexpr,
 
 
 @triton.jit
-def store_sub_chunks(p, i_tile, column, x, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Write columns of a tile of a contiguous [tiles, BT, W] from its sub-chunks [BT / 16, 16, BW], rounding once."""
-    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, nothing, BT, BW)
+def store_token_sub_chunks(
+    p, strides, b, t, h, column, rows, x, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+):
+    """`store_tokens` of sub-chunks [BT / BR, BR, BW]."""
+    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, nothing, BT, BW, BR)
+    p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
+    tl.store(p_tile + offsets, x.to(p.dtype.element_ty), mask=(o_i < rows - o_n) & (o_w < W))
+
+
+@triton.jit
+def to_sub_chunks(x, p, nothing, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
+    """x [BT, BW] float32 in sub-chunks, laid out among the threads as `load_sub_chunks` lays them out.
+
+    What a product returns has the matrix unit's layout, and all that it meets would get it too. Here it is what a load
+    that never happens has in place of memory, so that it gets a load's. p: any float32 pointer.
+    """
+    offsets, _, _, _ = _sub_chunk_offsets(BW, 1, 0, nothing, BT, BW, BR)
+    return tl.load(p + offsets, mask=tl.full(offsets.shape, 0, tl.int32) + nothing > 0, other=x.reshape(offsets.shape))
+
+
+@triton.jit
+def load_tile_sub_chunks(
+    p, i_tile, column, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+):
+    """Columns of a tile of a contiguous [tiles, BT, W] in sub-chunks.   [BT / BR, BR, BW]"""
+    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, nothing, BT, BW, BR)
+    p_tile = p + i_tile.to(tl.int64) * (BT * W)
+    return tl.load(p_tile + offsets, mask=tl.broadcast_to(o_w < W, (BT // BR, BR, BW)), other=0.0)
+
+
+@triton.jit
+def store_sub_chunks(
+    p, i_tile, column, x, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr = 16
+):
+    """Write columns of a tile of a contiguous [tiles, BT, W] from its sub-chunks [BT / BR, BR, BW], rounding once."""
+    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, nothing, BT, BW, BR)
     p_tile = p + i_tile.to(tl.int64) * (BT * W)
     x = x.to(p.dtype.element_ty)
     if W % BW == 0:
         tl.store(p_tile + offsets, x)
     else:
-        tl.store(p_tile + offsets, x, mask=tl.broadcast_to(o_w < W, (BT // 16, 16, BW)))
+        tl.store(p_tile + offsets, x, mask=tl.broadcast_to(o_w < W, (BT // BR, BR, BW)))
 
 
 @triton.jit
-def _sub_chunk_offsets(s_row, s_column, column, nothing, BT: tl.constexpr, BW: tl.constexpr):
+def _sub_chunk_offsets(s_row, s_column, column, nothing, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
     """Offsets of sub-chunks' elements, and row inside its sub-chunk, first row of its sub-chunk, and column of each."""
-    o_i = tl.arange(0, 16)[None, :, None]
-    o_n = 16 * tl.arange(0, BT // 16)[:, None, None]
+    o_i = tl.arange(0, BR)[None, :, None]
+    o_n = BR * tl.arange(0, BT // BR)[:, None, None]
     o_w = column + tl.arange(0, BW)[None, None, :]
     unit: tl.constexpr = BW // 32 if BW > 32 else 1
     first = o_n.to(tl.int64) * s_row + o_w.to(tl.int64) * s_column + nothing * unit

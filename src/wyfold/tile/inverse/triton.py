@@ -17,10 +17,11 @@ from wyfold.tile.dot.triton import mm_exact
 
 
 @triton.jit
-def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr = 4):
+def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr):
     """(I + L)^-T of a strictly lower L, given with its transpose; of L itself only what is below the diagonal is read.
 
-    [BT, BT] float32. WARPS is the warps of a program, or less: each substitutes in a block of its own, or repeats another's.
+    [BT, BT] float32. WARPS is the warps of a program, or less: each substitutes in a block of its own, or repeats
+    another's.
     """
     NB: tl.constexpr = BT // 16
     i_b = tl.arange(0, NB)[:, None, None]
@@ -46,22 +47,23 @@ def inverse_transposed(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: 
 
 
 @triton.jit
-def inverse_transposed_whole(b_L, b_LT, EXACT: tl.constexpr):
-    """`inverse_transposed` of 64 rows by products of whole tiles, for units that multiply nothing smaller than 64 rows.
+def inverse_transposed_whole(b_L, b_LT, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr):
+    """`inverse_transposed` by products of whole tiles, for units that multiply BT rows and no fewer.
 
-    With D the inverses of the blocks of h rows on the diagonal, transposed, zero elsewhere, the blocks right of them are
-    those of -(D LT) D; what a product gives elsewhere is selected away.
+    With D the inverses of the blocks of h rows on the diagonal, transposed, and zero elsewhere, the blocks right of
+    them are those of -(D LT) D; what a product gives elsewhere is selected away.
     """
-    o = tl.arange(0, 64)
-    i_b = tl.arange(0, 4)[:, None, None]
-    b_0, b_1, b_2, b_3 = _column_blocks(b_L, 4)
+    NB: tl.constexpr = BT // 16
+    o = tl.arange(0, BT)
+    i_b = tl.arange(0, NB)[:, None, None]
+    b_0, b_1, b_2, b_3 = _column_blocks(b_L, NB)
     b_D = tl.where(i_b == 0, b_0, tl.where(i_b == 1, b_1, tl.where(i_b == 2, b_2, b_3)))
-    b_D = _shared_out(b_D.permute(1, 0, 2), 4, 4).permute(1, 2, 0)
-    on = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    b_M = tl.where(on, b_D[:, :, None, :], b_LT.reshape(4, 16, 4, 16)).reshape(64, 64)
+    b_D = _shared_out(b_D.permute(1, 0, 2), NB, WARPS).permute(1, 2, 0)
+    on = tl.arange(0, NB)[:, None, None, None] == tl.arange(0, NB)[None, None, :, None]
+    b_M = tl.where(on, b_D[:, :, None, :], b_LT.reshape(NB, 16, NB, 16)).reshape(BT, BT)
     on = (o // 16)[:, None] == (o // 16)[None, :]
     b_D, b_LT = tl.where(on, b_M, 0.0), tl.where(on, 0.0, b_M)
-    for h in tl.static_range(16, 48, 16):
+    for h in tl.static_range(16, BT // 2 + 16, 16):
         right = (o // h)[:, None] + 1 == (o // h)[None, :]
         right = right & ((o // h) % 2 == 0)[:, None]
         b_X = tl.where(right, mm_exact(b_D, b_LT, None, EXACT), 0.0)

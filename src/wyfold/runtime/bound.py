@@ -1,0 +1,183 @@
+"""Launches that find their compiled kernel without Triton's help, after the first one like them.
+
+Triton's own way into a kernel asks of each argument what the code may depend on, writes the answers out as a text, and
+looks the compiled kernel up by it: 25 to 40 microseconds of a launch with fifty arguments, before the driver is asked
+for anything. `launched` goes that way once for every combination of answers and keeps what came of it under a key that
+holds the same answers, or finer ones.
+
+The ordinary way stays for all that is not recognised: the interpreter, a Triton whose compiled kernels look different,
+arguments of other types, and a process whose launches are watched by hooks (profilers) or compiled for debugging.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ready(NamedTuple):
+    """A compiled kernel on one device.
+
+    Attributes:
+        run, function, metadata: What Triton launches it by.
+        constants: The kernel's constexprs, which a launch passes along without reading them.
+        descriptors: Place among the arguments of each, last one first, and what becomes of it there; none where `run`
+            sees to that.
+    """
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    descriptors: tuple[tuple[int, Callable[[Any], list[Any]]], ...]
+
+
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
+def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
+    """Launch a kernel on the current device and its current stream: `kernel[(programs,)](*arguments, **fixed)`.
+
+    Args:
+        kernel: Decorated with `triton.jit`.
+        programs: Of the grid, which has one dimension.
+        arguments: Tensors, integers, tuples of integers, floats, descriptors and None, in the kernel's order: all that
+            are no constexprs.
+        fixed: Constexprs by name, and options of the launch.
+    """
+    looked = None if not hasattr(kernel, "device_caches") or _watched(kernel) else _looked_at(arguments)
+    if looked is None:
+        kernel[(programs,)](*arguments, **fixed)
+        return
+    kinds, flat = looked
+    driver = sys.modules["triton"].runtime.driver.active
+    device = driver.get_current_device()
+    key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
+    ready = _ready.get(key)
+    if ready is None:
+        compiled = kernel[(programs,)](*arguments, **fixed)
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
+            _ready[key] = _bound(compiled, arguments, constants)
+        return
+    run, function, metadata, constants, descriptors = ready
+    for place, expand in descriptors:
+        flat[place : place + 1] = expand(arguments[place])
+    stream = driver.get_current_stream(device)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
+
+
+def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:
+    """How to launch what was compiled for these arguments.
+
+    Where Triton wraps its launcher in a function that looks for descriptors among all arguments, that function's own
+    launcher is taken, if it is where it was in Triton 3.6 and 3.7: their places are known here.
+    """
+    known = compiled.run, compiled.function, compiled.packed_metadata, constants
+    places = [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
+    within = _enclosed(getattr(compiled.run, "launch", None))
+    launcher, layouts = within.get("launcher"), within.get("tensordesc_meta", ())
+    expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
+    if launcher is None or expand is None or len(layouts) != len(places):
+        return Ready(*known, ())
+    run = copy.copy(compiled.run)
+    run.launch = launcher
+    descriptors = [(place, _expanding(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
+    return Ready(run, *known[1:], tuple(descriptors[::-1]))
+
+
+def _expanding(expand: Callable[[Any, Any], list[Any]], layout: Any) -> Callable[[Any], list[Any]]:
+    """What becomes of a descriptor of this layout: the box's encoding by the driver, then its matrix's sizes.
+
+    Triton's function for that looks up the layout's numbers by name and finds its way to the driver each time; it is
+    asked wherever they are not those of Triton 3.6 and 3.7, or a descriptor asks for more than such boxes.
+    """
+    names = ("swizzle", "elem_size", "elem_type", "block_size")
+    elements = expand.__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
+    utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
+    encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
+    if not (layout and elements and encode) or layout.get("fp4_padded", True) or any(n not in layout for n in names):
+        return lambda x: expand(x, layout)
+    swizzle, size, element, block = (layout[name] for name in names)
+    element = elements[element]
+
+    def expanded(x: Any) -> list[Any]:
+        if x.padding != "zero" or getattr(x, "round_f32_to_tf32", False):
+            return expand(x, layout)
+        shape, strides = x.shape, x.strides
+        return [encode(x.base.data_ptr(), swizzle, size, element, block, shape, strides, 0), *shape, *strides]
+
+    return expanded
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """What a function written inside another one has of it."""
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
+
+
+def _watched(kernel: Any) -> bool:
+    """Whether someone looks at this kernel's launches, or has them compiled in another way, or may for all we know."""
+    try:
+        knobs = sys.modules["triton"].knobs
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(
+            # A chain of hooks, which may have none, or one hook, or None.
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or kernel.pre_run_hooks
+            or runtime.debug
+            or runtime.add_stages_inspection_hook
+            or knobs.compilation.instrumentation_mode
+        )
+    except AttributeError:
+        return True
+
+
+def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """What code is compiled for, of each argument, and what its launch is given; None if one is not recognised.
+
+    The former holds no tensor, no address and no length. The latter has addresses instead of tensors, which Triton's
+    launcher takes as well, and then does not ask the driver whose they are: operators have made sure of that.
+    """
+    kinds: list[Any] = []
+    flat = list(arguments)
+    for place, x in enumerate(arguments):
+        kind = type(x)
+        if x is None:
+            kinds.append(None)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            flat[place] = address = x.data_ptr()
+            # Whole vectors may be loaded from the first element on, or not.
+            kinds += x.dtype, address % 16 == 0
+        elif kind is tuple:
+            kinds.append(_integers(x))
+        elif kind is int:
+            kinds.append(_integer(x))
+        elif kind is float:
+            kinds.append(kind)
+        elif hasattr(x, "block_shape"):
+            # What the matrix is like is read at the launch.
+            kinds += kind, x.base.dtype, *x.block_shape
+        else:
+            return None
+    return tuple(kinds), flat
+
+
+@functools.lru_cache(maxsize=4096)
+def _integer(x: int) -> str:
+    """Whether it is 1, a multiple of 16, of 32 bits, of 64 bits. Finer than for arguments that are not specialised."""
+    return f"{x == 1} {x % 16 == 0} {-(2**31) <= x < 2**31} {x < 2**63}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _integers(x: tuple[int, ...]) -> str:
+    """Of strides, which repeat from call to call; those that come with a new length may be of a known kind."""
+    return f"({', '.join(map(_integer, x))})"

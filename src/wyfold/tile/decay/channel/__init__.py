@@ -1,0 +1,1 @@
+"""Grams under a gate of its own for every key channel, and their adjoint."""
