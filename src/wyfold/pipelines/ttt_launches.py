@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors, turned
 from wyfold.runtime import check
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid, most_chunks
+from wyfold.runtime.chunks import ChunkGrid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.stages import table
 from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
@@ -107,7 +107,9 @@ def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
     B, T = t.v.shape[:2]
     if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
         legal_boundaries(options.operator, t.cu_seqlens, T)
-    return chunk_grid(B, T, _stage(options).SEGMENT, t.cu_seqlens)
+    grids: Any = table.launches("chunk_grid", options.backend)
+    found: ChunkGrid = grids.chunk_grid(B, T, _stage(options).SEGMENT, t.cu_seqlens)
+    return found
 
 
 def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> States:

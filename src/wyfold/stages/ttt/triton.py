@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import Config, dtype_word, tile_width, tuned
 from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
@@ -118,7 +119,9 @@ def ttt(
     packed = grid.cu is not None
     # Tokens past the last boundary are a sequence of their own, whose output is cleared.
     sequences = grid.sequences + (packed and o is not None)
-    wyfold_ttt_triton[(sequences * HV,)](
+    launched(
+        wyfold_ttt_triton,
+        sequences * HV,
         x.q,
         x.q.stride(),
         x.k,
@@ -228,7 +231,9 @@ def _replay(
     dc = x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide)
     read, stepped = (x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences))
     left = _Replayed(X, E, dO, dN, r, y, xy, step, torch.empty_like(borders.S), dc, read, stepped)
-    wyfold_ttt_replay_triton[(tiles,)](
+    launched(
+        wyfold_ttt_replay_triton,
+        tiles,
         x.q,
         x.q.stride(),
         x.k,
@@ -283,7 +288,9 @@ def _walk_back(
 ) -> None:
     (HV, D), H = x.v.shape[2:], x.q.shape[2]
     config, BD = _launch(x, chunk_size, "back")
-    wyfold_ttt_bwd_triton[(grid.sequences * HV,)](
+    launched(
+        wyfold_ttt_bwd_triton,
+        grid.sequences * HV,
         x.q,
         x.q.stride(),
         x.k,
@@ -346,7 +353,9 @@ def _gradients(
     config, BD = _launch(x, chunk_size, "gradients")
     wide = [x.v.new_empty(x.v.shape, dtype=torch.float32) for _ in range(2)] if H < HV else None
     dq, dk = wide or (found.q, found.k)
-    wyfold_ttt_gradients_triton[(grid.chunks * HV,)](
+    launched(
+        wyfold_ttt_gradients_triton,
+        grid.chunks * HV,
         x.q,
         x.q.stride(),
         x.k,
