@@ -21,7 +21,7 @@ takes them out of that layout, to where a token's value rows are one warp's own:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -114,11 +114,10 @@ def ttt(
         o: [B, T, HV, D] written, zero past the last boundary; or None.
         borders: From `empty`, written for `ttt_bwd`; or None.
     """
-    (HV, D), H = x.v.shape[2:], x.q.shape[2]
-    config, BD = _launch(x, chunk_size, "walk")
-    packed = grid.cu is not None
+    HV = x.v.shape[2]
+    config, fixed = _launch(x, grid, chunk_size, "walk")
     # Tokens past the last boundary are a sequence of their own, whose output is cleared.
-    sequences = grid.sequences + (packed and o is not None)
+    sequences = grid.sequences + (grid.cu is not None and o is not None)
     launched(
         wyfold_ttt_triton,
         sequences * HV,
@@ -152,17 +151,8 @@ def ttt(
         grid.per_sequence,
         scale,
         eps,
-        H=H,
-        HV=HV,
-        D=D,
-        BT=chunk_size,
-        BD=BD,
-        SEGMENT=SEGMENT,
-        PACKED=packed,
-        OP=operand(x.q.dtype),
-        PRECISION=precision(x.q.dtype),
         STAGES=config.stages,
-        **config.options(),
+        **fixed,
     )
 
 
@@ -212,19 +202,30 @@ def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
     return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
 
 
-def _launch(x: Tokens, chunk_size: int, launch: str) -> tuple[Config, int]:
-    """A launch's configuration and the width of its tiles."""
-    D = x.v.shape[3]
+def _launch(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
+    """A launch's configuration, and the constexprs and options that all four have."""
+    HV, D = x.v.shape[2:]
     key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
     config = tuned("ttt.triton", key, x.q.device)
-    return config, max(config.blocks["BD"], tile_width(D))
+    return config, {
+        "H": x.q.shape[2],
+        "HV": HV,
+        "D": D,
+        "BT": chunk_size,
+        "BD": max(config.blocks["BD"], tile_width(D)),
+        "SEGMENT": SEGMENT,
+        "PACKED": grid.cu is not None,
+        "OP": operand(x.q.dtype),
+        "PRECISION": precision(x.q.dtype),
+        **config.options(),
+    }
 
 
 def _replay(
     x: Tokens, borders: Borders, do: Tensor, grid: ChunkGrid, chunk_size: int, scale: float, eps: float
 ) -> _Replayed:
-    (HV, D), H = x.v.shape[2:], x.q.shape[2]
-    config, BD = _launch(x, chunk_size, "replay")
+    HV, D = x.v.shape[2:]
+    _, fixed = _launch(x, grid, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
     X, E, dO, dN = (torch.empty_like(borders.N) for _ in range(4))
     r, y, xy, step = x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind()
@@ -269,16 +270,7 @@ def _replay(
         grid.chunks,
         scale,
         eps,
-        H=H,
-        HV=HV,
-        D=D,
-        BT=chunk_size,
-        BD=BD,
-        SEGMENT=SEGMENT,
-        PACKED=grid.cu is not None,
-        OP=operand(x.q.dtype),
-        PRECISION=precision(x.q.dtype),
-        **config.options(),
+        **fixed,
     )
     return left
 
@@ -286,8 +278,8 @@ def _replay(
 def _walk_back(
     x: Tokens, left: _Replayed, dleaving: States, grid: ChunkGrid, chunk_size: int, scale: float, dentering: States
 ) -> None:
-    (HV, D), H = x.v.shape[2:], x.q.shape[2]
-    config, BD = _launch(x, chunk_size, "back")
+    HV = x.v.shape[2]
+    config, fixed = _launch(x, grid, chunk_size, "back")
     launched(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,
@@ -326,17 +318,8 @@ def _walk_back(
         grid.tokens,
         grid.per_sequence,
         scale,
-        H=H,
-        HV=HV,
-        D=D,
-        BT=chunk_size,
-        BD=BD,
-        SEGMENT=SEGMENT,
-        PACKED=grid.cu is not None,
-        OP=operand(x.q.dtype),
-        PRECISION=precision(x.q.dtype),
         STAGES=config.stages,
-        **config.options(),
+        **fixed,
     )
 
 
@@ -349,8 +332,8 @@ def _gradients(
     scale: float,
     found: TokenGradients,
 ) -> None:
-    (HV, D), H = x.v.shape[2:], x.q.shape[2]
-    config, BD = _launch(x, chunk_size, "gradients")
+    H, HV = x.q.shape[2], x.v.shape[2]
+    config, fixed = _launch(x, grid, chunk_size, "gradients")
     wide = [x.v.new_empty(x.v.shape, dtype=torch.float32) for _ in range(2)] if H < HV else None
     dq, dk = wide or (found.q, found.k)
     launched(
@@ -386,17 +369,8 @@ def _gradients(
         grid.tokens,
         grid.per_sequence,
         scale,
-        H=H,
-        HV=HV,
-        D=D,
-        BT=chunk_size,
-        BD=BD,
-        BV=min(BD, config.blocks["BV"]),
-        SEGMENT=SEGMENT,
-        PACKED=grid.cu is not None,
-        OP=operand(x.q.dtype),
-        PRECISION=precision(x.q.dtype),
-        **config.options(),
+        BV=min(fixed["BD"], config.blocks["BV"]),
+        **fixed,
     )
     if wide:
         for dx, heads in zip((found.q, found.k), wide, strict=True):
