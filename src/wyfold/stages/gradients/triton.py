@@ -86,8 +86,9 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = near = wide = None
-    pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
+    dA_log = ddt_bias = pairs = near = wide = None
+    if g is not None:
+        pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
@@ -155,7 +156,8 @@ def gradients(
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         COPIED=boxes is not None,
-        AHEAD=not interpreting(),
+        # Without a gate there is nothing to wait with: the second-level cache is busy as it is.
+        AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
@@ -309,7 +311,7 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams; under a channel gate their transposes too, as products of their own.
+        # Gradients of the grams, and without a scalar gate their transposes as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
@@ -319,7 +321,7 @@ def wyfold_gradients_triton(
             b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            if CHANNEL:
+            if not SCALAR:
                 b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
                 b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
             if OP != tl.bfloat16:
@@ -334,26 +336,30 @@ def wyfold_gradients_triton(
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (b_decay * b_beta[None, :]) * -b_beta[:, None]
-        b_dP = tl.where(earlier, 0.0, b_dP) * (b_decay * b_beta[None, :]) * scale
-        if CHANNEL:
-            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * -b_beta[None, :]
-            b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * scale
-            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
-            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
-            store_tile(p_pairs, i_tile * 3, 0, 0, tl.where(earlier, b_dJT, b_dJ), BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
-        else:
-            # Read back transposed: an accumulator must not be (docs/numerics.md), and registers have no room meanwhile.
+        b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * -b_beta[:, None]
+        b_dP = tl.where(earlier, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
+        if SCALAR:
+            # Read back transposed: an accumulator must not be, and registers have no room meanwhile.
             store_tile(p_pairs, i_tile * 2, 0, 0, b_dJ * b_nk[:, None], BT, BT, BT, BT)
             store_tile(p_pairs, i_tile * 2 + 1, 0, 0, b_dP * b_nq[:, None], BT, BT, BT, BT)
-            b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
+        b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
             b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
-        b_dJ, b_dP = b_dJ.to(OP), b_dP.to(OP)
-        tl.debug_barrier()  # what one thread stored another may load
+            b_dM, b_dPT = b_dJ.to(OP), zero
+        else:
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
+            b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
+            b_dM = tl.where(earlier, b_dJT, b_dJ).to(OP)
+        if CHANNEL:
+            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
+            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+        b_dP, b_dPT = b_dP.to(OP), b_dPT.to(OP)
+        if CHANNEL or SCALAR:
+            tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
         b_traced = tl.zeros((BV,), tl.float32)
@@ -415,9 +421,13 @@ def wyfold_gradients_triton(
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
-                b_dk = mm(b_dJ, b_k, b_dk + b_dk_write, OP, PRECISION)
-                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
-                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)), b_q, b_dk, OP, PRECISION)
+                b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
+                if SCALAR:
+                    b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
+                    b_pairs = load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)
+                    b_dk = mm(tl.trans(b_pairs), b_q, b_dk, OP, PRECISION)
+                else:
+                    b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:
