@@ -133,6 +133,8 @@ def ttt(
         x.u.stride(),
         x.eta,
         x.eta.stride(),
+        x.col,
+        strides(x.col),
         entering.S,
         strides(entering.S),
         entering.c,
@@ -151,6 +153,7 @@ def ttt(
         grid.per_sequence,
         scale,
         eps,
+        ON_Q=x.residual == "q",
         STAGES=config.stages,
         **fixed,
     )
@@ -190,11 +193,11 @@ def ttt_bwd(
         dentering: Written.
     """
     left = _replay(x, borders, do, grid, chunk_size, scale, eps)
-    _walk_back(x, left, dleaving, grid, chunk_size, scale, dentering)
+    _walk_back(x, left, dleaving, grid, chunk_size, scale, found.col, dentering)
     for index, dx in enumerate((found.w, found.u)):
         torch.sum(left.read[index], 0, out=dx)
         dx.add_(left.stepped[index].sum(0))
-    _gradients(x, borders, left, grid, chunk_size, scale, found)
+    _gradients(x, borders, left, do if x.residual == "q" else None, grid, chunk_size, scale, found)
 
 
 def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
@@ -270,13 +273,21 @@ def _replay(
         grid.chunks,
         scale,
         eps,
+        ON_Q=x.residual == "q",
         **fixed,
     )
     return left
 
 
 def _walk_back(
-    x: Tokens, left: _Replayed, dleaving: States, grid: ChunkGrid, chunk_size: int, scale: float, dentering: States
+    x: Tokens,
+    left: _Replayed,
+    dleaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    dcol: Tensor | None,
+    dentering: States,
 ) -> None:
     HV = x.v.shape[2]
     config, fixed = _launch(x, grid, chunk_size, "back")
@@ -291,6 +302,8 @@ def _walk_back(
         x.w.stride(),
         x.eta,
         x.eta.stride(),
+        x.col,
+        strides(x.col),
         left.X,
         left.E,
         left.dO,
@@ -304,6 +317,8 @@ def _walk_back(
         left.dS,
         left.dc,
         left.stepped,
+        dcol,
+        strides(dcol),
         dleaving.S,
         strides(dleaving.S),
         dleaving.c,
@@ -327,6 +342,7 @@ def _gradients(
     x: Tokens,
     borders: Borders,
     left: _Replayed,
+    do: Tensor | None,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
@@ -354,6 +370,8 @@ def _gradients(
         left.step.stride(),
         borders.S,
         left.dS,
+        do,
+        strides(do),
         dq,
         dq.stride(),
         dk,
@@ -362,6 +380,8 @@ def _gradients(
         found.v.stride(),
         found.eta,
         found.eta.stride(),
+        found.col,
+        strides(found.col),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -399,6 +419,8 @@ def wyfold_ttt_triton(
     s_u,
     p_eta,
     s_eta,
+    p_col,
+    s_col,
     p_S0,
     s_S0,
     p_c0,
@@ -429,6 +451,7 @@ def wyfold_ttt_triton(
     PACKED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
+    ON_Q: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program owns a sequence of one value head."""
@@ -447,12 +470,16 @@ def wyfold_ttt_triton(
     b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
     b_S, b_c = _enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
     b_e, e_last = _step_sizes(p_eta, s_eta, b, t, i_hv, length, BT)
+    if p_col is not None:
+        b_col = load_token_scalars(p_col, s_col, b, t, i_hv, length, BT)
     for i in tl.range(0, steps, num_stages=STAGES):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
         b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
         b_next_e, next_e_last = _step_sizes(p_eta, s_eta, b, t_i + BT, i_hv, length - (i + 1) * BT, BT)
+        if p_col is not None:
+            b_next_col = load_token_scalars(p_col, s_col, b, t_i + BT, i_hv, length - (i + 1) * BT, BT)
         if p_N is not None:
             if i * BT % SEGMENT == 0:
                 i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
@@ -472,6 +499,9 @@ def wyfold_ttt_triton(
         b_mean, b_mean_O = sums_of_two(b_Z, b_O, 0)
         b_mean, b_mean_O = b_mean * (1.0 / D), b_mean_O * (1.0 / D)
         b_N, _, _, _, _ = inner_gradient(b_Z, b_mean, b_t, b_w[:, None], rows, eps, D, 0)
+        if p_col is not None:
+            b_N *= b_col[None, :]
+            b_col = b_next_col
         b_S = mm(b_N * -e_last, b_k, b_S, OP, PRECISION)
         b_c -= tl.sum(b_N, axis=1) * e_last
         if p_o is not None:
@@ -485,7 +515,8 @@ def wyfold_ttt_triton(
             else:
                 b_read_N = mm(b_N, b_read, None, OP, PRECISION)
             b_O -= b_read_N * b_e[None, :]
-            b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], eps, D, 0)
+            b_raw = tl.trans(b_q) if ON_Q else None
+            b_out, _, _ = residual_norm(b_O, b_mean_O, b_w[:, None], b_u[:, None], b_raw, eps, D, 0)
             store_tokens(p_o, s_o, b, t_i, i_hv, 0, rows, tl.trans(b_out), D, BT, BD)
         if p_N is not None:
             store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, tl.trans(b_N), D, BT, BD)
@@ -541,6 +572,7 @@ def wyfold_ttt_replay_triton(
     PACKED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
+    ON_Q: tl.constexpr,
 ):
     """One program owns the tokens of a segment of one value head.
 
@@ -582,9 +614,9 @@ def wyfold_ttt_replay_triton(
     b_O = mm(b_q, tl.trans(b_S), None, OP, PRECISION) * scale + b_c[None, :]
     b_O = mm(b_pairs, b_N, b_O, OP, PRECISION)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
-    _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], eps, D, 1)
+    _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], None, eps, D, 1)
     b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
-    b_dO = residual_norm_bwd(b_XO, b_rO, b_w[None, :], b_do, D, 1)
+    b_dO = residual_norm_bwd(b_XO, b_rO, b_w[None, :], b_do, ON_Q, D, 1)
     store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, b_dO, D, SEGMENT, BD)
     _store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=0), tl.sum(b_do, axis=0), HV, D, BD)
     R: tl.constexpr = SEGMENT // BT
@@ -608,6 +640,8 @@ def wyfold_ttt_bwd_triton(
     s_w,
     p_eta,
     s_eta,
+    p_col,
+    s_col,
     p_X,
     p_E,
     p_dO,
@@ -621,6 +655,8 @@ def wyfold_ttt_bwd_triton(
     p_dstates,
     p_dc,
     p_share,
+    p_dcol,
+    s_dcol,
     p_dST,
     s_dST,
     p_dcT,
@@ -648,7 +684,7 @@ def wyfold_ttt_bwd_triton(
 ):
     """One program owns a sequence of one value head, and walks it back; of each mini-batch, with seen = dS1^T k + dc1:
 
-    dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ: adjoint of the inner gradient
+    dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ, dcol: adjoint of the inner gradient
     dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -665,6 +701,9 @@ def wyfold_ttt_bwd_triton(
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
         p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
     )
+    if p_col is not None:
+        ahead = tl.maximum(steps - 1, 0) * BT
+        b_col = load_token_scalars(p_col, s_col, b, t + ahead, i_hv, length - ahead, BT)
     for j in tl.range(0, steps, num_stages=STAGES):
         i = steps - 1 - j
         t_i = t + i * BT
@@ -678,6 +717,8 @@ def wyfold_ttt_bwd_triton(
         b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
             p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
         )
+        if p_col is not None:
+            b_next_col = load_token_scalars(p_col, s_col, b, t_i - BT, i_hv, tl.where(i > 0, BT, 0), BT)
         i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             store_tile(p_dstates, i_border, 0, 0, b_dS, D, D, BD, BD)
@@ -689,8 +730,8 @@ def wyfold_ttt_bwd_triton(
             b_seen = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
         b_seen += b_dc[:, None]
         b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
-        b_dY, b_dZ, b_step = inner_gradient_bwd(
-            b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, rows, D
+        b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
+            b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, b_col if p_col is not None else None, rows, D
         )
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
@@ -698,6 +739,9 @@ def wyfold_ttt_bwd_triton(
         store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_dZ), D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, tl.trans(b_w[:, None] * b_dY), D, BT, BD)
         store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
+        if p_dcol is not None:
+            store_token_scalars(p_dcol, s_dcol, b, t_i, i_hv, rows, b_dcol, BT)
+            b_col = b_next_col
         b_dw += _added((b_w[:, None] * b_X + b_E) * b_dY, SUMS)
         b_du += _added(b_dY, SUMS)
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
@@ -722,6 +766,8 @@ def wyfold_ttt_gradients_triton(
     s_row,
     p_states,
     p_dstates,
+    p_do,
+    s_do,
     p_dq,
     s_dq,
     p_dk,
@@ -730,6 +776,8 @@ def wyfold_ttt_gradients_triton(
     s_dv,
     p_deta,
     s_deta,
+    p_dcol,
+    s_dcol,
     p_cu,
     p_first,
     p_sequence,
@@ -751,7 +799,8 @@ def wyfold_ttt_gradients_triton(
     """One program owns the tokens of a segment of one value head.
 
     A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
-    dq = s (dO S^T - A k)    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
+    dq = s (dO S^T - A k), and do if q is the residual
+    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
     deta_r = -sum over s in r's mini-batch of (s q_r k_s + 1) <dO_r, N_s>, and of closing steps all of the walk back's
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -764,6 +813,8 @@ def wyfold_ttt_gradients_triton(
     if i_n == N:
         store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
+        if p_dcol is not None:
+            store_token_scalars(p_dcol, s_dcol, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
         store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         return
@@ -786,8 +837,11 @@ def wyfold_ttt_gradients_triton(
         b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
         b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
         b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+    b_dq *= scale
+    if p_do is not None:
+        b_dq += load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
     # Now, so that its registers are dk's.
-    store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq * scale, D, SEGMENT, BD)
+    store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
 
     b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
