@@ -90,7 +90,8 @@ def arguments_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
         a["eta"] = 0.07 if case["eta"] == "number" else a["eta"].squeeze(-1)
     if packed:
         a["cu_seqlens"] = SequenceLayout.from_lengths(lengths, tokens=T).cu_seqlens
-    a |= {"residual": case["residual"], "scale": case["scale"], "eps": case["eps"], "chunk_size": case["chunk"], "state_dtype": case["state dtype"]}
+    a |= {name: case[name] for name in ("residual", "scale", "eps")}
+    a |= {"chunk_size": case["chunk"], "state_dtype": case["state dtype"]}
     return a | {"disable_recompute": case["keep"], "output_final_state": True}
 
 

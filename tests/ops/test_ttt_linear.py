@@ -1,6 +1,7 @@
 """Both forms of TTT-Linear: against the token loop and its autograd, what is promised to the bit, what is refused."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -382,7 +383,7 @@ def test_handed_over_from_shard_to_shard(cuts: list[int], published: bool, backe
     o, S, c = (inputs.incoming(wanted[name], seed) for seed, name in enumerate(RESULTS))
     states = {n: arguments[n] for n in ("initial_state", "initial_state_bias")}
     shards = []
-    for start, stop in zip(cuts, cuts[1:]):
+    for start, stop in pairwise(cuts):
         shard = rows_of(arguments, slice(start, stop)) | states
         leaves = {n: x.detach().clone().requires_grad_() for n, x in shard.items() if isinstance(x, Tensor)}
         found = chunk_ttt_linear(**shard | leaves, output_final_state=True, backend=backend)

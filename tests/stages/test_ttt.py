@@ -174,8 +174,7 @@ def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
     found = Gradients(*tiles, *shares)
     q, k, v, e = (x.clone() for x in found[:4])
     outputs = [
-        torch.empty_like(arguments[name]) if name in arguments else None
-        for name in ("q", "k", "v", "eta", "eta_col")
+        torch.empty_like(arguments[name]) if name in arguments else None for name in ("q", "k", "v", "eta", "eta_col")
     ]
     dw, du = torch.ones(HV, D, dtype=torch.float64), torch.zeros(HV, D, dtype=torch.float64)
     stages.launches("ttt", backend).unload(found, table, SCALE, *outputs, dw, du)

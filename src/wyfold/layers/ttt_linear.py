@@ -21,7 +21,7 @@ from wyfold.stages import table
 class TTTLinear(nn.Module):
     """The layer of TTT-Linear as published: tokens of a mini-batch take one step of gradient descent on the state.
 
-        qk, v = W x,   q = conv_q(qk),   k = conv_k(qk),   q and k turned by the place p of their token in its mini-batch
+        qk, v = W x,   q = conv_q(qk),   k = conv_k(qk),   turned by the place p in the mini-batch
         eta[t] = max(1 / (1 + p) + token_step[p], 0),   eta_col[t] = base_step sigmoid(W_step x + b_step) / D
         y = W_o (layer_norm(q + w LN(what q reads) + b, over all heads) * gelu(W_gate x))
 
@@ -156,9 +156,7 @@ class TTTLinear(nn.Module):
             torch.sigmoid(self.step(x)) * self.step_scale,
         )
 
-    def _places(
-        self, T: int, device: torch.device, layout: SequenceLayout | None, cache: LayerCache | None
-    ) -> Tensor:
+    def _places(self, T: int, device: torch.device, layout: SequenceLayout | None, cache: LayerCache | None) -> Tensor:
         """[B, T] or [1, T] int64, each token's number in its mini-batch; anything past the last boundary."""
         places = torch.arange(T, device=device)[None] if layout is None else layout.positions[None]
         if cache is not None and "position" in cache:

@@ -13,6 +13,7 @@ from wyfold.parallel import split
 from wyfold.pipelines.ttt import chunks_per_part, ttt
 from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.runtime import check
+from wyfold.runtime.launch import dtype_word
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -290,6 +291,7 @@ def _run(
         chunk_size=chunk_size,
         parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
         keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, chunk_size)],
+        sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{chunk_size}"),),
     )
     options = TTTOptions(
         operator=op,
@@ -320,25 +322,28 @@ def _check_tokens(
     cu_seqlens: Tensor | SequenceLayout | None,
 ) -> tuple[Tensor | None, int]:
     """The boundaries as a tensor, and the number of sequences."""
-    steps = {name: x for name, x in (("eta", eta), ("eta_col", eta_col)) if isinstance(x, Tensor)}
+    step, factor = (x if isinstance(x, Tensor) else None for x in (eta, eta_col))
     sizes = check.shapes(
         op,
+        optional=[name for name, x in (("eta", step), ("eta_col", factor)) if x is None],
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T HV V"),
         w=(w, "HV V"),
         b=(b, "HV V"),
-        **{name: (x, "B T HV" if x.ndim == 3 else "B T HV 1") for name, x in steps.items()},
+        eta=(step, "B T HV" if step is not None and step.ndim == 3 else "B T HV 1"),
+        eta_col=(factor, "B T HV" if factor is not None and factor.ndim == 3 else "B T HV 1"),
     )
-    for name, number in (("eta", eta), ("eta_col", eta_col)):
-        if name not in steps and (name == "eta" or number is not None):
-            check.number(op, name, number)
+    if step is None:
+        check.number(op, "eta", eta)
+    if factor is None and eta_col is not None:
+        check.number(op, "eta_col", eta_col)
     check.head_groups(op, sizes["H"], sizes["HV"])
     check.width(op, "K", "q and k", sizes["K"], most=WIDEST)
     if sizes["V"] != sizes["K"]:
         raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
-    check.floating(op, q=q, k=k, v=v, w=w, b=b, **steps)
-    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, **steps)
+    check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
+    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
     if cu_seqlens is None:
         return None, sizes["B"]
     cu = packed_boundaries(op, q, cu_seqlens)

@@ -284,7 +284,8 @@ def draw(
         eta_col: One of `ETA_COLS`, for TTT-Linear. None: no argument.
         state: One of `STATES`, the size of the initial state. TTT-Linear gets its bias state too.
         sequences: N, rows of the initial state; B unless given.
-        dtype: Of q, k, v, beta, eta, eta_col, w, b. Gates, their parameters and states are float32, or float64 with the rest.
+        dtype: Of q, k, v, beta, eta, eta_col, w, b. Gates, their parameters and states are float32, or float64 with the
+            rest.
         seed: Same seed, same numbers.
 
     Returns:

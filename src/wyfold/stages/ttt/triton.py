@@ -228,7 +228,7 @@ def _replay(
     x: Tokens, borders: Borders, do: Tensor, grid: ChunkGrid, chunk_size: int, scale: float, eps: float
 ) -> _Replayed:
     HV, D = x.v.shape[2:]
-    _, fixed = _launch(x, grid, chunk_size, "replay")
+    config, fixed = _launch(x, grid, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
     X, E, dO, dN = (torch.empty_like(borders.N) for _ in range(4))
     r, y, xy, step = x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind()
@@ -273,6 +273,7 @@ def _replay(
         grid.chunks,
         scale,
         eps,
+        BK=min(fixed["BD"], config.blocks.get("BK", fixed["BD"])),
         ON_Q=x.residual == "q",
         **fixed,
     )
@@ -572,9 +573,10 @@ def wyfold_ttt_replay_triton(
     PACKED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
+    BK: tl.constexpr,
     ON_Q: tl.constexpr,
 ):
-    """One program owns the tokens of a segment of one value head.
+    """One program owns the tokens of a segment of one value head. Products over keys go BK channels at a time.
 
     Z = k S + c - (closed steps * (k k^T + 1)) N           O = s q S + c - (steps * (s q k^T + 1)) N
     dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO
@@ -590,16 +592,21 @@ def wyfold_ttt_replay_triton(
     b_w, b_u = _parameter(p_w, s_w, i_hv, D, BD), _parameter(p_u, s_u, i_hv, D, BD)
     o_v = tl.arange(0, BD)
     b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
-    b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
     b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
     b_steps, b_closed = read_steps(b_e, b_e_last, "r", BT)
 
-    b_pairs = (mm(b_k, tl.trans(b_k), None, OP, PRECISION) + 1.0) * -b_closed
-    b_Z = mm(b_k, tl.trans(b_S), None, OP, PRECISION) + b_c[None, :]
+    if BK == BD:
+        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+        b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
+        b_pairs, b_Z = mm(b_k, tl.trans(b_k), None, OP, PRECISION), mm(b_k, tl.trans(b_S), None, OP, PRECISION)
+    else:
+        b_pairs = _pairs(p_k, s_k, p_k, s_k, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
+        b_Z = _rows_of_state(p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+    b_pairs = (b_pairs + 1.0) * -b_closed
+    b_Z += b_c[None, :]
     b_Z = mm(b_pairs, b_N, b_Z, OP, PRECISION)
     b_t = b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32)
     b_mean = tl.sum(b_Z, axis=1) * (1.0 / D)
@@ -610,8 +617,13 @@ def wyfold_ttt_replay_triton(
     store_token_scalars(p_y, s_row, b, t, i_hv, rows, b_y, SEGMENT)
     store_token_scalars(p_xy, s_row, b, t, i_hv, rows, b_xy, SEGMENT)
 
-    b_pairs = (mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0) * -b_steps
-    b_O = mm(b_q, tl.trans(b_S), None, OP, PRECISION) * scale + b_c[None, :]
+    if BK == BD:
+        b_pairs, b_O = mm(b_q, tl.trans(b_k), None, OP, PRECISION), mm(b_q, tl.trans(b_S), None, OP, PRECISION)
+    else:
+        b_pairs = _pairs(p_q, s_q, p_k, s_k, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
+        b_O = _rows_of_state(p_q, s_q, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+    b_pairs = (b_pairs * scale + 1.0) * -b_steps
+    b_O = b_O * scale + b_c[None, :]
     b_O = mm(b_pairs, b_N, b_O, OP, PRECISION)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
     _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], None, eps, D, 1)
@@ -625,7 +637,11 @@ def wyfold_ttt_replay_triton(
     tl.store(p_dc + pid * (R * D) + o_sums, b_sums, mask=tl.broadcast_to((o_v < D)[None, :], (R, BD)))
 
     b_steps, b_closed = read_steps(b_e, b_e_last, "s", BT)
-    b_pairs = (mm(b_k, tl.trans(b_q), None, OP, PRECISION) * scale + 1.0) * (b_closed - b_steps)
+    if BK == BD:
+        b_pairs = mm(b_k, tl.trans(b_q), None, OP, PRECISION)
+    else:
+        b_pairs = _pairs(p_k, s_k, p_q, s_q, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
+    b_pairs = (b_pairs * scale + 1.0) * (b_closed - b_steps)
     b_dN = mm(b_pairs, b_dO, None, OP, PRECISION)
     store_tokens(p_dN, s_tile, b, t, i_hv, 0, rows, b_dN, D, SEGMENT, BD)
 
@@ -731,7 +747,17 @@ def wyfold_ttt_bwd_triton(
         b_seen += b_dc[:, None]
         b_dN = tl.where((o_t < rows)[None, :], b_dN - b_seen * e_last, 0.0)
         b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
-            b_X, b_r, b_w[:, None] * b_E, b_y, b_xy, b_w[:, None], b_dN, b_seen, b_col if p_col is not None else None, rows, D
+            b_X,
+            b_r,
+            b_w[:, None] * b_E,
+            b_y,
+            b_xy,
+            b_w[:, None],
+            b_dN,
+            b_seen,
+            b_col if p_col is not None else None,
+            rows,
+            D,
         )
         b_dS = mm(b_dO * scale, b_q, b_dS, OP, PRECISION)
         b_dS = mm(b_dZ, b_k, b_dS, OP, PRECISION)
@@ -823,7 +849,7 @@ def wyfold_ttt_gradients_triton(
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_e, b_e_last = _segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
 
-    b_pairs = _pairs(p_dO, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_pairs = _pairs(p_dO, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
     b_read = mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0
     b_step = load_token_scalars(p_step, s_row, b, t, i_hv, rows, SEGMENT)
@@ -843,11 +869,11 @@ def wyfold_ttt_gradients_triton(
     # Now, so that its registers are dk's.
     store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
 
-    b_pairs = b_before * _pairs(p_dZ, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_pairs = b_before * _pairs(p_dZ, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
-    b_pairs += b_before * _pairs(p_N, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_pairs += b_before * _pairs(p_N, s_tile, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
-    b_pairs = b_steps * _pairs(p_N, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_pairs = b_steps * _pairs(p_N, s_tile, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
     for i_v in tl.static_range(NV):
         b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
@@ -864,25 +890,52 @@ def wyfold_ttt_gradients_triton(
 @triton.jit
 def _pairs(
     p_left,
+    s_left,
     p_right,
-    strides,
+    s_right,
     b,
     t,
-    i_hv,
+    i_head,
     rows,
     D: tl.constexpr,
     BT: tl.constexpr,
-    BV: tl.constexpr,
+    BW: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """left right^T of two tensors' rows.   [BT, BT]"""
+    """left right^T of two tensors' rows, BW channels at a time.   [BT, BT]"""
     b_pairs = tl.zeros((BT, BT), tl.float32)
-    for i_v in tl.static_range((D + BV - 1) // BV):
-        b_left = load_tokens(p_left, strides, b, t, i_hv, i_v * BV, rows, D, BT, BV)
-        b_right = load_tokens(p_right, strides, b, t, i_hv, i_v * BV, rows, D, BT, BV)
+    for i_w in tl.static_range((D + BW - 1) // BW):
+        b_left = load_tokens(p_left, s_left, b, t, i_head, i_w * BW, rows, D, BT, BW)
+        b_right = load_tokens(p_right, s_right, b, t, i_head, i_w * BW, rows, D, BT, BW)
         b_pairs = mm(b_left, tl.trans(b_right), b_pairs, OP, PRECISION)
     return b_pairs
+
+
+@triton.jit
+def _rows_of_state(
+    p_x,
+    s_x,
+    p_S,
+    i_S,
+    b,
+    t,
+    i_h,
+    rows,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x S^T of rows of keys or queries and a stored state [V, K], BK channels at a time.   [BT, BD]"""
+    b_read = tl.zeros((BT, BD), tl.float32)
+    for i_k in tl.static_range((D + BK - 1) // BK):
+        b_x = load_tokens(p_x, s_x, b, t, i_h, i_k * BK, rows, D, BT, BK)
+        b_S = load_tile(p_S, i_S, 0, i_k * BK, D, D, BD, BK)
+        b_read = mm(b_x, tl.trans(b_S), b_read, OP, PRECISION)
+    return b_read
 
 
 @triton.jit

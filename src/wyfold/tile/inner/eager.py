@@ -1,7 +1,8 @@
 """The inner model of TTT-Linear, a linear map (S, c) followed by a layer norm, and the adjoint of each of its steps.
 
 Tiles are [n, C, D], one mini-batch of one value head each; w and u are the norm's weight and bias, e the column of step
-sizes, q already times scale unless it is called `raw`. Every mean below runs over a row's D numbers; variances take two passes.
+sizes, q already times scale unless it is called `raw`. Every mean below runs over a row's D numbers; variances take two
+passes.
 """
 
 from __future__ import annotations
