@@ -34,7 +34,7 @@ def walk_back(
     dcol: Tensor | None,
     dentering: States,
 ) -> None:
-    """From the gradient of the leaving states to that of the entering ones; `left` gets what lies between, `dcol` its own."""
+    """From the gradient of the states that leave to that of those that enter; `left` and `dcol` get what lies between."""
     HV = x.v.shape[2]
     config, fixed = arranged(x, grid, chunk_size, "back")
     launched(
