@@ -34,7 +34,7 @@ def walk_back(
     dcol: Tensor | None,
     dentering: States,
 ) -> None:
-    """From the gradient of the states that leave to that of those that enter; `left` and `dcol` get what lies between."""
+    """From the gradient of the states that leave to that of those that enter; `left`, `dcol` get what lies between."""
     HV = x.v.shape[2]
     config, fixed = arranged(x, grid, chunk_size, "back")
     launched(
