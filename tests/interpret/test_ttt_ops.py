@@ -193,6 +193,13 @@ def test_as_wide_as_a_model(dtype: torch.dtype, D: int, C: int, packed: bool, de
     require(*verdicts(a, NAMES, device, guarded, bound=C == 16))  # what the targets are meant for
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_a_width_that_half_a_tile_does_not_divide(dtype: torch.dtype, device, guarded):
+    """Keys go through the replay in halves of a tile, of which the second is mostly empty."""
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 20, 1, 1, 72, 72), state="normal", dtype=dtype)
+    require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))
+
+
 @pytest.mark.parametrize("T", range(1, 131, 3))
 def test_lengths(T: int, device, guarded):
     """Of published layers the even ones."""
