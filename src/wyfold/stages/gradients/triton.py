@@ -41,6 +41,7 @@ from wyfold.tile.index.triton import (
     load_sub_chunks,
     load_tile,
     load_tile_sub_chunks,
+    load_tokens,
     prefetch_tile,
     prefetch_tokens,
     send_tokens,
@@ -101,12 +102,15 @@ def gradients(
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
     copied = copies_boxes(q.device)
     boxes = _boxes(borders, C, BK, BV) if copied else None
-    whole = copied and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0
-    tokens = _token_boxes((q, k, do), C, (BK, BK, BV)) if whole else None
-    results = out.q, out.k, out.v
-    sent = _token_boxes(results, C, (BK, BK, BV)) if whole and wide is None else None
-    x_q, x_k, x_do = tokens or (q, k, do)
-    x_dq, x_dk, x_dv = sent or results
+    rows = tokens = sent = None
+    if copied and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0:
+        tokens = _token_boxes((do,), C, BV)
+        if wide is None:
+            sent = _token_boxes((out.q, out.k, out.v), C, BK, BK, BV)
+        if g is None and not options.qk_l2norm:
+            # Sums along rows of q and k lie in registers as the rows do, and that differs with how they came.
+            rows = _token_boxes((q, k), C, BK, BK)
+    (x_do,), (x_q, x_k), (x_dq, x_dk, x_dv) = tokens or (do,), rows or (q, k), sent or (out.q, out.k, out.v)
     launched(
         wyfold_gradients_triton,
         grid.chunks * H,
@@ -165,7 +169,8 @@ def gradients(
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         COPIED=boxes is not None,
-        BOXED=tokens is not None,
+        BOXED=rows is not None,
+        DO_BOXED=tokens is not None,
         SENT=sent is not None,
         # Without a gate there is nothing to wait with: the second-level cache is busy as it is.
         AHEAD=g is not None and not interpreting(),
@@ -181,7 +186,7 @@ def gradients(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-def _token_boxes(given: tuple[Tensor | None, ...], C: int, columns: tuple[int, ...]) -> Sequence[Any] | None:
+def _token_boxes(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:
     """Boxes of whole chunks of tokens, or None if one cannot be: a chunk that a sequence does not fill has no box."""
     return every_box(given, [None if x is None else token_boxes(x, C, n) for x, n in zip(given, columns, strict=True)])
 
@@ -255,6 +260,7 @@ def wyfold_gradients_triton(
     LOGIT: tl.constexpr,
     COPIED: tl.constexpr,
     BOXED: tl.constexpr,
+    DO_BOXED: tl.constexpr,
     SENT: tl.constexpr,
     AHEAD: tl.constexpr,
     OP: tl.constexpr,
@@ -300,15 +306,15 @@ def wyfold_gradients_triton(
                     store_tokens(x_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
             return
 
-    if AHEAD and not BOXED:
+    if AHEAD:
         # Too few programs fit a multiprocessor to cover each other's waits for memory.
         prefetch_tokens(x_q, s_q, b, t, i_h, rows, K, BT)
         prefetch_tokens(x_k, s_k, b, t, i_h, rows, K, BT)
     earlier, later = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
     b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
-        b_rq = _reciprocal_norms(x_q, s_q, b, t, i_h, rows, T, K, BT, BK, BOXED)
-        b_rk = _reciprocal_norms(x_k, s_k, b, t, i_h, rows, T, K, BT, BK, BOXED)
+        b_rq = _reciprocal_norms(x_q, s_q, b, t, i_h, rows, K, BT, BK)
+        b_rk = _reciprocal_norms(x_k, s_k, b, t, i_h, rows, K, BT, BK)
     # Where raw rows are the operands of the grams' adjoints, their norms go to the other side.
     b_nq, b_nk = zero + 1.0, zero + 1.0
     if not CHANNEL:
@@ -337,7 +343,7 @@ def wyfold_gradients_triton(
         for i_v in range(NV):
             b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
             b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, BOXED, BOXED)
+            b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, DO_BOXED, DO_BOXED)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
             if not SCALAR:
@@ -363,7 +369,7 @@ def wyfold_gradients_triton(
             store_tile(p_pairs, i_tile * 2 + 1, 0, 0, b_dP * b_nq[:, None], BT, BT, BT, BT)
         b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
-            b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, T, K, BT, BK, BOXED, OP, PRECISION)
+            b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
             b_dM, b_dPT = b_dJ.to(OP), zero
         else:
@@ -391,7 +397,7 @@ def wyfold_gradients_triton(
                 b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
                 b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-                b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, BOXED, BOXED)
+                b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, DO_BOXED, DO_BOXED)
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
@@ -486,57 +492,44 @@ def wyfold_gradients_triton(
 
     if GATHERED:
         if x_dq is not None:
-            _ungather(x_q, s_q, p_dq_wide, x_dq, s_dq, pid, b, t, i_h, rows, T, b_rq, NORM, K, BT, BK, BOXED)
+            _ungather(x_q, s_q, p_dq_wide, x_dq, s_dq, pid, b, t, i_h, rows, b_rq, NORM, K, BT, BK)
         if x_dk is not None:
-            _ungather(x_k, s_k, p_dk_wide, x_dk, s_dk, pid, b, t, i_h, rows, T, b_rk, NORM, K, BT, BK, BOXED)
+            _ungather(x_k, s_k, p_dk_wide, x_dk, s_dk, pid, b, t, i_h, rows, b_rk, NORM, K, BT, BK)
 
 
 @triton.jit
 def _reciprocal_norms(
-    x_x,
-    s_x,
-    b,
-    t,
-    h,
-    rows,
-    T,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BOXED: tl.constexpr,
-    eps: tl.constexpr = 1e-6,
+    p_x, s_x, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, eps: tl.constexpr = 1e-6
 ):
     """(sum x^2 + eps)^(-1/2) of rows that are read in slices.   [BT]"""
     b_square = tl.zeros((BT,), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_x = fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
+        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32)
         b_square += tl.sum(b_x * b_x, axis=1)
     return tl.rsqrt(b_square + eps)
 
 
 @triton.jit
 def _grams(
-    x_q,
+    p_q,
     s_q,
-    x_k,
+    p_k,
     s_k,
     b,
     t,
     h,
     rows,
-    T,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    BOXED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """q k^T and k k^T of a chunk's raw rows, read in slices.   2 x [BT, BT]"""
     b_qk, b_kk = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_q = fetch_tokens(x_q, s_q, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
-        b_k = fetch_tokens(x_k, s_k, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
+        b_q = load_tokens(p_q, s_q, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_k = load_tokens(p_k, s_k, b, t, h, i_k * BK, rows, K, BT, BK)
         b_qk = mm(b_q, tl.trans(b_k), b_qk, OP, PRECISION)
         b_kk = mm(b_k, tl.trans(b_k), b_kk, OP, PRECISION)
     return b_qk, b_kk
@@ -544,7 +537,7 @@ def _grams(
 
 @triton.jit
 def _ungather(
-    x_x,
+    p_x,
     s_x,
     p_wide,
     p_dx,
@@ -554,30 +547,22 @@ def _ungather(
     t,
     h,
     rows,
-    T,
     b_r,
     NORM: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    BOXED: tl.constexpr,
 ):
     """Write a gathered gradient to its tokens; through the norm, dx = r (dy - y <y, dy>) with y = x r."""
     NK: tl.constexpr = (K + BK - 1) // BK
     b_along = tl.zeros((BT,), tl.float32)
     if NORM:
         for i_k in range(NK):
-            b_y = (
-                fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
-                * b_r[:, None]
-            )
+            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
             b_along += tl.sum(b_y * load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK), axis=1)
     for i_k in range(NK):
         b_dx = load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK)
         if NORM:
-            b_y = (
-                fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
-                * b_r[:, None]
-            )
+            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
             b_dx = b_r[:, None] * (b_dx - b_y * b_along[:, None])
         store_tokens(p_dx, s_dx, b, t, h, i_k * BK, rows, b_dx, K, BT, BK)

@@ -99,8 +99,9 @@ def prepare(
     rows = boxes = None
     if copies_boxes(q.device):
         boxes = every_box(factors, _boxes(factors, C, BE))
-        # A chunk that a sequence does not fill has no box; with a channel gate sub-chunks are loaded.
-        if not channel and grid.cu is None and grid.tokens % C == 0:
+        # A chunk that a sequence does not fill has no box; with a channel gate sub-chunks are loaded; and sums along
+        # rows lie in registers as the rows do, which differs with how they came.
+        if not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0:
             rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
     x_q, x_k = rows or (q, k)
     launched(

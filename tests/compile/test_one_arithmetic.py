@@ -1,0 +1,91 @@
+"""However the same rows reach a kernel, it rounds in the same places and adds in the same order.
+
+Rows come by address or as boxes, aligned or not, in chunks that are full or not, and each way is compiled by itself. A
+compiler may contract either product of a sum of two into the addition, and may leave a reduction to other lanes;
+then packed would not be separate, nor strided contiguous, bit for bit. On a card that is tested bit by bit; here, in
+what is compiled for it: the trees of float operations, and where the operands of reductions lie.
+"""
+
+import collections
+import hashlib
+import importlib.util
+import re
+
+import pytest
+import torch
+from tests.compile import aot
+
+import wyfold
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+COMMUTE = ("add", "mul")
+IGNORED = ("ld", "st", "mov", "selp", "setp")  # what moves or chooses does not round
+
+
+def trees(ptx: str) -> collections.Counter[str]:
+    """Every float operation by the tree of operations that its operands come from; what is loaded is a leaf."""
+    known: dict[str, str] = {}
+    found: collections.Counter[str] = collections.Counter()
+    for line in ptx.splitlines():
+        match = re.match(r"\s*(?:@!?%p\d+ )?([a-z]\S*\.f32\S*)\s+(%\w+), (.*);", line)
+        if match is None or match[1].startswith(IGNORED):
+            continue
+        name, result, operands = match.groups()
+        parts = [known.get(x.strip(), "leaf" if x.strip().startswith("%") else x.strip()) for x in operands.split(",")]
+        if name.startswith(COMMUTE):
+            parts.sort()
+        elif name.startswith("fma"):
+            parts[:2] = sorted(parts[:2])
+        known[result] = hashlib.sha256(repr((name, parts)).encode()).hexdigest()
+        found[f"{name} {known[result]}"] += 1
+    return found
+
+
+def reductions(ttgir: str) -> collections.Counter[str]:
+    """Operands of reductions, each with its layout spelt out."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', ttgir, re.DOTALL)
+    return collections.Counter(f"{shape} {layouts.get(layout, layout)}" for shape, layout in operands)
+
+
+def kernels(op: str, T: int, *, strided: bool) -> dict[str, tuple[collections.Counter[str], ...]]:
+    """Of forward and backward in chunks of 64, for sm_90."""
+    found: dict[str, tuple[collections.Counter[str], ...]] = {}
+
+    def look(kernel, *arguments, **options) -> None:
+        asm = aot.RUN(kernel, *arguments, warmup=True, **options).asm
+        found[kernel.fn.__name__] = trees(asm["ptx"]), reductions(asm["ttgir"])
+
+    with aot.pretending("sm_90", look):
+        room = torch.zeros(1, T, 4, 3 * 128 + 8, dtype=torch.bfloat16)
+        first = 1 if strided else 0  # not aligned to 16 bytes
+        rows = [room[..., first + 128 * i : first + 128 * (i + 1)] for i in range(3)]
+        q, k, v = ((x if strided else x.contiguous()).requires_grad_() for x in rows)
+        g = torch.zeros((1, T, 4, 128) if op == "chunk_kda" else (1, T, 4)).requires_grad_()
+        beta = torch.ones(1, T, 4).requires_grad_()
+        o = getattr(wyfold, op)(q, k, v, g, beta, chunk_size=64, backend="triton")[0]
+        do = torch.zeros_like(o)
+        o.backward(do.transpose(1, 2).contiguous().transpose(1, 2) if strided else do)
+    return found
+
+
+@pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_boxes_addresses_and_strides(op: str):
+    boxes, addresses, strides = (
+        kernels(op, 128, strided=False),
+        kernels(op, 100, strided=False),
+        kernels(op, 100, strided=True),
+    )
+    for name in ("wyfold_prepare_triton", "wyfold_gradients_triton"):
+        assert boxes[name][0].total() > 100
+        assert boxes[name] == addresses[name] == strides[name], name
+
+
+def test_a_tree_knows_which_product_was_contracted():
+    one = "fma.rn.f32 %f3, %f1, %f2, %f0;"
+    other = "mul.f32 %f4, %f1, %f2;\nadd.f32 %f3, %f4, %f0;"
+    assert trees(one) != trees(other)
+    swapped = "mul.f32 %f4, %f1, %f2;\nfma.rn.f32 %f5, %f4, %f1, %f0;\n"
+    assert trees(swapped) != trees(swapped.replace("%f5, %f4, %f1, %f0", "%f5, %f0, %f1, %f4"))
