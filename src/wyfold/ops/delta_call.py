@@ -197,7 +197,11 @@ def _decide(
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
-        keys=lambda: _launch_keys(stages, q, v, g, chunk_size, N),
+        keys=lambda: (
+            _token_keys(q, v, g, initial_state, flags)
+            if recurrent
+            else _launch_keys(stages, q, v, g, chunk_size, N)
+        ),
     )
     return DeltaOptions(
         operator=op,
@@ -230,6 +234,19 @@ def _launch_keys(
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v)
     return list(keys.items())
+
+
+def _token_keys(
+    q: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, flags: Flags
+) -> list[tuple[str, str]]:
+    """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
+    stored = initial_state.dtype if initial_state is not None else flags.state_dtype or torch.float32
+    module: Any = table.launches("recurrent", "triton")
+    there, back = (
+        module.launch_key(dtype, q.shape[-1], v.shape[-1], g, v_first=flags.state_v_first)
+        for dtype in (stored, torch.float32)
+    )
+    return [("recurrent", there), ("recurrent", f"{back} bwd"), ("recurrent", "gather")]
 
 
 def _check_tensors(
