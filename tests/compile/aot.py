@@ -282,7 +282,13 @@ CALLS = (
         )
     ),
     Call("fused_recurrent_kda", packed=True),
-    Call("fused_recurrent_gated_delta_rule", "float32", 256, 256, options=(("state_v_first", True), ("initial_state", None))),
+    Call(
+        "fused_recurrent_gated_delta_rule",
+        "float32",
+        256,
+        256,
+        options=(("state_v_first", True), ("initial_state", None)),
+    ),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
     *(

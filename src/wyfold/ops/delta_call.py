@@ -198,9 +198,7 @@ def _decide(
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
         keys=lambda: (
-            _token_keys(q, v, g, initial_state, flags)
-            if recurrent
-            else _launch_keys(stages, q, v, g, chunk_size, N)
+            _token_keys(q, v, g, initial_state, flags) if recurrent else _launch_keys(stages, q, v, g, chunk_size, N)
         ),
     )
     return DeltaOptions(

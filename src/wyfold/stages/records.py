@@ -77,18 +77,18 @@ class Slots(NamedTuple):
     Attributes:
         entering: [slots, HV, K, V], or V-first; None: zeros.
         leaving: The same, maybe the same tensor, or None: nobody wants them.
-        index: [N, columns] slot each sequence enters from; None: its own number.
-        leaving_index: [N] slot it is left in; None: the one it came from.
+        source: [N, columns] slot each sequence enters from; None: its own number.
+        target: [N] slot it is left in; None: the one it came from.
         given: [N] bool, False where a sequence starts from zeros whatever its slot holds; None: everywhere True.
         accepted: [N], sequence n enters from column accepted[n] - 1, or the nearest there is; None: from the first.
-        each: The state after token j goes to the slot in column j of `index`, instead of the last one's alone.
+        each: The state after token j goes to the slot in column j of `source`, instead of the last one's alone.
         pad: Slots are numbers above this one.
     """
 
     entering: Tensor | None
     leaving: Tensor | None
-    index: Tensor | None = None
-    leaving_index: Tensor | None = None
+    source: Tensor | None = None
+    target: Tensor | None = None
     given: Tensor | None = None
     accepted: Tensor | None = None
     each: bool = False

@@ -53,8 +53,6 @@ CLEARED: tl.constexpr = tl.constexpr(16)
 WIDE = torch.float32
 BLOCK, RUN = 64, 8
 """Tokens between the states the backward starts from, and between those it rebuilds from them first."""
-SCRATCH = BLOCK // RUN + RUN
-"""States that a program of the backward keeps aside: before every run of a block, and at every token of one run."""
 
 
 def recurrent(
@@ -118,9 +116,9 @@ def recurrent(
         head if slots.leaving is None else slots.leaving.stride()[:2],
         states,
         first_state,
-        slots.index,
-        strides(slots.index),
-        slots.leaving_index,
+        slots.source,
+        strides(slots.source),
+        slots.target,
         slots.given,
         slots.accepted,
         o,
@@ -132,7 +130,7 @@ def recurrent(
         grid.sequences if slots.leaving is None else slots.leaving.shape[0],
         slots.pad,
         int(slots.entering is not None),
-        1 if slots.index is None else slots.index.shape[1],
+        1 if slots.source is None else slots.source.shape[1],
         options.scale,
         options.lower_bound,
         options.clamp or FLOOR,
@@ -200,7 +198,8 @@ def recurrent_bwd(
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     NV = -(-V // BV)
     programs = grid.sequences * HV * NV
-    scratch = q.new_empty(programs, SCRATCH, BV, BK, dtype=WIDE)
+    # States that a program keeps aside: before every run of a block, and at every token of one run.
+    scratch = q.new_empty(programs, BLOCK // RUN + RUN, BV, BK, dtype=WIDE)
     shares = Shares(
         q=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
         k=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
@@ -253,6 +252,8 @@ def recurrent_bwd(
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         V_FIRST=options.state_v_first,
+        BLOCK=BLOCK,
+        RUN=RUN,
         **{**config.options(), "enable_fp_fusion": False},
     )
     return shares
@@ -338,11 +339,10 @@ def gather(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N", "T", "slots", "slots_left", "pad", "given", "columns", "scale", "lower_bound", "clamp", "beta_most", "every",
-    ]
-)  # fmt: skip
+NUMBERS = "N T slots slots_left pad given columns scale lower_bound clamp beta_most every".split()
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def wyfold_recurrent_triton(
     p_q,
     s_q,
@@ -362,9 +362,9 @@ def wyfold_recurrent_triton(
     s_ST,
     p_states,
     p_first_state,
-    p_index,
-    s_index,
-    p_leaving,
+    p_source,
+    s_source,
+    p_target,
     p_given,
     p_accepted,
     p_o,
@@ -408,15 +408,15 @@ def wyfold_recurrent_triton(
         # A sequence more: the tokens past the last boundary.
         b, t = i_n * 0, tl.load(p_cu + i_n)
         length = tl.load(p_cu + i_n + 1) - t
-    if p_index is None:
+    if p_source is None:
         slot = i_n
         live = live & (i_n > pad) & (i_n < slots)
     else:
-        entry = i_n * s_index[0]
+        entry = i_n * s_source[0]
         if p_accepted is not None:
             accepted = tl.load(p_accepted + i_n, mask=live, other=0).to(tl.int64)
-            entry += tl.minimum(tl.maximum(accepted - 1, 0), columns - 1) * s_index[1]
-        slot = tl.load(p_index + entry, mask=live, other=pad).to(tl.int64)
+            entry += tl.minimum(tl.maximum(accepted - 1, 0), columns - 1) * s_source[1]
+        slot = tl.load(p_source + entry, mask=live, other=pad).to(tl.int64)
         live = live & (slot > pad) & (slot < slots)
     if not live:
         if p_o is not None:
@@ -432,7 +432,7 @@ def wyfold_recurrent_triton(
     o_S, m_S = slot_offsets(s_S0, slot, i_hv, column, K, V, BK, BV, V_FIRST)
     b_S = tl.load(p_S0 + o_S, mask=m_S & there, other=0.0).to(tl.float32)
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
-    for i in range(0, length):
+    for i in range(length):
         b_q, b_k, b_v, decay, beta = _token(
             p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
             lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
@@ -446,13 +446,13 @@ def wyfold_recurrent_triton(
                 o_state, m_state = slot_offsets((HV * K * V, K * V), i_state, i_hv, column, K, V, BK, BV, V_FIRST)
                 tl.store(p_states + o_state, b_S.to(p_states.dtype.element_ty), mask=m_state)
         if EACH:
-            to = tl.load(p_index + i_n * s_index[0] + i * s_index[1], mask=i < columns, other=pad).to(tl.int64)
+            to = tl.load(p_source + i_n * s_source[0] + i * s_source[1], mask=i < columns, other=pad).to(tl.int64)
             o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
             tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
     if p_ST is not None and not EACH:
         to = slot
-        if p_leaving is not None:
-            to = tl.load(p_leaving + i_n).to(tl.int64)
+        if p_target is not None:
+            to = tl.load(p_target + i_n).to(tl.int64)
         o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
         tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
 
@@ -507,8 +507,8 @@ def wyfold_recurrent_bwd_triton(
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
     V_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr = BLOCK,
-    RUN: tl.constexpr = RUN,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One program owns BV value rows of one state and of its gradient, from the last token to the first."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -530,8 +530,10 @@ def wyfold_recurrent_bwd_triton(
 
     heads = (HV * K * V, K * V)
     o_S, m_S = slot_offsets(heads, i_n, i_hv, column, K, V, BK, BV, V_FIRST)
-    p_kept = p_scratch + pid * ((BLOCK // RUN + RUN) * BV * BK) + (
-        tl.arange(0, BV)[:, None] * BK + tl.arange(0, BK)[None, :]
+    p_kept = (
+        p_scratch
+        + pid * ((BLOCK // RUN + RUN) * BV * BK)
+        + (tl.arange(0, BV)[:, None] * BK + tl.arange(0, BK)[None, :])
     )
     p_run = p_kept + (BLOCK // RUN) * BV * BK
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
@@ -539,7 +541,7 @@ def wyfold_recurrent_bwd_triton(
     b_dS = tl.zeros((BV, BK), tl.float32)
     if p_dST is not None:
         b_dS = tl.load(p_dST + o_S, mask=m_S, other=0.0).to(tl.float32)
-    for i_back in range(0, tl.cdiv(length, BLOCK)):
+    for i_back in range(tl.cdiv(length, BLOCK)):
         i_block = tl.cdiv(length, BLOCK) - 1 - i_back
         begin = i_block * BLOCK
         end = tl.minimum(begin + BLOCK, length)
@@ -557,9 +559,9 @@ def wyfold_recurrent_bwd_triton(
                 p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
                 lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
             )  # fmt: skip
-            b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
+            b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
         tl.debug_barrier()  # what one thread stored another may load
-        for i_run_back in range(0, tl.cdiv(end - begin, RUN)):
+        for i_run_back in range(tl.cdiv(end - begin, RUN)):
             i_run = tl.cdiv(end - begin, RUN) - 1 - i_run_back
             first = begin + i_run * RUN
             last = tl.minimum(first + RUN, end)
@@ -570,9 +572,9 @@ def wyfold_recurrent_bwd_triton(
                     p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
                     lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
                 )  # fmt: skip
-                b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
+                b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
             tl.debug_barrier()
-            for i_token_back in range(0, last - first):
+            for i_token_back in range(last - first):
                 i = last - 1 - i_token_back
                 b_q, b_k, b_v, decay, beta = _token(
                     p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
@@ -656,7 +658,6 @@ def wyfold_recurrent_gather_triton(
     if PACKED:
         real = tl.maximum(tl.minimum(tl.load(p_cu + N) - t, rows), 0).to(tl.int32)
     i_row = b * T + t
-    o_r = tl.arange(0, BT)
     b_dq, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
     for i_hv in range(i_h * GR, i_h * GR + GR):
         b_dq += _shared(p_dq_shares, i_row, i_hv, tokens, real, HV, K, NV, BT, BK)
@@ -668,7 +669,9 @@ def wyfold_recurrent_gather_triton(
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         if SCALAR or CHANNEL:
-            b_dg = _shared(p_dg_shares, i_row, i_hv, tokens, real, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1)
+            b_dg = _shared(
+                p_dg_shares, i_row, i_hv, tokens, real, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
+            )
             if SCALAR:
                 b_dg = tl.sum(b_dg, axis=1)
             b_x = load_raw_gate(p_g, s_g, b, t, i_hv, 0, real, GATE, K, BT, BK)
@@ -695,7 +698,16 @@ def wyfold_recurrent_gather_triton(
 
 @triton.jit
 def _shared(
-    p, i_row, i_hv, tokens, rows, HV: tl.constexpr, W: tl.constexpr, NV: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr
+    p,
+    i_row,
+    i_hv,
+    tokens,
+    rows,
+    HV: tl.constexpr,
+    W: tl.constexpr,
+    NV: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
 ):
     """Sum of the shares [NV, tokens, HV, W] of one value head in some tokens, zero in others.   [BT, BW]"""
     o_r, o_w = tl.arange(0, BT)[:, None], tl.arange(0, BW)[None, :]

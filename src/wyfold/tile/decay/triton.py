@@ -145,7 +145,9 @@ def activated(x, rate, bias, lower_bound, clamp, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def load_token_parameters(p_A_log, p_dt_bias, h, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def load_token_parameters(
+    p_A_log, p_dt_bias, h, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
+):
     """`load_gate_parameters` of a head for single tokens: a channel gate's dt_bias is [BK]."""
     if GATE == "channel" and ACTIVATION != "given":
         rate, _ = load_gate_parameters(p_A_log, None, h, 0, GATE, K, BK)
