@@ -123,7 +123,7 @@ def _decided_by(
         return None
     metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
-    around = _keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
+    around = keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
     types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:
         hash(values)
@@ -135,7 +135,7 @@ def _decided_by(
 _PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))
 
 
-def _keeps_gradients(given: Iterable[Tensor | None]) -> bool:
+def keeps_gradients(given: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
@@ -163,11 +163,11 @@ def _decide(
         return_intermediate_states=flags.return_intermediate_states,
         batch_invariant=flags.batch_invariant,
     )
-    sizes = _check_tensors(op, q, k, v, g, beta, gate)
+    sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
     check.alike(op, "dtype", q=q, k=k, v=v)
     on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
-    cu, N = _check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
+    cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
     _check_state(op, q, initial_state, flags.state_dtype, flags.state_v_first, {**sizes, "N": N})
     if flags.allow_neg_eigval and not flags.use_beta_sigmoid_in_kernel:
         raise ValueError(
@@ -176,7 +176,7 @@ def _decide(
         )
     if flags.use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
-    activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
+    activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
     scale = sizes["K"] ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
     chunk_size = _chunk_size(op, q, v, gate, chunk, every)
@@ -186,8 +186,9 @@ def _decide(
         (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
     )
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
-    save = _keeps_gradients(given)
+    save = keeps_gradients(given)
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
+    stored = initial_state.dtype if initial_state is not None else flags.state_dtype or torch.float32
     plan = table.plan(
         op,
         q.device,
@@ -198,7 +199,9 @@ def _decide(
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
         keys=lambda: (
-            _token_keys(q, v, g, initial_state, flags) if recurrent else _launch_keys(stages, q, v, g, chunk_size, N)
+            token_keys(q, v, g, stored, v_first=flags.state_v_first)
+            if recurrent
+            else _launch_keys(stages, q, v, g, chunk_size, N)
         ),
     )
     return DeltaOptions(
@@ -234,20 +237,19 @@ def _launch_keys(
     return list(keys.items())
 
 
-def _token_keys(
-    q: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, flags: Flags
+def token_keys(
+    q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool, backward: bool = True
 ) -> list[tuple[str, str]]:
     """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
-    stored = initial_state.dtype if initial_state is not None else flags.state_dtype or torch.float32
     module: Any = table.launches("recurrent", "triton")
     there, back = (
-        module.launch_key(dtype, q.shape[-1], v.shape[-1], g, v_first=flags.state_v_first)
-        for dtype in (stored, torch.float32)
+        module.launch_key(dtype, q.shape[-1], v.shape[-1], g, v_first=v_first) for dtype in (stored, torch.float32)
     )
-    return [("recurrent", there), ("recurrent", f"{back} bwd"), ("recurrent", "gather")]
+    walk_back = [("recurrent", f"{back} bwd"), ("recurrent", "gather")]
+    return [("recurrent", there), *(walk_back if backward else [])]
 
 
-def _check_tensors(
+def check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
 ) -> dict[str, int]:
     sizes = check.shapes(
@@ -267,7 +269,7 @@ def _check_tensors(
     return sizes
 
 
-def _check_boundaries(
+def check_boundaries(
     op: str, q: Tensor, cu_seqlens: Tensor | SequenceLayout | None, on_cpu: Tensor | None, B: int, T: int
 ) -> tuple[Tensor | None, int]:
     """The boundaries as a tensor, and the number of sequences."""
@@ -320,7 +322,7 @@ def _check_state(
     check.alike(op, "device", q=q, initial_state=initial_state)
 
 
-def _check_gate(
+def check_gate(
     op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None
 ) -> tuple[str, float, float]:
     """Activation, its lower bound, and the clamp; 0 for none."""

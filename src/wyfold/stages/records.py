@@ -78,10 +78,10 @@ class Slots(NamedTuple):
         entering: [slots, HV, K, V], or V-first; None: zeros.
         leaving: The same, maybe the same tensor, or None: nobody wants them.
         source: [N, columns] slot each sequence enters from; None: its own number.
-        target: [N] slot it is left in; None: the one it came from.
+        target: [N] slot it is left in; None: the one it came from. [N, columns] with `each`; None: those of `source`.
         given: [N] bool, False where a sequence starts from zeros whatever its slot holds; None: everywhere True.
         accepted: [N], sequence n enters from column accepted[n] - 1, or the nearest there is; None: from the first.
-        each: The state after token j goes to the slot in column j of `source`, instead of the last one's alone.
+        each: The state after token j is left in the slot in column j, instead of the last one's alone.
         pad: Slots are numbers above this one.
     """
 

@@ -94,6 +94,7 @@ def recurrent(
     config = tuned("recurrent.triton", launch_key(stored.dtype, K, V, g, v_first=options.state_v_first), q.device)
     BV = min(config.blocks["BV"], tile_width(V))
     head = HV * K * V, K * V
+    target = slots.source if slots.each and slots.target is None else slots.target
     launched(
         wyfold_recurrent_triton,
         (grid.sequences + (grid.cu is not None and o is not None)) * HV * -(-V // BV),
@@ -118,7 +119,8 @@ def recurrent(
         first_state,
         slots.source,
         strides(slots.source),
-        slots.target,
+        target,
+        strides(target),
         slots.given,
         slots.accepted,
         o,
@@ -365,6 +367,7 @@ def wyfold_recurrent_triton(
     p_source,
     s_source,
     p_target,
+    s_target,
     p_given,
     p_accepted,
     p_o,
@@ -446,13 +449,13 @@ def wyfold_recurrent_triton(
                 o_state, m_state = slot_offsets((HV * K * V, K * V), i_state, i_hv, column, K, V, BK, BV, V_FIRST)
                 tl.store(p_states + o_state, b_S.to(p_states.dtype.element_ty), mask=m_state)
         if EACH:
-            to = tl.load(p_source + i_n * s_source[0] + i * s_source[1], mask=i < columns, other=pad).to(tl.int64)
+            to = tl.load(p_target + i_n * s_target[0] + i * s_target[1], mask=i < columns, other=pad).to(tl.int64)
             o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
             tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
     if p_ST is not None and not EACH:
         to = slot
         if p_target is not None:
-            to = tl.load(p_target + i_n).to(tl.int64)
+            to = tl.load(p_target + i_n * s_target[0]).to(tl.int64)
         o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
         tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
 
