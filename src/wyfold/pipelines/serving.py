@@ -96,7 +96,9 @@ def _in_parts(s: Serving, options: DeltaOptions) -> None:
     entering = s.pool.new_zeros(N, *s.pool.shape[1:])
     entering[given] = s.pool[slot[given]]
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
-    result, _ = delta_parts.forward(tokens, options._replace(checkpoint_every=1 if s.each else 0))
+    if s.each:
+        options = options._replace(checkpoint_every=1, chunk_size=1)
+    result, _ = delta_parts.forward(tokens, options)
     s.o.copy_(result.o)
     begin, length = _spans(s)
     for n in (~live).nonzero().flatten().tolist():
