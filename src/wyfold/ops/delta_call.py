@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -79,13 +79,7 @@ def call_delta(
     on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
     key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)
-    options = None if key is None else _decisions.get(key)
-    if options is None:
-        options = _decide(op, *given[:6], gate, chunk, cu_seqlens, flags)
-        if key is not None:
-            if len(_decisions) >= MOST_DECISIONS:
-                _decisions.clear()
-            _decisions[key] = options
+    options = decided(key, lambda: _decide(op, *given[:6], gate, chunk, cu_seqlens, flags))
     q, k, v = in_autocast_dtype(q, k, v)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     o, final_state, states = delta(DeltaTensors(q, k, v, *given[3:], cu, on_cpu), options)
@@ -98,6 +92,18 @@ _decisions: dict[tuple[Any, ...], DeltaOptions] = {}
 """What calls asked for came to: checks and plans look at metadata, and are the same for the same metadata."""
 
 
+def decided(key: tuple[Any, ...] | None, decide: Callable[[], DeltaOptions]) -> DeltaOptions:
+    """What `decide` says, asked once for every key; None is no key."""
+    options = None if key is None else _decisions.get(key)
+    if options is None:
+        options = decide()
+        if key is not None:
+            if len(_decisions) >= MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[key] = options
+    return options
+
+
 def _decided_by(
     op: str,
     given: tuple[Tensor | None, ...],
@@ -106,24 +112,31 @@ def _decided_by(
     chunk: ChunkFlags | None,
     flags: Flags,
 ) -> tuple[Any, ...] | None:
-    """Everything that `_decide` looks at, by value; None if a decision must not be reused.
-
-    That is so where contents are looked at, where a call is made for its plan alone, and where sizes may be symbols.
-    """
-    q = given[0]
-    if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
-        return None
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
     size, keep, on_cpu = chunk or (None, None, None)
-    tensors = *given, cu_seqlens, on_cpu
     # Boundaries on the CPU are compared with those beside the tokens where both can be read.
-    if not _PLAIN.issuperset(map(type, tensors)) or (on_cpu is not None and q.device.type == "cpu"):
+    if on_cpu is not None and isinstance(given[0], Tensor) and given[0].device.type == "cpu":
+        return None
+    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
+    return decision_key((*given, cu_seqlens, on_cpu), values, flags.backend)
+
+
+def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | None) -> tuple[Any, ...] | None:
+    """A call by what is decided from it: its tensors' metadata, q's first; other values; and what is around it.
+
+    None if a decision must not be reused: where contents are looked at, where a call is made for its plan alone, where
+    sizes may be symbols, and for what is nothing legal.
+    """
+    q = tensors[0]
+    if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
+        return None
+    if not _PLAIN.issuperset(map(type, tensors)):
         return None
     metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
-    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
-    around = keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
+    around = keeps_gradients(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
     types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:
         hash(values)

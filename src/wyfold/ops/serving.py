@@ -13,6 +13,8 @@ from wyfold.ops.delta_call import (
     check_boundaries,
     check_gate,
     check_tensors,
+    decided,
+    decision_key,
     keeps_gradients,
     token_keys,
 )
@@ -309,24 +311,14 @@ def _served(
     q, k, v, g, beta, out = *tokens, slots.out
     if turned:
         q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))
-    sizes = check_tensors(op, q, k, v, g, beta, gate)
+    call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic)
+    options = decided(_decided_by(call), lambda: _decide(call))
     q, k, v = in_autocast_dtype(q, k, v)
-    check.alike(op, "dtype", q=q, k=k, v=v)
-    cu, N = check_boundaries(op, q, cu_seqlens, None, sizes["B"], sizes["T"])
-    if slots.each and cu is None and sizes["T"] > slots.state_indices.shape[1]:  # type: ignore[union-attr]
-        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens")
-    _check_slots(op, q, slots, {**sizes, "N": N})
-    options = _decide(op, q, k, v, g, beta, slots, gate, arithmetic, sizes, cu)
-    if out is None:
-        o = v.new_empty(v.shape)
-    else:
-        check.shapes(op, known=sizes, out=(out, "B T HV V"))
-        check.alike(op, "dtype", v=v, out=out)
-        check.alike(op, "device", v=v, out=out)
-        o = out
+    o = v.new_empty(v.shape) if out is None else out
     source = slots.state_indices
     if source is not None and not slots.each:
         source = source[:, None]
+    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     serve(
         Serving(
             q, k, v, g, beta, gate.A_log, gate.dt_bias, cu, slots.pool, source, slots.output_state_indices,
@@ -339,21 +331,48 @@ def _served(
     return o.transpose(0, 1) if turned else o
 
 
-def _decide(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    slots: SlotFlags,
-    gate: GateFlags,
-    arithmetic: Arithmetic,
-    sizes: dict[str, int],
-    cu: Tensor | None,
-) -> DeltaOptions:
+class _Call(NamedTuple):
+    """One call as it is checked: tokens are [N, 1, ..] or packed, and so is `out`."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    out: Tensor | None
+    cu_seqlens: Tensor | SequenceLayout | None
+    slots: SlotFlags
+    gate: GateFlags
+    arithmetic: Arithmetic
+
+
+def _decided_by(call: _Call) -> tuple[Any, ...] | None:
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
+    slots, gate, cu, tokens = call.slots, call.gate, call.cu_seqlens, 0
+    if isinstance(cu, SequenceLayout):
+        tokens, cu = cu.tokens, cu.cu_seqlens
+    indices = slots.state_indices, slots.output_state_indices, slots.has_initial_state, slots.num_accepted_tokens
+    tensors = *call[1:7], cu, slots.pool, *indices, gate.A_log, gate.dt_bias
+    steps = slots.pool.stride() if isinstance(slots.pool, Tensor) else None
+    flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
+    return decision_key(tensors, (call.op, tokens, steps, *flags, *call.arithmetic), call.arithmetic.backend)
+
+
+def _decide(call: _Call) -> DeltaOptions:
     """What will run, if every check is passed."""
-    scale, norm, logit, doubled, backend = arithmetic
+    op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend) = call
+    sizes = check_tensors(op, q, k, v, g, beta, gate)
+    q, k, v = in_autocast_dtype(q, k, v)
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    cu, N = check_boundaries(op, q, cu_seqlens, None, sizes["B"], sizes["T"])
+    _check_slots(op, q, slots, {**sizes, "N": N})
+    if slots.each and cu is None and slots.state_indices is not None and sizes["T"] > slots.state_indices.shape[1]:
+        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens")
+    if out is not None:
+        check.shapes(op, known=sizes, out=(out, "B T HV V"))
+        check.alike(op, "dtype", v=v, out=out)
+        check.alike(op, "device", v=v, out=out)
     check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
     if doubled and not logit:
         raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True")
@@ -361,7 +380,7 @@ def _decide(
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "pool": slots.pool}
-    given |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "out": slots.out}
+    given |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "out": out}
     for name, x in given.items():
         if keeps_gradients([x]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
