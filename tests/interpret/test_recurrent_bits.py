@@ -37,9 +37,9 @@ def drawn(rule: str, shape: Shape, device: torch.device, N: int | None = None, *
 
 def test_packed_is_separate(rule: str, op, device, results):
     """Position, neighbours and what lies past the last boundary change nothing; there, results are zero."""
-    lengths = (5, 0, 6, 1)
+    lengths = (5, 0, 3, 1)
     T, N = sum(lengths), len(lengths)
-    a = drawn(rule, Shape(1, T + 3, 1, 2, 24, 16), device, N)
+    a = drawn(rule, Shape(1, T + 3, 1, 2, 24, 8), device, N)
     for name in PER_TOKEN:
         if name in a:
             a[name][:, T:] = torch.nan
@@ -60,17 +60,17 @@ def test_packed_is_separate(rule: str, op, device, results):
 
 
 def test_split_at_every_token_is_whole(rule: str, op, device, results):
-    a = drawn(rule, Shape(2, 6, 1, 2, 16, 8), device)
+    a = drawn(rule, Shape(1, 5, 1, 2, 16, 8), device)
     fed = incoming(a)
     whole = results(op, a, None, fed)
     states, outputs = [a["initial_state"]], []
-    for t in range(6):
+    for t in range(5):
         step = results(op, tokens(a, slice(t, t + 1)) | {"initial_state": states[-1]}, ())
         states.append(step["state"])
         outputs.append(step["o"])
     assert torch.equal(states[-1], whole["state"]) and torch.equal(torch.cat(outputs, 1), whole["o"])
     dS, found = fed["state"], {}
-    for t in reversed(range(6)):
+    for t in reversed(range(5)):
         step = results(
             op,
             tokens(a, slice(t, t + 1)) | {"initial_state": states[t]},
@@ -87,12 +87,13 @@ def test_split_at_every_token_is_whole(rule: str, op, device, results):
 
 
 def test_strided_is_contiguous(rule: str, op, device, results):
-    a = drawn(rule, Shape(2, 5, 2, 2, 24, 24), device)
+    a = drawn(rule, Shape(2, 3, 1, 1, 24, 16), device)
     fed = incoming(a)
-    room = torch.full((2, 5, 5, 3 * 24 + 1), torch.nan, device=device)  # one projection, cut in three, off by one
+    room = torch.full((2, 3, 2, 3 * 24 + 1), torch.nan, device=device)  # one projection, cut in three, off by one
     strided = dict(a)
     for i, name in enumerate(("q", "k", "v")):
-        strided[name] = room[:, :, : a[name].shape[2], 1 + 24 * i : 1 + 24 * (i + 1)].copy_(a[name])
+        first, width = 1 + 24 * i, a[name].shape[3]
+        strided[name] = room[:, :, :1, first : first + width].copy_(a[name])
     for name in ("g", "beta"):
         if name in a:
             strided[name] = a[name].transpose(0, -1).contiguous().transpose(0, -1)

@@ -15,7 +15,7 @@ from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
 from wyfold.stages import table
 
-CASES = 12
+CASES = 10
 CHANGED = {
     "chunk": (1,),
     "lengths": (1, 2, 5, 8, 9, [5, 0, 1], [0, 4, 3], [9], [2, 7, 0], [0]),
@@ -48,12 +48,11 @@ def test_every_option(rule: str, seed: int, case: dict, device, short_blocks, gu
     require(*verdicts(rule, a, case["loss"], family, device, guarded, results, "fused_recurrent"))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_as_wide_as_a_model(rule: str, device, guarded, results):
+def test_as_wide_as_a_model(device, guarded, results):
     """And with the blocks as they are."""
-    a = inputs.draw("random", rule, Shape(1, 70, 1, 1, 128, 16), gate="model", state="normal", sequences=2)
+    a = inputs.draw("random", "kda", Shape(1, 70, 1, 1, 128, 16), gate="model", state="normal", sequences=2)
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor([0, 2, 68])}
-    require(*verdicts(rule, a, "both", "random", device, guarded, results, "fused_recurrent"))
+    require(*verdicts("kda", a, "both", "random", device, guarded, results, "fused_recurrent"))
 
 
 def test_every_value_occurs(device):

@@ -226,6 +226,46 @@ def test_verify_of_packed_drafts(rule: str, backend: str, device):
     assert torch.equal(pool, expected) and not o[:, 6:].any()
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_prefill_is_the_chunk_call_in_place(rule: str, v_first: bool, backend: str, device):
+    """Long rows beside single tokens and empty ones; skipped, fresh, and stored elsewhere; states between as well."""
+    lengths, slots, to = (33, 1, 0, 20, 2), (3, 0, -1, 9, 5), (3, 7, 2, 1, 99)
+    a = drawn(rule, device, backend, N=1, T=60)
+    before, between = a_pool(device, v_first=v_first), a_pool(device, 5, v_first=v_first)
+    given = torch.tensor([True, False, True, True, True], device=device)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=device)
+    pool, checkpoints = before.clone(), between.clone()
+    o = serving.prefill(
+        **a, pool=pool, state_indices=index(*slots, device=device), output_state_indices=index(*to, device=device),
+        has_initial_state=given, cu_seqlens=cu, state_v_first=v_first, checkpoint_every=32,
+        checkpoint_pool=checkpoints, checkpoint_indices=index(2, device=device),
+    )  # fmt: skip
+    op, call = getattr(wyfold, f"chunk_{rule}"), dict(a)
+    if rule == "delta_rule":
+        del call["g"]
+    entering = torch.stack([before[3], torch.zeros_like(before[0]), before[0], before[0], before[5]])
+    expected, state, states = op(
+        **call, initial_state=entering, output_final_state=True, cu_seqlens=cu, state_v_first=v_first,
+        return_intermediate_states=True, checkpoint_every=32,
+    )  # fmt: skip
+    expected[:, 34:54] = 0  # the row whose slot is none
+    assert torch.equal(o, expected)
+    assert torch.equal(pool[[3, 7]], state[:2]) and torch.equal(checkpoints[2], states[0])
+    untouched = [0, 1, 2, 4, 5, 6, 8]
+    assert torch.equal(pool[untouched], before[untouched])
+    assert torch.equal(checkpoints[[0, 1, 3, 4]], between[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+def test_prefill_of_a_batch_into_a_narrow_pool(stored: torch.dtype, backend: str, device):
+    a, before = drawn("gated_delta_rule", device, backend, N=2, T=20), a_pool(device, dtype=stored)
+    pool, out = before.clone(), torch.empty(2, 20, 2, 24, device=device)
+    assert serving.prefill(**a, pool=pool, state_v_first=False, out=out) is out
+    expected, state = wyfold.chunk_gdn(**a, initial_state=before[:2].float(), output_final_state=True)
+    assert torch.equal(out, expected) and torch.equal(pool[:2], state.to(stored))
+    assert torch.equal(pool[2:], before[2:])
+
+
 # --- nothing to do, and what is refused ------------------------------------------------------------------------------
 
 
@@ -288,6 +328,19 @@ def test_packed_and_drafted_calls_refuse_in_their_own_name():
         serving.verify(**a, state_indices=columns[:, 0])
     with pytest.raises(ValueError, match=r"^verify: num_accepted_tokens must be \[4\]"):
         serving.verify(**a, state_indices=torch.zeros(4, 3, dtype=torch.int64), num_accepted_tokens=columns)
+
+
+def test_prefill_refuses_half_a_request_for_checkpoints():
+    a = drawn("kda", torch.device("cpu"), "eager", T=40) | {"pool": a_pool(torch.device("cpu")), "state_v_first": False}
+    where: Call = {"checkpoint_pool": a["pool"].clone(), "checkpoint_indices": torch.zeros(4, 2, dtype=torch.int64)}
+    for given, message in (
+        ({"checkpoint_every": 16}, "checkpoint_every, checkpoint_pool and checkpoint_indices must come together"),
+        (where | {"checkpoint_every": 10}, "checkpoint_every must be a multiple of the chunk, 16, got 10"),
+        (where | {"checkpoint_every": 32}, r"checkpoint_indices must be \[4, 1\]"),
+        (where | {"checkpoint_every": 16, "checkpoint_pool": a["pool"][:, :1]}, "checkpoint_pool must be"),
+    ):
+        with pytest.raises(ValueError, match=f"^prefill: {message}"):
+            serving.prefill(**a | given)
 
 
 def test_checked_looks_into_the_slots():

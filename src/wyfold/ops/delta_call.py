@@ -214,7 +214,7 @@ def _decide(
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
-            else _launch_keys(stages, q, v, g, chunk_size, N)
+            else launch_keys(stages, q, v, g, chunk_size, N)
         ),
     )
     return DeltaOptions(
@@ -238,7 +238,7 @@ def _decide(
     )
 
 
-def _launch_keys(
+def launch_keys(
     stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(stage, what its configuration depends on) of a call's kernels."""
@@ -390,13 +390,13 @@ def _chunk_size(op: str, q: Tensor, v: Tensor, gate: GateFlags, chunk: ChunkFlag
     check.flag(op, disable_recompute=chunk.disable_recompute)
     if chunk.chunk_size is not None:
         check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
-    size = chunk.chunk_size or _best_chunk_size(q, v, channel_gate=gate.channel)
+    size = chunk.chunk_size or best_chunk_size(q, v, channel_gate=gate.channel)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
 
 
-def _best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
+def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
     """Fastest rows of a chunk, by device, kind of gate and widths alone (docs/facts.md, CPU-3 and H200-5)."""
     if q.device.type != "cpu":
         return 32 if channel_gate else 64

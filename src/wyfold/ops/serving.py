@@ -10,12 +10,14 @@ from torch import Tensor
 from wyfold.ops.delta_call import (
     STATE_DTYPES,
     GateFlags,
+    best_chunk_size,
     check_boundaries,
     check_gate,
     check_tensors,
     decided,
     decision_key,
     keeps_gradients,
+    launch_keys,
     token_keys,
 )
 from wyfold.pipelines.serving import Serving, serve
@@ -40,6 +42,9 @@ class SlotFlags(NamedTuple):
     out: Tensor | None
     num_accepted_tokens: Tensor | None = None
     each: bool = False
+    checkpoint_every: int | None = None
+    checkpoint_pool: Tensor | None = None
+    checkpoint_indices: Tensor | None = None
 
 
 class Arithmetic(NamedTuple):
@@ -297,6 +302,72 @@ def verify(
     return _served(op, (q, k, v, g, beta), slots, gate, arithmetic, cu_seqlens=cu_seqlens)
 
 
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    pool: Tensor,
+    state_indices: Tensor | None = None,
+    *,
+    state_v_first: bool,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_pool: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Tokens of each sequence, any number of them, chunk by chunk, from the pool and into it.
+
+    What `chunk_*` does, with initial and final states in the slots of a pool: from a float32 pool, bit for bit. Rows of
+    one token may stand among long ones; those that only decode are cheaper in `decode`.
+
+    Args:
+        q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
+        k: Shape and dtype of q.
+        v: [B, T, HV, V], dtype of q.
+        g, beta: As `decode` takes them, with T tokens.
+        state_indices: [N] int32 or int64 slot of each sequence; N is B unless packed. None: sequence n is in slot n.
+        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, or a `SequenceLayout`. An empty
+            sequence leaves its state as it is, or zero if it starts from zeros.
+        checkpoint_every: Store the states after so many tokens of each sequence, twice as many, and so on: a multiple
+            of the chunk (docs of `chunk_gated_delta_rule`), in checkpoint_pool.
+        checkpoint_pool: Another pool of that layout.
+        checkpoint_indices: [B, T // checkpoint_every] int32 or int64 slot of each such state in checkpoint_pool; packed
+            [T // checkpoint_every], a sequence's first at `SequenceLayout.checkpoint_offsets`. One that is no slot is
+            not stored.
+
+    All other arguments, results and errors: `decode`.
+
+    Returns:
+        o: Shape of v, zero past the last boundary; `out` if that was given.
+    """
+    op = "prefill"
+    slots = SlotFlags(
+        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out,
+        checkpoint_every=checkpoint_every, checkpoint_pool=checkpoint_pool, checkpoint_indices=checkpoint_indices,
+    )  # fmt: skip
+    gate = GateFlags(_is_channel(g), use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
+    arithmetic = Arithmetic(
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, backend
+    )  # fmt: skip
+    return _served(op, (q, k, v, g, beta), slots, gate, arithmetic, cu_seqlens=cu_seqlens, chunked=True)
+
+
 def _served(
     op: str,
     tokens: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
@@ -306,23 +377,27 @@ def _served(
     *,
     cu_seqlens: Tensor | SequenceLayout | None = None,
     turned: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
-    """Check, decide, run. `turned`: tokens are [1, N, ..]."""
+    """Check, decide, run. `turned`: tokens are [1, N, ..]. `chunked`: not token by token."""
     q, k, v, g, beta, out = *tokens, slots.out
     if turned:
         q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))
-    call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic)
+    call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic, chunked)
     options = decided(_decided_by(call), lambda: _decide(call))
     q, k, v = in_autocast_dtype(q, k, v)
     o = v.new_empty(v.shape) if out is None else out
-    source = slots.state_indices
+    source, between = slots.state_indices, slots.checkpoint_indices
     if source is not None and not slots.each:
         source = source[:, None]
+    if between is not None:
+        between = between.reshape(-1, 1)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     serve(
         Serving(
             q, k, v, g, beta, gate.A_log, gate.dt_bias, cu, slots.pool, source, slots.output_state_indices,
-            slots.has_initial_state, slots.num_accepted_tokens, o, slots.each, slots.pad_slot_id,
+            slots.has_initial_state, slots.num_accepted_tokens, slots.checkpoint_pool, between, o, slots.each,
+            slots.pad_slot_id,
         ),
         options,
     )  # fmt: skip
@@ -345,6 +420,7 @@ class _Call(NamedTuple):
     slots: SlotFlags
     gate: GateFlags
     arithmetic: Arithmetic
+    chunked: bool
 
 
 def _decided_by(call: _Call) -> tuple[Any, ...] | None:
@@ -353,15 +429,16 @@ def _decided_by(call: _Call) -> tuple[Any, ...] | None:
     if isinstance(cu, SequenceLayout):
         tokens, cu = cu.tokens, cu.cu_seqlens
     indices = slots.state_indices, slots.output_state_indices, slots.has_initial_state, slots.num_accepted_tokens
-    tensors = *call[1:7], cu, slots.pool, *indices, gate.A_log, gate.dt_bias
-    steps = slots.pool.stride() if isinstance(slots.pool, Tensor) else None
+    pools = slots.pool, slots.checkpoint_pool
+    tensors = *call[1:7], cu, *pools, *indices, slots.checkpoint_indices, gate.A_log, gate.dt_bias
+    steps = *(x.stride() if isinstance(x, Tensor) else None for x in pools), slots.checkpoint_every, call.chunked
     flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
-    return decision_key(tensors, (call.op, tokens, steps, *flags, *call.arithmetic), call.arithmetic.backend)
+    return decision_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
 
 
 def _decide(call: _Call) -> DeltaOptions:
     """What will run, if every check is passed."""
-    op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend) = call
+    op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend), chunked = call
     sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
     check.alike(op, "dtype", q=q, k=k, v=v)
@@ -384,17 +461,26 @@ def _decide(call: _Call) -> DeltaOptions:
     for name, x in given.items():
         if keeps_gradients([x]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    chunk_size = best_chunk_size(q, v, channel_gate=gate.channel) if chunked else 1 if slots.each else 64
+    every = _check_checkpoints(op, q, slots, chunk_size, sizes, packed=cu is not None) if chunked else int(slots.each)
+
+    def keys() -> list[tuple[str, str]]:
+        if not chunked:
+            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
+        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N)]
+
     plan = table.plan(
         op,
         q.device,
         backend,
-        forward=("prepare", "recurrent"),
-        dtypes=table.dtypes(*given.values()),
-        keys=lambda: token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False),
+        forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
+        chunk_size=chunk_size if chunked else None,
+        keys=keys,
     )
     return DeltaOptions(
         operator=op,
-        recurrent=True,
+        recurrent=not chunked,
         scale=sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale),
         qk_l2norm=norm,
         activation=activation,
@@ -403,47 +489,73 @@ def _decide(call: _Call) -> DeltaOptions:
         beta_logit=logit,
         beta_most=2.0 if doubled else 1.0,
         state_v_first=slots.v_first,
-        state_dtype=slots.pool.dtype,
+        state_dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
         final_state=True,
-        chunk_size=64,
-        checkpoint_every=0,
+        chunk_size=chunk_size,
+        checkpoint_every=every,
         save=False,
         keep_factors=False,
         backend=plan.backend,
     )
 
 
+def _check_checkpoints(
+    op: str, q: Tensor, slots: SlotFlags, chunk_size: int, sizes: dict[str, int], *, packed: bool
+) -> int:
+    """Tokens between the states that are kept; 0 where none are."""
+    given = slots.checkpoint_every, slots.checkpoint_pool, slots.checkpoint_indices
+    if all(x is None for x in given):
+        return 0
+    if any(x is None for x in given):
+        raise ValueError(f"{op}: checkpoint_every, checkpoint_pool and checkpoint_indices must come together")
+    every = check.integer(op, "checkpoint_every", slots.checkpoint_every, least=1)
+    if every % chunk_size:
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
+    _check_pool(op, "checkpoint_pool", q, slots.checkpoint_pool, slots.v_first, sizes)
+    rows = [sizes["T"] // every] if packed else [sizes["B"], sizes["T"] // every]
+    _check_rows(op, q, "checkpoint_indices", slots.checkpoint_indices, rows, INDICES)
+    return every
+
+
 def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) -> None:
     """The pool, and the tensors that say which of its slots are meant."""
     check.flag(op, state_v_first=slots.v_first)
     check.integer(op, "pad_slot_id", slots.pad_slot_id, least=-1)
-    pool, N = check.tensor(op, "pool", slots.pool), sizes["N"]
-    check.shapes(op, known=sizes, pool=(pool, "slots HV V K" if slots.v_first else "slots HV K V"))
-    check.floating(op, (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES, pool=pool)
-    if pool.stride()[2:] != (pool.shape[3], 1) or 0 in pool.stride():
-        raise ValueError(
-            f"{op}: pool must hold each head's state in one piece, and no two slots in one, got strides {pool.stride()}"
-        )
+    N = sizes["N"]
+    _check_pool(op, "pool", q, slots.pool, slots.v_first, sizes)
     rows = [N, slots.state_indices.shape[1]] if slots.each and slots.state_indices is not None else [N]
+    _check_rows(op, q, "has_initial_state", slots.has_initial_state, [N], (torch.bool,))
+    _check_rows(op, q, "num_accepted_tokens", slots.num_accepted_tokens, [N], INDICES)
     indices = {"state_indices": slots.state_indices, "output_state_indices": slots.output_state_indices}
-    for name, x, shape, dtypes in (
-        *((name, x, rows, INDICES) for name, x in indices.items()),
-        ("has_initial_state", slots.has_initial_state, [N], (torch.bool,)),
-        ("num_accepted_tokens", slots.num_accepted_tokens, [N], INDICES),
-    ):
-        if x is None:
-            continue
-        check.tensor(op, name, x)
-        if list(x.shape) != shape or x.dtype not in dtypes:
-            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
-        check.alike(op, "device", q=q, **{name: x})
-        if check.checking_contents() and check.readable(x) and name in indices:
-            live = x[(x > slots.pad_slot_id) & (x < pool.shape[0])]
+    for name, x in indices.items():
+        _check_rows(op, q, name, x, rows, INDICES)
+        if x is not None and check.checking_contents() and check.readable(x):
+            live = x[(x > slots.pad_slot_id) & (x < slots.pool.shape[0])]
             if live.unique().numel() != live.numel():
                 raise ValueError(f"{op}: {name} must hold distinct slots, got {x.tolist()}")
-    check.alike(op, "device", q=q, pool=pool)
+
+
+def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:
+    check.shapes(op, optional=(), known=sizes, **{name: (pool, "slots HV V K" if v_first else "slots HV K V")})
+    pool = check.tensor(op, name, pool)
+    check.floating(op, (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES, **{name: pool})
+    if pool.stride()[2:] != (pool.shape[3], 1) or 0 in pool.stride():
+        strides = f"got strides {pool.stride()}"
+        raise ValueError(f"{op}: {name} must hold each head's state in one piece, and no two slots in one, {strides}")
+    check.alike(op, "device", q=q, **{name: pool})
+
+
+def _check_rows(
+    op: str, q: Tensor, name: str, x: Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """An optional tensor of integers or flags, one per sequence, draft or checkpoint."""
+    if x is None:
+        return
+    if list(check.tensor(op, name, x).shape) != shape or x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
+    check.alike(op, "device", q=q, **{name: x})
 
 
 def _turned(x: Any) -> Any:

@@ -68,8 +68,10 @@ class Delta(torch.autograd.Function):
 class Walk(Protocol):
     """The launches of both directions, one after another."""
 
-    def forward(self, t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
-        """Results, and what the backward needs of them besides the call's tensors."""
+    def forward(
+        self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None
+    ) -> tuple[DeltaResult, list[Tensor]]:
+        """Results, and what the backward needs of them besides the call's tensors. out: where the output goes."""
 
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
         """What the forward will keep, unwritten, from metadata alone."""

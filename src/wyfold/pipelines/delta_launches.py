@@ -59,9 +59,9 @@ class _Call:
         return None if states is None else turned(states, self.options)
 
 
-def forward(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call, result = _Call(t, options), empty_result(t, options)
+    call, result = _Call(t, options), empty_result(t, options, out)
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)

@@ -44,9 +44,9 @@ class _Call:
         self.initial = None if t.initial_state is None else t.initial_state.contiguous()
 
 
-def forward(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results; the backward needs nothing of them."""
-    result, every = empty_result(t, options), options.checkpoint_every
+    result, every = empty_result(t, options, out), options.checkpoint_every
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)

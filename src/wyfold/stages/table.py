@@ -58,6 +58,7 @@ STAGES = (
     "scan_bwd",
     "gradients",
     "recurrent",
+    "slots",
     "ttt",
     "conv",
     "norm",
