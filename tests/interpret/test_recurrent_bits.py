@@ -103,7 +103,7 @@ def test_strided_is_contiguous(rule: str, op, device, results):
 
 
 def test_each_subset_of_gradients_has_the_bits_of_all(rule: str, op, device, results):
-    a = drawn(rule, Shape(1, 5, 1, 1, 8, 8), device)
+    a = drawn(rule, Shape(1, 3, 1, 1, 8, 8), device)
     everything = results(op, a)
     for name in [name.removeprefix("d") for name in everything if name.startswith("d")]:
         same(results(op, a, (name,)), {x: everything[x] for x in ("o", "state", f"d{name}")})
