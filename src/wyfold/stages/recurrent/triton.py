@@ -21,6 +21,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Shares, Slots, TokenGradients
+from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
@@ -36,8 +37,8 @@ from wyfold.tile.decay.triton import (
 )
 from wyfold.tile.index.triton import (
     load_strength,
+    load_token_number,
     load_token_row,
-    load_token_strength,
     load_tokens,
     store_token_row,
     store_token_scalars,
@@ -435,10 +436,16 @@ def wyfold_recurrent_triton(
     o_S, m_S = slot_offsets(s_S0, slot, i_hv, column, K, V, BK, BV, V_FIRST)
     b_S = tl.load(p_S0 + o_S, mask=m_S & there, other=0.0).to(tl.float32)
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
+    raw_q, raw_k, raw_v, x, raw_beta = _load_token(
+        p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t, i_h, i_hv, column, length > 0, K, V, BK, BV, GATE
+    )
     for i in range(length):
-        b_q, b_k, b_v, decay, beta = _token(
-            p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
-            lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
+        b_q, b_k, b_v, decay, beta = _seen(
+            raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most, GATE, ACTIVATION, NORM, LOGIT
+        )
+        raw_q, raw_k, raw_v, x, raw_beta = _load_token(
+            p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i + 1, i_h, i_hv, column, i + 1 < length,
+            K, V, BK, BV, GATE,
         )  # fmt: skip
         b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
         if p_o is not None:
@@ -558,9 +565,13 @@ def wyfold_recurrent_bwd_triton(
         for i in range(begin, end):
             if i % RUN == 0:
                 tl.store(p_kept + (i - begin) // RUN * (BV * BK), b_S)
-            b_q, b_k, b_v, decay, beta = _token(
-                p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
-                lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
+            raw_q, raw_k, raw_v, x, raw_beta = _load_token(
+                p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
+                K, V, BK, BV, GATE,
+            )  # fmt: skip
+            b_q, b_k, b_v, decay, beta = _seen(
+                raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
+                GATE, ACTIVATION, NORM, LOGIT,
             )  # fmt: skip
             b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
         tl.debug_barrier()  # what one thread stored another may load
@@ -571,19 +582,27 @@ def wyfold_recurrent_bwd_triton(
             b_S = tl.load(p_kept + i_run * (BV * BK))
             for i in range(first, last):
                 tl.store(p_run + (i - first) * (BV * BK), b_S)
-                b_q, b_k, b_v, decay, beta = _token(
-                    p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
-                    lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
+                raw_q, raw_k, raw_v, x, raw_beta = _load_token(
+                    p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
+                    K, V, BK, BV, GATE,
+                )  # fmt: skip
+                b_q, b_k, b_v, decay, beta = _seen(
+                    raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
+                    GATE, ACTIVATION, NORM, LOGIT,
                 )  # fmt: skip
                 b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
             tl.debug_barrier()
             for i_token_back in range(last - first):
                 i = last - 1 - i_token_back
-                b_q, b_k, b_v, decay, beta = _token(
-                    p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, rate, bias,
-                    lower_bound, clamp, beta_most, K, V, BK, BV, GATE, ACTIVATION, NORM, LOGIT,
+                raw_q, raw_k, raw_v, x, raw_beta = _load_token(
+                    p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
+                    K, V, BK, BV, GATE,
                 )  # fmt: skip
-                b_do = load_token_row(p_do, s_do, b, t + i, i_hv, column, V, BV) * scale
+                b_q, b_k, b_v, decay, beta = _seen(
+                    raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
+                    GATE, ACTIVATION, NORM, LOGIT,
+                )  # fmt: skip
+                b_do = load_token_row(p_do, s_do, b, t + i, i_hv, column, i < length, V, BV).to(tl.float32) * scale
                 b_S = tl.load(p_run + (i - first) * (BV * BK)) * decay
                 b_dS, b_dq, b_dk, b_dv, dbeta, b_SdS = token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta)
                 i_row = (i_v * tokens + b * T + t + i) * HV + i_hv
@@ -722,7 +741,7 @@ def _shared(
 
 
 @triton.jit
-def _token(
+def _load_token(
     p_q,
     s_q,
     p_k,
@@ -738,26 +757,48 @@ def _token(
     i_h,
     i_hv,
     column,
-    rate,
-    bias,
-    lower_bound,
-    clamp,
-    beta_most,
+    here,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
+):
+    """One token as it lies in memory, all of it asked for before anything waits: q, k [BK], v [BV], gate, strength.
+
+    Unless it is here, nothing is read.
+    """
+    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, here, K, BK)
+    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, here, K, BK)
+    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, here, V, BV)
+    x = load_token_gate(p_g, s_g, b, t, i_hv, here, GATE, K, BK)
+    beta = 1.0
+    if p_beta is not None:
+        beta = load_token_number(p_beta, s_beta, b, t, i_hv, here)
+    return b_q, b_k, b_v, x, beta
+
+
+@triton.jit
+def _seen(
+    b_q,
+    b_k,
+    b_v,
+    x,
+    beta,
+    rate,
+    bias,
+    lower_bound,
+    clamp,
+    beta_most,
+    GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
 ):
-    """One token as the recurrence sees it: q and k [BK], normalised; v [BV]; decay of the state; write strength."""
-    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, K, BK)
-    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, K, BK)
-    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, V, BV)
-    x = load_token_gate(p_g, s_g, b, t, i_hv, GATE, K, BK)
-    beta = load_token_strength(p_beta, s_beta, b, t, i_hv, beta_most, LOGIT)
+    """A token as the recurrence sees it: q and k normalised, v, decay of the state, write strength; float32."""
+    b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
     if NORM:
         b_k, b_q = normalised(b_k), normalised(b_q)
+    if LOGIT:
+        beta = sigmoid(beta) * beta_most
     return b_q, b_k, b_v, token_decay(x, rate, bias, lower_bound, clamp, GATE, ACTIVATION), beta

@@ -18,6 +18,7 @@ from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
 from wyfold.tile.dot.triton import mm, mm_exact, self_product
 from wyfold.tile.index.triton import (
+    load_token_number,
     load_token_row,
     load_token_scalars,
     load_tokens,
@@ -163,12 +164,12 @@ def load_token_parameters(
 
 
 @triton.jit
-def load_token_gate(p_g, s_g, b, t, h, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """One token's gate as the caller passed it, float32.   [BK] of a channel gate, else one number; 0 without one"""
+def load_token_gate(p_g, s_g, b, t, h, here, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """One token's gate as the caller passed it.   [BK] of a channel gate, else one number; 0 without one"""
     if GATE == "channel":
-        return load_token_row(p_g, s_g, b, t, h, 0, K, BK)
+        return load_token_row(p_g, s_g, b, t, h, 0, here, K, BK)
     elif GATE == "scalar":
-        return tl.load(p_g + b * s_g[0] + t * s_g[1] + h * s_g[2]).to(tl.float32)
+        return load_token_number(p_g, s_g, b, t, h, here)
     else:
         return 0.0
 
@@ -179,7 +180,7 @@ def token_decay(x, rate, bias, lower_bound, clamp, GATE: tl.constexpr, ACTIVATIO
     if GATE == "none":
         return 1.0
     elif GATE == "channel":
-        return exp(activated(x, rate, bias, lower_bound, clamp, ACTIVATION))[None, :]
+        return exp(activated(x.to(tl.float32), rate, bias, lower_bound, clamp, ACTIVATION))[None, :]
     else:
         return exp(activated(x, rate, bias, lower_bound, clamp, ACTIVATION))
 

@@ -284,13 +284,13 @@ def token_row(strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def load_token_row(p, strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
-    """One token of one head, from a column on, float32.   [BW]
+def load_token_row(p, strides, b, t, h, column, here, W: tl.constexpr, BW: tl.constexpr):
+    """One token of one head, from a column on; zeros unless the token is here.   [BW]
 
     A vector, not a tile of one row: it then says nothing about how the tiles that it meets lie in registers.
     """
     offsets, mask = token_row(strides, b, t, h, column, W, BW)
-    return tl.load(p + offsets, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(p + offsets, mask=mask & here, other=0.0)
 
 
 @triton.jit
@@ -301,15 +301,9 @@ def store_token_row(p, strides, b, t, h, column, x, W: tl.constexpr, BW: tl.cons
 
 
 @triton.jit
-def load_token_strength(p_beta, s_beta, b, t, h, beta_most, LOGIT: tl.constexpr):
-    """beta of one token; 1 where the caller gave none."""
-    if p_beta is None:
-        return 1.0
-    else:
-        beta = tl.load(p_beta + b * s_beta[0] + t * s_beta[1] + h * s_beta[2]).to(tl.float32)
-        if LOGIT:
-            beta = sigmoid(beta) * beta_most
-        return beta
+def load_token_number(p, strides, b, t, h, here):
+    """One number per token and head, zero unless the token is here; float32."""
+    return tl.load(p + b * strides[0] + t * strides[1] + h * strides[2], mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
