@@ -540,11 +540,9 @@ def wyfold_recurrent_bwd_triton(
 
     heads = (HV * K * V, K * V)
     o_S, m_S = slot_offsets(heads, i_n, i_hv, column, K, V, BK, BV, V_FIRST)
-    p_kept = (
-        p_scratch
-        + pid * ((BLOCK // RUN + RUN) * BV * BK)
-        + (tl.arange(0, BV)[:, None] * BK + tl.arange(0, BK)[None, :])
-    )
+    # Kept aside as states lie, so that a tile is laid out among the threads in one way throughout.
+    o_kept, _m_kept = slot_offsets((BK * BV, BK * BV), 0, 0, 0, BK, BV, BK, BV, V_FIRST)
+    p_kept = p_scratch + pid * ((BLOCK // RUN + RUN) * BV * BK) + o_kept
     p_run = p_kept + (BLOCK // RUN) * BV * BK
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
     o_k = tl.arange(0, BK)
