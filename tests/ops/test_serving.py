@@ -363,14 +363,19 @@ def test_what_would_run(backend: str, device):
     assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel"])
 
 
-def test_the_registered_operator_by_pytorchs_own_checks(backend: str, device, monkeypatch):
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_the_registered_operator_by_pytorchs_own_checks(name: str, backend: str, device, monkeypatch):
     from wyfold.pipelines import serving as pipeline
 
     seen, operator = [], pipeline._serve_op
     monkeypatch.setattr(pipeline, "_serve_op", lambda *arguments: seen.append(arguments) or operator(*arguments))
-    a = drawn("kda", device, backend) | {"pool": a_pool(device), "state_v_first": False}
+    a = drawn("delta_rule", device, backend, T=1 if name == "decode" else 16)
+    a |= {"pool": a_pool(device), "state_v_first": False, "state_indices": index(3, -1, 0, 5, device=device)}
+    if name == "prefill":
+        a |= {"checkpoint_every": 16 if backend == "eager" else 64, "checkpoint_pool": a_pool(device)}
+        a["checkpoint_indices"] = torch.zeros(4, 16 // a["checkpoint_every"], dtype=torch.int64, device=device)
     with torch.enable_grad():
-        serving.decode(**a, state_indices=index(3, -1, 0, 5, device=device))
+        getattr(serving, name)(**a)
     torch.library.opcheck(operator, seen[0])
 
 
