@@ -55,8 +55,8 @@ def decode(
         g: [N, 1, HV] or [N, 1, HV, K], N and 1 as in q, any float, or None. Natural log of the decay, <= 0.
         beta: [N, 1, HV] any float. Write strength; None: 1.
         pool: [slots, HV, K, V], or [slots, HV, V, K] with state_v_first; float32, bfloat16 or float16. Slots and heads
-            may lie apart, the numbers of one head's state may not. Arithmetic is float32; a state is rounded as it is
-            stored.
+            may lie apart, the numbers of one head's state may not; on a GPU, distances that are no multiples of 16
+            numbers cost time and other last bits. Arithmetic is float32; a state is rounded as it is stored.
         state_indices: [N] int32 or int64 slot of each row; None: row n is in slot n.
         state_v_first: Layout of the pool. Has no default: where K = V the two look alike.
         has_initial_state: [N] bool. False: the row starts from zeros, whatever its slot holds. None: all True.

@@ -38,10 +38,16 @@ class _Call:
         self.t, self.options = t, options
         self.stage: Any = table.launches("recurrent", options.backend)
         self.grid = table.launches("chunk_grid", options.backend).chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens)
-        # Kernels read these few numbers where they lie one after another, and states as they lay them out themselves.
+        # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
-        self.initial = None if t.initial_state is None else t.initial_state.contiguous()
+        self.initial = None if t.initial_state is None else _in_place(t.initial_state)
+
+
+def _in_place(states: Tensor) -> Tensor:
+    """States where the kernels can load them as vectors, which is what the order of their sums follows from."""
+    states = states.contiguous()
+    return states if states.data_ptr() % 16 == 0 else states.clone()
 
 
 def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
@@ -82,7 +88,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         do = t.v.new_zeros(()).expand(t.v.shape)
     wanted = TokenGradients(*(x if need else None for x, need in _without_states(found, needs)))
     states, first = _between(call)
-    dST = None if dST is None else dST.contiguous()
+    dST = None if dST is None else _in_place(dST)
     shares = call.stage.recurrent_bwd(
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0
     )
