@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
+from wyfold.runtime.launch import interpreting, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
@@ -41,6 +41,8 @@ from wyfold.tile.index.triton import (
     load_tile,
     load_tile_sub_chunks,
     load_tokens,
+    prefetch_tile,
+    prefetch_tokens,
     store_sub_chunks,
     store_tile,
     store_token_scalars,
@@ -84,13 +86,13 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = pairs = near = wide = None
+    dA_log = ddt_bias = near = wide = None
+    pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
     if flags["CHANNEL"]:
-        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
         near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
@@ -111,6 +113,8 @@ def gradients(
         do,
         do.stride(),
         *(boxes or borders),
+        borders.S,
+        borders.dS,
         out.q,
         strides(out.q),
         out.k,
@@ -151,6 +155,7 @@ def gradients(
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         COPIED=boxes is not None,
+        AHEAD=not interpreting(),
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
@@ -187,6 +192,8 @@ def wyfold_gradients_triton(
     p_dS,
     p_e,
     p_X,
+    p_S_tiles,
+    p_dS_tiles,
     p_dq,
     s_dq,
     p_dk,
@@ -229,6 +236,7 @@ def wyfold_gradients_triton(
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
     COPIED: tl.constexpr,
+    AHEAD: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
@@ -271,6 +279,10 @@ def wyfold_gradients_triton(
                 store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
         return
 
+    if AHEAD:
+        # Too few programs fit a multiprocessor to cover each other's waits for memory.
+        prefetch_tokens(p_q, s_q, b, t, i_h, rows, K, BT)
+        prefetch_tokens(p_k, s_k, b, t, i_h, rows, K, BT)
     earlier, later = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
     b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
@@ -283,6 +295,11 @@ def wyfold_gradients_triton(
 
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
+        if AHEAD:
+            prefetch_tile(p_S_tiles, i_tile, V * K)
+            prefetch_tile(p_dS_tiles, i_tile, V * K)
+            if CHANNEL:
+                prefetch_tokens(p_g, s_g, b, t, i_hv, rows, K, BT)
         b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
         b_raw, b_g, b_dg = zero, zero, zero
         if not CHANNEL:
@@ -292,7 +309,7 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams, and their transposes as products of their own.
+        # Gradients of the grams; under a channel gate their transposes too, as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
@@ -302,8 +319,9 @@ def wyfold_gradients_triton(
             b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
-            b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
+            if CHANNEL:
+                b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
+                b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
             if OP != tl.bfloat16:
                 b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if p_dv is not None:
@@ -316,23 +334,26 @@ def wyfold_gradients_triton(
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
-        b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
-        b_dJ = tl.where(later, b_dJ, 0.0) * ((b_beta * b_nk)[None, :] * b_decay) * -b_beta[:, None]
-        b_dP = tl.where(earlier, 0.0, b_dP) * ((b_beta * b_nk)[None, :] * b_decay) * scale
+        b_dJ = tl.where(later, b_dJ, 0.0) * (b_decay * b_beta[None, :]) * -b_beta[:, None]
+        b_dP = tl.where(earlier, 0.0, b_dP) * (b_decay * b_beta[None, :]) * scale
+        if CHANNEL:
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * -b_beta[None, :]
+            b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * scale
+            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
+            store_tile(p_pairs, i_tile * 3, 0, 0, tl.where(earlier, b_dJT, b_dJ), BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+        else:
+            # Read back transposed: an accumulator must not be (docs/numerics.md), and registers have no room meanwhile.
+            store_tile(p_pairs, i_tile * 2, 0, 0, b_dJ * b_nk[:, None], BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 2 + 1, 0, 0, b_dP * b_nq[:, None], BT, BT, BT, BT)
+            b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
             b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
-        b_dM, b_dP = tl.where(earlier, b_dJT, b_dJ).to(OP), b_dP.to(OP)
-        if CHANNEL:
-            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
-            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
-        b_dPT = b_dPT.to(OP)
-        if CHANNEL:
-            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
-            tl.debug_barrier()  # what one thread stored another may load
+        b_dJ, b_dP = b_dJ.to(OP), b_dP.to(OP)
+        tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
         b_traced = tl.zeros((BV,), tl.float32)
@@ -390,12 +411,13 @@ def wyfold_gradients_triton(
                     if NORM:
                         b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
                     else:
-                        b_read += tl.sum(b_q * b_dq + b_k * b_dk, axis=1)
+                        b_read += tl.sum(tl.fma(b_q.to(tl.float32), b_dq, b_k * b_dk), axis=1)
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
-                b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
-                b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
+                b_dk = mm(b_dJ, b_k, b_dk + b_dk_write, OP, PRECISION)
+                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
+                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)), b_q, b_dk, OP, PRECISION)
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:

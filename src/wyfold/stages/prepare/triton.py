@@ -132,6 +132,7 @@ def prepare(
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
         WARPS=warps,
+        STAGES=config.stages,
         **{**config.options(), "num_warps": warps},
     )
     return found
@@ -213,6 +214,7 @@ def wyfold_prepare_triton(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program owns a chunk of one value head; nothing lives longer than its tiles."""
     i_tile = tl.program_id(0).to(tl.int64)
@@ -231,7 +233,7 @@ def wyfold_prepare_triton(
         nothing = tl.minimum(T, 0)
         b_rq, b_rk, b_qk = _row_products(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
-        for column in range(0, K, BK):
+        for column in tl.range(0, K, BK, num_stages=STAGES):
             b_q = load_sub_chunks(p_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
             b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
             if NORM:
@@ -283,7 +285,7 @@ def wyfold_prepare_triton(
 
     if CHANNEL:
         if p_E is not None:
-            for column in range(0, K, BE):
+            for column in tl.range(0, K, BE, num_stages=STAGES):
                 b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
                 if NORM:
                     b_k *= b_rk.reshape(BT // 16, 16, 1)

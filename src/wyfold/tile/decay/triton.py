@@ -434,12 +434,12 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
     """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
 
-    The sum over s is a product, with the pairs as its left operand: they stay in the registers of the product they
-    came from.
+    The sum over r is a product, and what is left a sum along rows, which a few lanes hold. The pairs are the right
+    operand: the left one, zeros and ones, is made where it is needed.
     """
-    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_before = mm_exact(tl.where(o_r > o_i, b_pairs, 0.0), (o_r < o_i).to(tl.bfloat16), None, EXACT)
-    return tl.sum(tl.where(o_r >= o_i, b_before, 0.0), axis=0)
+    o_i, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_after = mm_exact((o_i <= o_s).to(tl.bfloat16), b_pairs, None, EXACT)
+    return tl.sum(tl.where(o_s < o_i, b_after, 0.0), axis=1)
 
 
 @triton.jit
@@ -451,5 +451,5 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
         b_write: [BT] the same of the rows decayed to its end.
         carried: The entering state times its gradient, decayed over the chunk, summed.
     """
-    o_r, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    return tl.sum(tl.where(o_r >= o_i, b_read[:, None], b_write[:, None]), axis=0) + carried
+    o_i, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    return tl.sum(tl.where(o_r >= o_i, b_read[None, :], b_write[None, :]), axis=1) + carried

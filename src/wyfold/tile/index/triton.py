@@ -256,6 +256,34 @@ def fetch_tokens(
 
 
 @triton.jit
+def prefetch_tokens(p, strides, b, t, h, rows, W: tl.constexpr, BT: tl.constexpr):
+    """Ask the second-level cache for a chunk's rows of one head: who loads them later waits a third of the time.
+
+    A request a line of 128 bytes where columns lie one after another; elsewhere some lines, and nothing else changes.
+    """
+    STEP: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((W + STEP - 1) // STEP)
+    offsets, mask = token_offsets(strides, b, t, h, 0, rows, BT, BT, 1)
+    o_line = tl.minimum(tl.arange(0, LINES) * STEP, W - 1).to(tl.int64) * strides[3]
+    _prefetch(tl.where(mask, p + offsets, p) + o_line[None, :])
+
+
+@triton.jit
+def prefetch_tile(p, i_tile, SIZE: tl.constexpr):
+    """`prefetch_tokens` of the i-th SIZE numbers of a contiguous tensor."""
+    STEP: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((SIZE + STEP - 1) // STEP)
+    _prefetch(p + i_tile.to(tl.int64) * SIZE + tl.minimum(tl.arange(0, LINES) * STEP, SIZE - 1))
+
+
+@triton.jit
+def _prefetch(p):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def load_token_scalars(p, strides, b, t, h, rows, BT: tl.constexpr):
     """One float32 per token of a tensor [B, T, H], zero where there is no token.   [BT]"""
     o_r = tl.arange(0, BT)

@@ -241,7 +241,7 @@ def channel_bwd(
     b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
     b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
-    b_over += sum_over(tl.sum(b_q * b_dq + b_k * b_dk, axis=1), i_n + 1, end, NB)
+    b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
     b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
@@ -249,7 +249,7 @@ def channel_bwd(
                 p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
                 NB >> (level + 1), NB, BK, OP, PRECISION,
             )  # fmt: skip
-    b_dg = sums_inside(b_q * b_dq + b_k * b_dk, b_k * b_dkc, b_over)
+    b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_k * b_dkc, b_over)
     return add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
 
 
@@ -303,7 +303,7 @@ def add_half_pairs(
     b_dqh = to_sub_chunks(b_dqh, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
     b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
     if H > 1:
-        b_along = tl.sum(b_q * b_dqh + b_k * b_dkh, axis=1)
+        b_along = tl.sum(tl.fma(b_q, b_dqh, b_k * b_dkh), axis=1)
         b_over += sum_over(b_along, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
     b_later = tl.where(later, 1.0, 0.0)[:, None, None]
     return b_dq + b_dqh, b_dk + b_later * b_dkh, b_dkc + (1.0 - b_later) * b_dkh, b_over
@@ -439,7 +439,7 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
             b_z *= a_rows[r]
             b_dq = add_row(b_dq, r, b_dP * b_z)
             b_dk = add_row(b_dk, r, b_dJ * b_z)
-            z_rows, u_rows = also(z_rows, b_z), also(u_rows, b_dP * q_rows[r] + b_dJ * k_rows[r])
+            z_rows, u_rows = also(z_rows, b_z), also(u_rows, tl.fma(b_dP, q_rows[r], b_dJ * k_rows[r]))
         b_b = tl.zeros_like(b_z)
         for i in tl.static_range(NEAR - 1 - s):
             b_b += u_rows[NEAR - 2 - s - i]
