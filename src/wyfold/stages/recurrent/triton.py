@@ -51,6 +51,9 @@ from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
 CLEARED: tl.constexpr = tl.constexpr(16)
 """Rows of output that a program without a state zeroes at a time."""
 
+ROUNDING = {"enable_fp_fusion": False}
+"""Every rounding is written out: no compilation of these lines may round otherwise than another."""
+
 WIDE = torch.float32
 BLOCK, RUN = 64, 8
 """Tokens between the states the backward starts from, and between those it rebuilds from them first."""
@@ -152,8 +155,7 @@ def recurrent(
         LOGIT=options.beta_logit,
         V_FIRST=options.state_v_first,
         EACH=slots.each,
-        # Every rounding is written out: no compilation of these lines may round otherwise than another.
-        **{**config.options(), "enable_fp_fusion": False},
+        **{**config.options(), **ROUNDING},
     )
 
 
@@ -257,7 +259,7 @@ def recurrent_bwd(
         V_FIRST=options.state_v_first,
         BLOCK=BLOCK,
         RUN=RUN,
-        **{**config.options(), "enable_fp_fusion": False},
+        **{**config.options(), **ROUNDING},
     )
     return shares
 
@@ -334,7 +336,7 @@ def gather(
         CLAMPED=options.clamp != 0,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
-        **{**config.options(), "enable_fp_fusion": False},
+        **{**config.options(), **ROUNDING},
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
