@@ -328,8 +328,13 @@ CALLS = (
 )
 """What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype."""
 
-OWN = {"sm_90": tuple(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32"))}
-"""For rows that only the measured card has."""
+OWN = {
+    "sm_90": (
+        *(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32")),
+        Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
+    )
+}
+"""For rows that only the measured card has, and for what has to fit there."""
 
 WIDE = (
     Call("chunk_gated_delta_rule"),
@@ -345,6 +350,7 @@ WIDE = (
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
     Call("chunk_scaled_dot_kkt", "float32"),
+    Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q"))),
     *(Call(name, "float32") for name in ("causal_conv1d", "l2norm", "rms_norm_gated", "fused_kda_gate")),
 )
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""

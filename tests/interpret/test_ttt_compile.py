@@ -21,8 +21,10 @@ def call(T: int, packed: bool, device: torch.device) -> dict[str, Any]:
         state="normal",
         sequences=3 if packed else None,
         dtype=torch.float32,
+        eta_col="signed" if packed else None,
     )
     if packed:
+        a["residual"] = "q"
         a["cu_seqlens"] = torch.tensor([0, 5, 5, 17])
     a = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
     return a | {"output_final_state": True, "backend": "triton"}

@@ -24,6 +24,7 @@ from wyfold.reference.targets import target
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("o", "state", "state_bias")
 GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
+PER_TOKEN = ("deta", "deta_col")
 NOT_OF_THE_LOOP = ("disable_recompute",)
 OPTIONS = {
     "chunk": (16, 32, 64),
@@ -36,6 +37,8 @@ OPTIONS = {
     "states": ("both", "matrix", "bias", "none", "v first", "in 16 bits"),
     "state dtype": (None, FP32, BF16),
     "eta": ("column", "row", "number"),
+    "eta_col": (None, "column", "row", "number"),
+    "residual": ("o", "q"),
     "parameters": (None, FP32, BF16),
     "scale": (None, 0.3, -2.0),
     "eps": (1e-6, 1e-2),
@@ -68,7 +71,12 @@ def arguments_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
         sequences=len(lengths) if packed else None,
         dtype=dtype,
         seed=seed,
+        eta_col="signed",
     )
+    if case["eta_col"] is None:
+        del a["eta_col"]
+    elif case["eta_col"] != "column":
+        a["eta_col"] = 1.3 if case["eta_col"] == "number" else a["eta_col"].squeeze(-1)
     for name, unless in (("initial_state", ("bias", "none")), ("initial_state_bias", ("matrix", "none"))):
         if case["states"] in unless:
             del a[name]
@@ -77,12 +85,13 @@ def arguments_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
     if case["states"] == "v first":
         a |= {"state_v_first": True, "initial_state": a["initial_state"].mT.contiguous()}
     if case["parameters"] is not None:
-        a |= {name: a[name].to(case["parameters"]) for name in ("w", "b", "eta")}
+        a |= {name: a[name].to(case["parameters"]) for name in ("w", "b", "eta", "eta_col") if floating(a.get(name))}
     if case["eta"] != "column":
         a["eta"] = 0.07 if case["eta"] == "number" else a["eta"].squeeze(-1)
     if packed:
         a["cu_seqlens"] = SequenceLayout.from_lengths(lengths, tokens=T).cu_seqlens
-    a |= {"scale": case["scale"], "eps": case["eps"], "chunk_size": case["chunk"], "state_dtype": case["state dtype"]}
+    a |= {name: case[name] for name in ("residual", "scale", "eps")}
+    a |= {"chunk_size": case["chunk"], "state_dtype": case["state dtype"]}
     return a | {"disable_recompute": case["keep"], "output_final_state": True}
 
 
@@ -128,7 +137,7 @@ def verdicts(a: dict[str, Any], loss: tuple[str, ...], device, guarded, *, bound
             x,
             max((m[name] for m in away), key=lambda y, x=x: rms(y, x)).to(got[name].dtype),
             name=name,
-            per_token=name == "deta",
+            per_token=name in PER_TOKEN,
             target=target(name, dtype, "ttt") if bound else None,
         )
         for name, x in truth.items()
@@ -142,8 +151,8 @@ def _of_float32(name: str, got: Tensor, truth: Tensor) -> Verdict:
 
 
 def of_tokens(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """deta as [B, T, HV], one number a token."""
-    return {name: x.squeeze(-1) if name == "deta" and x.ndim == 4 else x for name, x in found.items()}
+    """What has one number a token as [B, T, HV]."""
+    return {name: x.squeeze(-1) if name in PER_TOKEN and x.ndim == 4 else x for name, x in found.items()}
 
 
 def floating(x: Any) -> bool:
@@ -169,23 +178,35 @@ def test_every_value_occurs(device):
 @pytest.mark.parametrize(("D", "C"), [(64, 16), (128, 16), (64, 64)])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_as_wide_as_a_model(dtype: torch.dtype, D: int, C: int, packed: bool, device, guarded):
+    """Where packed, with the factors and the residual of published layers."""
     a = inputs.draw(
         rule="ttt_linear",
         shape=Shape(1, 150, 1, 1 if D == 128 else 2, D, D),
         state="normal",
         sequences=2 if packed else None,
         dtype=dtype,
+        eta_col="uniform" if packed else None,
     )
     a |= {"output_final_state": True, "chunk_size": C}
     if packed:
-        a["cu_seqlens"] = torch.tensor([0, 33, 147])
+        a |= {"cu_seqlens": torch.tensor([0, 33, 147]), "residual": "q"}
     require(*verdicts(a, NAMES, device, guarded, bound=C == 16))  # what the targets are meant for
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_a_width_that_half_a_tile_does_not_divide(dtype: torch.dtype, device, guarded):
+    """Keys go through the replay in halves of a tile, of which the second is mostly empty."""
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 20, 1, 1, 72, 72), state="normal", dtype=dtype)
+    require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))
 
 
 @pytest.mark.parametrize("T", range(1, 131, 3))
 def test_lengths(T: int, device, guarded):
-    a = inputs.draw(rule="ttt_linear", shape=Shape(1, T, 1, 1, 8, 8), state="normal", dtype=FP32, seed=T)
-    require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))
+    """Of published layers the even ones."""
+    form = {"eta_col": "signed"} if T % 2 == 0 else {}
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, T, 1, 1, 8, 8), state="normal", dtype=FP32, seed=T, **form)
+    a |= {"output_final_state": True, "residual": "q" if form else "o"}
+    require(*verdicts(a, NAMES, device, guarded))
 
 
 @pytest.mark.parametrize("keys", ["positive", "identical", "vocabulary", "one-hot", "zero", "tiny"])

@@ -1,6 +1,7 @@
 """Both forms of TTT-Linear: against the token loop and its autograd, what is promised to the bit, what is refused."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ GRADIENT_OF = {
     "w": "dw",
     "b": "db",
     "eta": "deta",
+    "eta_col": "deta_col",
     "initial_state": "dh0",
     "initial_state_bias": "dc0",
 }
-PER_TOKEN = ("q", "k", "v", "eta")
+PER_TOKEN = ("q", "k", "v", "eta", "eta_col")
+FORMS = pytest.mark.parametrize("published", [False, True], ids=["plain", "published"])
 RAGGED = Packing((0, 0, 5, 6, 39, 39, 71), 76)
 
 
@@ -37,8 +40,17 @@ def shape(B: int = 1, T: int = 37, H: int = 1, HV: int = 2, D: int = 8) -> Shape
     return Shape(B=B, T=T, H=H, HV=HV, K=D, V=D)
 
 
-def draw(size: Shape, *, dtype: torch.dtype = torch.float64, state: str = "normal", **names: Any) -> dict[str, Any]:
-    return inputs.draw(rule="ttt_linear", shape=size, dtype=dtype, state=state, **names)
+def draw(
+    size: Shape, *, dtype: torch.dtype = torch.float64, state: str = "normal", published: bool = False, **names: Any
+) -> dict[str, Any]:
+    """Arguments; of published layers, with a factor for every token and the residual on the query."""
+    form = {"eta_col": "signed"} if published else {}
+    drawn = inputs.draw(rule="ttt_linear", shape=size, dtype=dtype, state=state, **form, **names)
+    return drawn | ({"residual": "q"} if published else {})
+
+
+def per_token(arguments: dict[str, Any]) -> list[str]:
+    return [name for name in PER_TOKEN if name in arguments]
 
 
 def packed(packing: Packing, D: int = 8, **names: Any) -> tuple[dict[str, Any], Tensor]:
@@ -83,28 +95,35 @@ def everything(arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
 # --- against the token loop, float64 ---------------------------------------------------------------------------------
 
 
+@FORMS
 @pytest.mark.parametrize("T", EVERY_LENGTH)
-def test_every_length(T: int, backend: str, float64_bounds):
+def test_every_length(T: int, published: bool, backend: str, float64_bounds):
     size = shape(T=T, D=24) if T % 8 == 3 else shape(T=T, HV=1 + T % 2)
-    agrees(float64_bounds, draw(size, seed=T), backend)
+    agrees(float64_bounds, draw(size, seed=T, published=published), backend)
 
 
 @pytest.mark.parametrize("T", [1, 31, 32, 33, 63, 64, 65, 100])
 @pytest.mark.parametrize("C", [32, 64])
-def test_other_mini_batches(T: int, C: int, backend: str, float64_bounds):
-    agrees(float64_bounds, draw(shape(T=T), seed=T), backend, chunk_size=C)
+@FORMS
+def test_other_mini_batches(T: int, C: int, published: bool, backend: str, float64_bounds):
+    agrees(float64_bounds, draw(shape(T=T), seed=T, published=published), backend, chunk_size=C)
 
 
+@FORMS
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packed(packing: str, backend: str, float64_bounds):
-    arguments, cu = packed(PACKINGS[packing])
+def test_packed(packing: str, published: bool, backend: str, float64_bounds):
+    arguments, cu = packed(PACKINGS[packing], published=published)
     agrees(float64_bounds, arguments, backend, cu_seqlens=cu)
 
 
 @pytest.mark.parametrize("given", [(), ("initial_state",), ("initial_state_bias",)], ids=["none", "matrix", "bias"])
 @pytest.mark.parametrize("packing", [None, RAGGED], ids=["dense", "packed"])
-def test_either_state_may_be_missing(given: tuple[str, ...], packing: Packing | None, backend: str, float64_bounds):
-    arguments, cu = (draw(shape(B=2)), None) if packing is None else packed(packing)
+@FORMS
+def test_either_state_may_be_missing(
+    given: tuple[str, ...], packing: Packing | None, published: bool, backend: str, float64_bounds
+):
+    form = {"published": published}
+    arguments, cu = (draw(shape(B=2), **form), None) if packing is None else packed(packing, **form)
     kept = {n: x for n, x in arguments.items() if not n.startswith("initial") or n in given}
     agrees(float64_bounds, kept, backend, cu_seqlens=cu)
 
@@ -126,9 +145,10 @@ def test_options(options: dict[str, Any], packing: Packing | None, backend: str,
         float64_bounds.gradient(GRADIENT_OF[name], got_grads[name], truth)
 
 
+@FORMS
 @pytest.mark.parametrize(("H", "HV"), [(1, 3), (2, 4), (3, 3)])
-def test_grouped_value_heads(H: int, HV: int, backend: str, float64_bounds):
-    agrees(float64_bounds, draw(shape(B=2, T=20, H=H, HV=HV)), backend)
+def test_grouped_value_heads(H: int, HV: int, published: bool, backend: str, float64_bounds):
+    agrees(float64_bounds, draw(shape(B=2, T=20, H=H, HV=HV), published=published), backend)
 
 
 @pytest.mark.parametrize("D", [16, 40, 64, 128])
@@ -147,6 +167,39 @@ def test_step_sizes_as_a_column_a_row_or_a_number(backend: str, float64_bounds):
     filled = everything(arguments | {"eta": torch.full_like(arguments["eta"], 0.07)}, backend=backend)
     same_bits(number, filled, tuple(number))
     agrees(float64_bounds, arguments | {"eta": 0.07}, backend)
+
+
+def test_factors_as_a_column_a_row_or_a_number(backend: str):
+    """One is none at all; a number's results are those of a column of it."""
+    arguments = draw(shape(B=2), published=True)
+    column = everything(arguments, backend=backend)
+    row = everything(arguments | {"eta_col": arguments["eta_col"].squeeze(-1)}, backend=backend)
+    same_bits(row, column | {"deta_col": column["deta_col"].squeeze(-1)})
+    number = everything(arguments | {"eta_col": 0.7}, backend=backend)
+    filled = everything(arguments | {"eta_col": torch.full_like(arguments["eta_col"], 0.7)}, backend=backend)
+    same_bits(number, filled, tuple(number))
+    none = everything(arguments | {"eta_col": None}, backend=backend)
+    same_bits(everything(arguments | {"eta_col": 1}, backend=backend), none)
+
+
+def test_one_factor_for_all_is_a_factor_of_the_step(backend: str, float64_bounds):
+    """Where every token has it, it may as well be the reader's."""
+    arguments = draw(shape(B=2))
+    got = everything(arguments | {"eta_col": 0.7}, backend=backend)
+    stepped = everything(arguments | {"eta": 0.7 * arguments["eta"]}, backend=backend)
+    for name in RESULTS:
+        float64_bounds.output(name, got[name], stepped[name])
+    float64_bounds.gradient("deta", got["deta"], 0.7 * stepped["deta"])
+
+
+def test_a_factor_of_zero_takes_a_token_out_of_what_is_learned(backend: str, float64_bounds):
+    """Its key and value reach nothing; it still reads, and its step size is still its own."""
+    arguments = draw(shape(B=2), published=True)
+    arguments["eta_col"][:, 20] = 0
+    leaves = {n: x.requires_grad_() for n, x in arguments.items() if n in ("k", "v", "eta_col")}
+    o, S, c = chunk_ttt_linear(**arguments | leaves, output_final_state=True, backend=backend)
+    dk, dv, dcol = torch.autograd.grad(o.sum() + S.square().sum() + c.sum(), list(leaves.values()))
+    assert not dv[:, 20].any() and not dk[:, 20].any() and dcol[:, 20].all()
 
 
 @pytest.mark.parametrize("eta", ["zero", "last zero"])
@@ -188,7 +241,7 @@ def test_extremes_stay_finite(names: dict[str, str], dtype: torch.dtype, backend
 def verdicts(arguments: dict[str, Any], backend: str, **options: Any) -> list[error.Verdict]:
     """Everything against the float64 loop on the same inputs; what is stored in 16 bits, against that rounded once."""
     got = everything(arguments, backend=backend, **options)
-    wide = {n: x.double() for n, x in arguments.items()}
+    wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     truth, grads = differentiate(reference.ttt_linear, wide, like=got, **options)
     truth |= {GRADIENT_OF[n]: g for n, g in grads.items()}
     return [
@@ -206,13 +259,14 @@ def verdicts(arguments: dict[str, Any], backend: str, **options: Any) -> list[er
 @pytest.mark.parametrize("packing", [None, RAGGED], ids=["dense", "packed"])
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@FORMS
 def test_narrow_dtypes_lose_what_storing_the_result_costs(
-    dtype: torch.dtype, packing: Packing | None, C: int, backend: str
+    dtype: torch.dtype, packing: Packing | None, C: int, published: bool, backend: str
 ):
     """16-bit arguments are computed in float32: the truth, rounded once, is the yardstick."""
-    arguments, cu = (draw(shape(B=2, T=100, D=24), dtype=dtype), None)
+    arguments, cu = (draw(shape(B=2, T=100, D=24), dtype=dtype, published=published), None)
     if packing is not None:
-        arguments, cu = packed(packing, dtype=dtype)
+        arguments, cu = packed(packing, dtype=dtype, published=published)
     found = verdicts(arguments, backend, chunk_size=C, cu_seqlens=cu)
     assert {v.name: v.dtype for v in found}["dq"] == dtype and {v.name: v.dtype for v in found}["dh0"] == torch.float32
     error.require(*found)
@@ -237,11 +291,11 @@ def test_what_is_required_is_named_when_it_is_none(op, name: str):
         op(**arguments | {name: None})
 
 
-@pytest.mark.parametrize("name", ["w", "b", "eta", "initial_state", "initial_state_bias"])
+@pytest.mark.parametrize("name", ["w", "b", "eta", "eta_col", "initial_state", "initial_state_bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes_vary_independently(name: str, dtype: torch.dtype, backend: str):
     """A narrower argument gives the bits of its widened copy, and its gradient is theirs rounded once."""
-    arguments = draw(shape(), dtype=torch.float32)
+    arguments = draw(shape(), dtype=torch.float32, published=True)
     narrow = arguments | {name: arguments[name].to(dtype)}
     got, wide = (everything(a, backend=backend) for a in (narrow, narrow | {name: narrow[name].float()}))
     assert got[GRADIENT_OF[name]].dtype == dtype
@@ -269,17 +323,19 @@ def one_sequence(arguments: dict[str, Any], n: int, rows: slice) -> dict[str, An
 
 
 @DTYPES
-def test_packed_is_separate(dtype: torch.dtype, threads: int, backend: str):
-    arguments, cu = packed(RAGGED, D=24, dtype=dtype)
+@FORMS
+def test_packed_is_separate(dtype: torch.dtype, published: bool, threads: int, backend: str):
+    arguments, cu = packed(RAGGED, D=24, dtype=dtype, published=published)
+    form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     leaves = {n: x.requires_grad_() for n, x in arguments.items()}
-    results = chunk_ttt_linear(**leaves, cu_seqlens=cu, output_final_state=True, backend=backend)
+    results = chunk_ttt_linear(**leaves, **form, cu_seqlens=cu)
     into = [inputs.incoming(x, seed) for seed, x in enumerate(results)]
     wanted = {n: x for n, x in leaves.items() if n not in ("w", "b")}
     grads = dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), into)))
     for n, (start, stop) in enumerate(zip(cu.tolist(), cu[1:].tolist())):
         rows, own = slice(start, stop), slice(n, n + 1)
         alone = {name: x.detach().requires_grad_() for name, x in one_sequence(leaves, n, rows).items()}
-        o, S, c = chunk_ttt_linear(**alone, output_final_state=True, backend=backend)
+        o, S, c = chunk_ttt_linear(**alone, **form)
         assert torch.equal(o, results[0][:, rows])
         assert torch.equal(S, results[1][own])
         assert torch.equal(c, results[2][own])
@@ -298,16 +354,17 @@ def test_a_batch_row_is_a_call_of_its_own(backend: str):
 
 
 @DTYPES
+@FORMS
 @pytest.mark.parametrize("cut", [16, 48, 64])
-def test_cut_between_mini_batches_is_whole(cut: int, dtype: torch.dtype, backend: str):
-    arguments = draw(shape(B=2, T=70, D=24), dtype=dtype)
+def test_cut_between_mini_batches_is_whole(cut: int, published: bool, dtype: torch.dtype, backend: str):
+    arguments = draw(shape(B=2, T=70, D=24), dtype=dtype, published=published)
+    form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     leaves = {n: x.requires_grad_() for n, x in arguments.items()}
-    wanted = [leaves[n] for n in (*PER_TOKEN, "initial_state", "initial_state_bias")]
-    whole = chunk_ttt_linear(**leaves, output_final_state=True, backend=backend)
+    wanted = [leaves[n] for n in (*per_token(leaves), "initial_state", "initial_state_bias")]
+    whole = chunk_ttt_linear(**leaves, **form)
     parts, states = [], {n: leaves[n] for n in ("initial_state", "initial_state_bias")}
     for rows in (slice(0, cut), slice(cut, None)):
-        tokens = {n: x[:, rows] for n, x in leaves.items() if n in PER_TOKEN}
-        o, *left = chunk_ttt_linear(**(leaves | tokens | states), output_final_state=True, backend=backend)
+        o, *left = chunk_ttt_linear(**(rows_of(leaves, rows) | states), **form)
         states = dict(zip(states, left))
         parts.append(o)
     resumed = (torch.cat(parts, 1), *left)
@@ -317,6 +374,34 @@ def test_cut_between_mini_batches_is_whole(cut: int, dtype: torch.dtype, backend
     assert all(torch.equal(a, b) for a, b in zip(got, truth))
 
 
+@FORMS
+@pytest.mark.parametrize("cuts", [[0, 32, 70], [0, 16, 16, 64, 70]], ids=["two", "four, one empty"])
+def test_handed_over_from_shard_to_shard(cuts: list[int], published: bool, backend: str):
+    """What ranks do: states out and in as plain tensors, forwards; their gradients as plain tensors, backwards."""
+    arguments = draw(shape(B=2, T=70, D=24), dtype=torch.float32, published=published)
+    wanted = everything(arguments, backend=backend)
+    o, S, c = (inputs.incoming(wanted[name], seed) for seed, name in enumerate(RESULTS))
+    states = {n: arguments[n] for n in ("initial_state", "initial_state_bias")}
+    shards = []
+    for start, stop in pairwise(cuts):
+        shard = rows_of(arguments, slice(start, stop)) | states
+        leaves = {n: x.detach().clone().requires_grad_() for n, x in shard.items() if isinstance(x, Tensor)}
+        found = chunk_ttt_linear(**shard | leaves, output_final_state=True, backend=backend)
+        shards.append((leaves, found, o[:, start:stop]))
+        states = {n: x.detach() for n, x in zip(states, found[1:])}
+    assert torch.equal(states["initial_state"], wanted["state"])
+    assert torch.equal(states["initial_state_bias"], wanted["state_bias"])
+    found, back = {name: [] for name in per_token(arguments)}, (S, c)
+    for leaves, results, into in reversed(shards):
+        grads = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), [into, *back])))
+        back = grads["initial_state"], grads["initial_state_bias"]
+        for name, pieces in found.items():
+            pieces.insert(0, grads[name])
+    for name, pieces in found.items():
+        assert torch.equal(torch.cat(pieces, 1), wanted[GRADIENT_OF[name]]), name
+    assert torch.equal(back[0], wanted["dh0"]) and torch.equal(back[1], wanted["dc0"])
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3])
 @pytest.mark.parametrize("packing", [None, RAGGED], ids=["dense", "packed"])
 @pytest.mark.parametrize("keep", [False, True], ids=["rebuild", "keep"])
@@ -324,7 +409,8 @@ def test_parts_change_no_bit(
     columns: int, packing: Packing | None, keep: bool, backend: str, float64_bounds, monkeypatch
 ):
     """Only w and b, summed over parts, may round differently."""
-    arguments, cu = (draw(shape(B=2, T=70)), None) if packing is None else packed(packing)
+    form = {"published": columns != 2}
+    arguments, cu = (draw(shape(B=2, T=70), **form), None) if packing is None else packed(packing, **form)
     options = {"cu_seqlens": cu, "disable_recompute": keep, "backend": backend}
     whole = everything(arguments, **options)
     monkeypatch.setattr(split, "WORKSPACE_BYTES", 0)
@@ -391,25 +477,24 @@ def test_without_gradients_same_bits_and_nothing_kept(context: Callable, operato
 
 
 def test_the_past_does_not_know_the_future(backend: str):
-    arguments = draw(shape(T=40), dtype=torch.float32)
+    arguments = draw(shape(T=40), dtype=torch.float32, published=True)
     o, _, _ = chunk_ttt_linear(**arguments, backend=backend)
     for t in (1, 15, 16, 20, 39):
-        later = {n: torch.cat([arguments[n][:, :t], -3 * arguments[n][:, t:]], 1) for n in PER_TOKEN}
+        later = {n: torch.cat([arguments[n][:, :t], -3 * arguments[n][:, t:]], 1) for n in per_token(arguments)}
         changed, _, _ = chunk_ttt_linear(**(arguments | later), backend=backend)
-        prefix = {n: arguments[n][:, :t] for n in PER_TOKEN}
-        short, _, _ = chunk_ttt_linear(**(arguments | prefix), backend=backend)
+        short, _, _ = chunk_ttt_linear(**rows_of(arguments, slice(t)), backend=backend)
         assert torch.equal(changed[:, :t], o[:, :t])
         assert torch.equal(short, o[:, :t])
 
 
 def test_rows_past_the_last_boundary_are_never_read(backend: str):
-    arguments, cu = packed(RAGGED, dtype=torch.float32)
+    arguments, cu = packed(RAGGED, dtype=torch.float32, published=True)
     end = int(cu[-1])
     clean = everything(arguments, cu_seqlens=cu, backend=backend)
     for name in PER_TOKEN:
         arguments[name][:, end:] = torch.nan
-    leaves = {n: x.requires_grad_() for n, x in arguments.items()}
-    results = chunk_ttt_linear(**leaves, cu_seqlens=cu, output_final_state=True, backend=backend)
+    leaves = {n: x.requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
+    results = chunk_ttt_linear(**arguments | leaves, cu_seqlens=cu, output_final_state=True, backend=backend)
     into = [inputs.incoming(x, seed) for seed, x in enumerate(results)]
     into[0][:, end:] = torch.nan
     found = dict(zip(RESULTS, results))
@@ -421,7 +506,7 @@ def test_rows_past_the_last_boundary_are_never_read(backend: str):
 
 @pytest.mark.parametrize("where", [*PER_TOKEN, "initial_state", "initial_state_bias"])
 def test_a_broken_sequence_breaks_no_other(where: str, backend: str):
-    arguments, cu = packed(RAGGED, dtype=torch.float32)
+    arguments, cu = packed(RAGGED, dtype=torch.float32, published=True)
     clean = everything(arguments, cu_seqlens=cu, backend=backend)
     broken, start, stop = 4 - 1, 6, 39  # the sequence with the most mini-batches
     if where in PER_TOKEN:
@@ -432,7 +517,7 @@ def test_a_broken_sequence_breaks_no_other(where: str, backend: str):
     tokens = torch.tensor([not start <= t < stop for t in range(RAGGED.tokens)])
     sequences = torch.arange(len(cu) - 1) != broken
     assert not found["o"][:, start:stop].isfinite().all()
-    for name in ("o", "dq", "dk", "dv", "deta"):
+    for name in ("o", "dq", "dk", "dv", "deta", "deta_col"):
         assert torch.equal(found[name][:, tokens], clean[name][:, tokens]), name
     for name in ("state", "state_bias", "dh0", "dc0"):
         assert torch.equal(found[name][sequences], clean[name][sequences]), name
@@ -493,7 +578,7 @@ def test_states_come_only_when_asked_for(backend: str):
 
 @pytest.mark.parametrize("wanted", [*GRADIENT_OF])
 def test_a_gradient_does_not_depend_on_which_others_are_wanted(wanted: str, backend: str):
-    arguments = draw(shape(), dtype=torch.float32)
+    arguments = draw(shape(), dtype=torch.float32, published=True)
     all_of_them = everything(arguments, backend=backend)[GRADIENT_OF[wanted]]
     leaf = arguments[wanted].clone().requires_grad_()
     found = chunk_ttt_linear(**(arguments | {wanted: leaf}), output_final_state=True, backend=backend)
@@ -529,7 +614,7 @@ def without_states(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(arguments: dict[str, Any], rows: slice) -> dict[str, Any]:
-    return arguments | {n: arguments[n][:, rows] for n in PER_TOKEN}
+    return arguments | {n: arguments[n][:, rows] for n in per_token(arguments)}
 
 
 def resumed(
@@ -544,9 +629,10 @@ def resumed(
     return torch.cat(outputs, 1), state
 
 
+@FORMS
 @pytest.mark.parametrize("C", [16, 32])
-def test_recurrent_is_chunk_at_every_cut(C: int, backend: str, float64_bounds):
-    arguments = draw(shape(B=2, T=43))
+def test_recurrent_is_chunk_at_every_cut(C: int, published: bool, backend: str, float64_bounds):
+    arguments = draw(shape(B=2, T=43), published=published)
     start = standing(arguments["initial_state"], arguments["initial_state_bias"])
     truth, _, _ = reference.ttt_linear(**arguments, chunk_size=C)
     for cut in range(44):
@@ -557,14 +643,16 @@ def test_recurrent_is_chunk_at_every_cut(C: int, backend: str, float64_bounds):
     float64_bounds.output("token by token", o, truth)
 
 
-def test_recurrent_uncut_has_the_bits_of_the_chunk_form(backend: str):
-    arguments = without_states(draw(shape(B=2, T=43), dtype=torch.float32))
+@FORMS
+def test_recurrent_uncut_has_the_bits_of_the_chunk_form(published: bool, backend: str):
+    arguments = without_states(draw(shape(B=2, T=43), dtype=torch.float32, published=published))
     o, _ = fused_recurrent_ttt_linear(**arguments, backend=backend)
     assert torch.equal(o, chunk_ttt_linear(**arguments, backend=backend)[0])
 
 
-def test_recurrent_hands_a_closed_mini_batch_to_the_chunk_form(backend: str, float64_bounds):
-    arguments = draw(shape(B=2, T=48))
+@FORMS
+def test_recurrent_hands_a_closed_mini_batch_to_the_chunk_form(published: bool, backend: str, float64_bounds):
+    arguments = draw(shape(B=2, T=48), published=published)
     start = standing(arguments["initial_state"], arguments["initial_state_bias"])
     _, state = resumed(without_states(arguments), start, [5, 21], backend=backend)
     _, S, c = reference.ttt_linear(**arguments, output_final_state=True)
@@ -583,6 +671,8 @@ def open_loop(
     eta: Tensor,
     state: TTTState,
     chunk_size: int,
+    eta_col: Tensor | None = None,
+    residual: str = "o",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The recurrence from an open mini-batch, token by token, every row of the batch at its own position."""
@@ -598,10 +688,12 @@ def open_loop(
             y = w[:, None] * (w[:, None] * x + b[:, None] - (v_t - k_t))
             r = (z.var(-1, correction=0, keepdim=True) + eps) ** -0.5
             n_t = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True))
+            n_t = n_t if eta_col is None else n_t * eta_col[n, t, :, :, None]
             G, a, position = G + k_t.mT @ n_t, a + n_t, position + 1
             S, c = S0 - eta[n, t, :, :, None] * G, c0 - eta[n, t, :, :, None] * a
             h = D**-0.5 * q_t @ S + c
-            outputs.append(h + w[:, None] * torch.nn.functional.layer_norm(h, (D,), eps=eps) + b[:, None])
+            base = h if residual == "o" else q_t
+            outputs.append(base + w[:, None] * torch.nn.functional.layer_norm(h, (D,), eps=eps) + b[:, None])
             if position == chunk_size:
                 S0, c0, G, a, position = S, c, torch.zeros_like(G), torch.zeros_like(a), 0
         rows.append((torch.stack(outputs).squeeze(2), S0, c0, G, a))
@@ -610,20 +702,24 @@ def open_loop(
 
 @pytest.mark.parametrize("T", [1, 2, 13, 14, 20, 40])
 @pytest.mark.parametrize("columns", [8, 1], ids=["one part", "parts"])
-def test_recurrent_gradients_from_open_mini_batches(T: int, columns: int, backend: str, float64_bounds, monkeypatch):
+@FORMS
+def test_recurrent_gradients_from_open_mini_batches(
+    T: int, columns: int, published: bool, backend: str, float64_bounds, monkeypatch
+):
     """All results are differentiable, TTTState included, in this call's arguments; the given state is a constant."""
     if columns == 1:
         monkeypatch.setattr(split, "WORKSPACE_BYTES", 0)
         monkeypatch.setattr(split, "MIN_COLUMNS", columns)
-    arguments = draw(shape(B=3, T=T))
+    arguments = draw(shape(B=3, T=T), published=published)
+    form = {"residual": arguments.pop("residual", "o")}
     state = standing(arguments["initial_state"], arguments["initial_state_bias"], torch.tensor([3, 0, 15]))
     state = state._replace(grad=torch.randn_like(state.grad), bias_grad=torch.randn_like(state.bias_grad))
     for x in (state.grad, state.bias_grad):
         x[1] = 0
     leaves = {n: x.requires_grad_() for n, x in without_states(arguments).items()}
 
-    o, final = fused_recurrent_ttt_linear(**leaves, state=state, output_final_state=True, backend=backend)
-    truths = open_loop(**leaves, state=state, chunk_size=16)
+    o, final = fused_recurrent_ttt_linear(**leaves, **form, state=state, output_final_state=True, backend=backend)
+    truths = open_loop(**leaves, **form, state=state, chunk_size=16)
     assert final.position.tolist() == [(p + T) % 16 for p in (3, 0, 15)]
     for name, got, truth in zip(("o", *TTTState._fields), (o, *final), truths):
         float64_bounds.output(name, got, truth)
@@ -643,28 +739,28 @@ def test_a_given_ttt_state_is_a_constant(backend: str):
     assert not o.requires_grad and not any(x.requires_grad for x in final)
 
 
-def test_recurrent_packed_at_different_positions(backend: str):
+@FORMS
+def test_recurrent_packed_at_different_positions(published: bool, backend: str):
     """Bits of the sequences alone, gradients too; an empty sequence's state is untouched, an open one included."""
-    arguments, cu = packed(RAGGED, dtype=torch.float32)
+    arguments, cu = packed(RAGGED, dtype=torch.float32, published=published)
+    form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     N = len(cu) - 1
     state = standing(arguments["initial_state"], arguments["initial_state_bias"], torch.tensor([9, 0, 15, 4, 7, 11]))
     state = state._replace(grad=torch.randn_like(state.grad), bias_grad=torch.randn_like(state.bias_grad))
     leaves = {n: x.requires_grad_() for n, x in without_states(arguments).items()}
-    o, final = fused_recurrent_ttt_linear(
-        **leaves, state=state, output_final_state=True, cu_seqlens=cu, backend=backend
-    )
+    o, final = fused_recurrent_ttt_linear(**leaves, **form, state=state, cu_seqlens=cu)
     into = inputs.incoming(o)
-    grads = torch.autograd.grad(o, [leaves[n] for n in PER_TOKEN], into)
+    grads = torch.autograd.grad(o, [leaves[n] for n in per_token(leaves)], into)
     for n, (start, stop) in enumerate(zip(cu.tolist(), cu[1:].tolist())):
         rows = slice(start, stop)
         own = TTTState(*(x[n : n + 1] for x in state))
         alone = {name: x.detach().requires_grad_() for name, x in rows_of(leaves, rows).items()}
-        mine, left = fused_recurrent_ttt_linear(**alone, state=own, output_final_state=True, backend=backend)
+        mine, left = fused_recurrent_ttt_linear(**alone, **form, state=own)
         assert torch.equal(mine, o[:, rows])
         assert all(torch.equal(a, b[n : n + 1]) for a, b in zip(left, final)), n
         if start == stop:
             assert all(torch.equal(a, b) for a, b in zip(left, own)), n
-        found = torch.autograd.grad(mine, [alone[name] for name in PER_TOKEN], into[:, rows])
+        found = torch.autograd.grad(mine, [alone[name] for name in per_token(alone)], into[:, rows])
         assert all(torch.equal(a, b[:, rows]) for a, b in zip(found, grads)), n
     assert N == 6 and not o[:, int(cu[-1]) :].any()
 
@@ -703,6 +799,13 @@ BAD = {
     "eta heads": bad(lambda a: {"eta": a["eta"][:, :, :2]}, ValueError, "eta must be"),
     "eta text": bad(lambda a: {"eta": "0.1"}, TypeError, "eta must be a number, got str"),
     "eta nan": bad(lambda a: {"eta": float("nan")}, ValueError, "eta must be finite"),
+    "eta_col rank": bad(lambda a: {"eta_col": a["eta"][0, :, :, 0]}, ValueError, r"eta_col must be \[B, T, HV, 1\]"),
+    "eta_col heads": bad(lambda a: {"eta_col": a["eta"][:, :, :2]}, ValueError, "eta_col must be"),
+    "eta_col integer": bad(lambda a: {"eta_col": a["eta"].int()}, ValueError, "eta_col must be float32"),
+    "eta_col text": bad(lambda a: {"eta_col": "1"}, TypeError, "eta_col must be a number, got str"),
+    "eta_col infinite": bad(lambda a: {"eta_col": float("inf")}, ValueError, "eta_col must be finite"),
+    "residual": bad(lambda a: {"residual": "v"}, ValueError, "residual must be one of 'o', 'q', got 'v'"),
+    "residual missing": bad(lambda a: {"residual": None}, ValueError, "residual must be one of"),
     "eta missing": bad(lambda a: {"eta": None}, TypeError, "eta must be a number, got NoneType"),
     "q integer": bad(lambda a: {n: a[n].int() for n in "qkv"}, ValueError, "q must be float32"),
     "dtypes differ": bad(lambda a: {"k": a["k"].double()}, ValueError, "k must have the dtype of q"),
@@ -718,7 +821,7 @@ BAD = {
     "backend": bad(lambda a: {"backend": "cuda"}, ValueError, "backend must be one of"),
     "backend triton": bad(lambda a: {"backend": "triton"}, UnsupportedError, "triton"),
     "batch and packing": bad(
-        lambda a: {n: a[n].expand(2, *a[n].shape[1:]) for n in PER_TOKEN} | {"cu_seqlens": torch.tensor([0, 9])},
+        lambda a: {n: a[n].expand(2, *a[n].shape[1:]) for n in per_token(a)} | {"cu_seqlens": torch.tensor([0, 9])},
         ValueError,
         "cu_seqlens must come with a batch of B = 1, got B = 2",
     ),
@@ -792,7 +895,7 @@ def test_widths_without_a_kernel_are_refused(D: int):
         chunk_ttt_linear(**draw(shape(T=2, D=D), dtype=torch.float32, state="none"))
 
 
-@pytest.mark.parametrize("keyword", ["head_first", "eta_col", "residual", "cp_context", "output_state"])
+@pytest.mark.parametrize("keyword", ["head_first", "eta_row", "cp_context", "output_state"])
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
 def test_unknown_keywords_are_refused(operator: Callable, keyword: str):
     with pytest.raises(TypeError, match=keyword):
@@ -814,7 +917,7 @@ def registered_call(form: str) -> tuple[Any, ...]:
     """Arguments of `wyfold::ttt_fwd`."""
     recurrent, is_packed = form.startswith("recurrent"), form.endswith("packed")
     if is_packed:
-        arguments, cu = packed(RAGGED, dtype=torch.float32)
+        arguments, cu = packed(RAGGED, dtype=torch.float32, published=True)
     else:
         arguments, cu = draw(shape(B=2), dtype=torch.float32), None
     S, c = arguments["initial_state"], arguments["initial_state_bias"]
@@ -822,6 +925,7 @@ def registered_call(form: str) -> tuple[Any, ...]:
     options = pipeline.TTTOptions(
         operator="chunk_ttt_linear",
         recurrent=recurrent,
+        residual=arguments.pop("residual", "o"),
         scale=0.3,
         eps=1e-6,
         chunk_size=16,
@@ -832,7 +936,8 @@ def registered_call(form: str) -> tuple[Any, ...]:
         keep_states=form == "chunk packed",
         backend="eager",
     )
-    return (*without_states(arguments).values(), *state, cu, *options.scalars())
+    tokens = (arguments.get(name) for name in pipeline.TTTTensors._fields[:7])
+    return (*tokens, *state, cu, *options.scalars())
 
 
 @pytest.mark.parametrize("form", ["chunk dense", "chunk packed", "recurrent packed"])
@@ -850,8 +955,8 @@ def test_opcheck(form: str):
 
 def step(operator: Callable, arguments: dict[str, Any], **options: Any) -> list[Tensor]:
     """Everything one training step returns."""
-    leaves = {n: x.clone().requires_grad_() for n, x in arguments.items()}
-    o, *states = operator(**leaves, **options)
+    leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
+    o, *states = operator(**arguments | leaves, **options)
     flat = [x for state in states if state is not None for x in (state if isinstance(state, tuple) else (state,))]
     loss = o.square().sum() + sum(x.sin().sum() for x in flat if x.is_floating_point())
     return [x.detach() for x in (o, *flat, *torch.autograd.grad(loss, list(leaves.values())))]
@@ -870,7 +975,7 @@ def test_compiles_whole_and_once_for_all_lengths(operator: Callable, is_packed: 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(operator, backend=counter, fullgraph=True)
     for T in (37, 70, 53):
-        arguments = draw(shape(B=1 if is_packed else 2, T=T), dtype=torch.float32, state="none")
+        arguments = draw(shape(B=1 if is_packed else 2, T=T), dtype=torch.float32, state="none", published=is_packed)
         cu = torch.tensor([0, 5, 5, T - 3]) if is_packed else None
         options = {"output_final_state": is_packed, "cu_seqlens": cu, "backend": backend}
         wanted, got = (step(form, arguments, **options) for form in (operator, compiled))

@@ -26,6 +26,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "state_v_first": (False, True),
     "state_dtype": (None, torch.float32, torch.bfloat16, torch.float16),
     "eta": ("column", "row", "number"),
+    "eta_col": (None, "column", "row", "number"),
+    "residual": ("o", "q"),
     "heads": ((1, 1), (2, 4), (1, 3)),
     "disable_recompute": (False, True),
     "batch_invariant": (False, True),
@@ -67,7 +69,12 @@ def arguments_of(cell: Cell) -> dict[str, Any]:
         state="normal",
         sequences=4 if packed else None,
         dtype=F64,
+        eta_col="signed",
     )
+    if cell["eta_col"] is None:
+        del a["eta_col"]
+    elif cell["eta_col"] != "column":
+        a["eta_col"] = 1.3 if cell["eta_col"] == "number" else a["eta_col"].squeeze(-1)
     for name, kept in (("initial_state", ("both", "matrix")), ("initial_state_bias", ("both", "bias"))):
         if cell["states"] not in kept:
             del a[name]
@@ -77,7 +84,7 @@ def arguments_of(cell: Cell) -> dict[str, Any]:
         a["eta"] = 0.07 if cell["eta"] == "number" else a["eta"].squeeze(-1)
     if cell["state_v_first"] and "initial_state" in a:
         a["initial_state"] = a["initial_state"].mT
-    same = {name: cell[name] for name in ("state_v_first", "state_dtype", "eps", "scale", *CHUNK_ONLY)}
+    same = {name: cell[name] for name in ("residual", "state_v_first", "state_dtype", "eps", "scale", *CHUNK_ONLY)}
     return a | same | {"chunk_size": cell["C"], "output_final_state": True}
 
 
@@ -122,13 +129,13 @@ def test_every_option_meets_every_other(number: int, float64_bounds):
             require(judge(got[name], wide, x, name=name))
     if "cu_seqlens" in a:
         end = int(a["cu_seqlens"][-1])
-        for name in {"o", "dq", "dk", "dv", "deta"} & got.keys():
+        for name in {"o", "dq", "dk", "dv", "deta", "deta_col"} & got.keys():
             assert not got[name][:, end:].any(), name
 
 
 # --- dtypes that differ ----------------------------------------------------------------------------------------------
 
-PARAMETERS = ("w", "b", "eta")
+PARAMETERS = ("w", "b", "eta", "eta_col")
 
 
 def judged(got: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
@@ -146,11 +153,11 @@ def judged(got: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wide", [*PARAMETERS, "all three"])
+@pytest.mark.parametrize("wide", [*PARAMETERS, "all of them"])
 def test_parameters_wider_than_the_tokens(dtype: torch.dtype, wide: str):
     """q sets the arithmetic; a float64 weight or step size is taken, and gets a float64 gradient."""
-    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 40, 1, 2, 8, 8), dtype=dtype, state="normal")
-    names = PARAMETERS if wide == "all three" else (wide,)
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 40, 1, 2, 8, 8), dtype=dtype, state="normal", eta_col="uniform")
+    names = PARAMETERS if wide == "all of them" else (wide,)
     a = a | {name: a[name].double() for name in names} | {"output_final_state": True}
     got = results(wyfold.chunk_ttt_linear, a)
     assert got["o"].dtype == dtype and got["state"].dtype == torch.float32
@@ -162,7 +169,7 @@ def test_parameters_wider_than_the_tokens(dtype: torch.dtype, wide: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_narrower_than_float64_tokens(dtype: torch.dtype, float64_bounds):
-    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 40, 1, 2, 8, 8), dtype=F64, state="normal")
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 40, 1, 2, 8, 8), dtype=F64, state="normal", eta_col="uniform")
     narrow = (*PARAMETERS, "initial_state", "initial_state_bias")
     a = a | {name: a[name].to(dtype) for name in narrow} | {"output_final_state": True}
     got = results(wyfold.chunk_ttt_linear, a)

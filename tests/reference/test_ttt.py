@@ -30,12 +30,18 @@ def with_rows(arguments: dict, rows: slice) -> dict:
     return {n: x if n in PER_CALL or not isinstance(x, Tensor) else x[:, rows] for n, x in arguments.items()}
 
 
-def test_the_inner_step_descends_the_reconstruction_loss():
-    """One head, one mini-batch at a time, with autograd in the place of the written gradient and PyTorch's own norm."""
+@pytest.mark.parametrize("published", [False, True], ids=["plain", "published"])
+def test_the_inner_step_descends_the_reconstruction_loss(published):
+    """One head, one mini-batch at a time, with autograd in the place of the written gradient and PyTorch's own norm.
+
+    A token's factor weighs its share of the loss, and the published residual is the query.
+    """
     m, eps = 4, 1e-6
-    arguments = wide()
-    out, final, final_bias = ttt_linear(**arguments, chunk_size=m, eps=eps, output_final_state=True)
+    arguments = wide(eta_col="signed") if published else wide()
+    residual = {"residual": "q"} if published else {}
+    out, final, final_bias = ttt_linear(**arguments, **residual, chunk_size=m, eps=eps, output_final_state=True)
     q, k, v, w, b, eta = (arguments[n] for n in ("q", "k", "v", "w", "b", "eta"))
+    weight = arguments.get("eta_col", torch.ones_like(eta))
     for n in range(SHAPE.B):
         for j in range(SHAPE.HV):
 
@@ -48,27 +54,35 @@ def test_the_inner_step_descends_the_reconstruction_loss():
                 for t in range(start, min(start + m, SHAPE.T)):
                     seen = slice(start, t + 1)
                     wanted = v[n, seen, j] - k[n, seen, 0]
-                    loss = 0.5 * (model(k[n, seen, 0], S0, c0) - wanted).square().sum()
+                    loss = 0.5 * (weight[n, seen, j] * (model(k[n, seen, 0], S0, c0) - wanted).square()).sum()
                     dS, dc = grad(loss, (S0, c0))
                     S, c = S0.detach() - eta[n, t, j] * dS, c0.detach() - eta[n, t, j] * dc
                     o = SHAPE.K**-0.5 * q[n, t, 0] @ S + c
-                    same("o", out[n, t, j], o + F.layer_norm(o, (SHAPE.V,), w[j], b[j], eps))
+                    base = q[n, t, 0] if published else o
+                    same("o", out[n, t, j], base + F.layer_norm(o, (SHAPE.V,), w[j], b[j], eps))
             same("state", final[n, j], S)
             same("state_bias", final_bias[n, j, 0], c)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_gradients_are_the_slopes(packed):
-    arguments = wide(Shape(B=1, T=6, H=1, HV=2, K=3, V=3), sequences=3 if packed else 1)
+    form = {"eta_col": "signed"} if packed else {}
+    arguments = wide(Shape(B=1, T=6, H=1, HV=2, K=3, V=3), sequences=3 if packed else 1, **form)
     tensors = {n: x.requires_grad_() for n, x in arguments.items()}
     bounds = torch.tensor([0, 3, 3, 5]) if packed else None
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
         # A large eps, since finite differences cannot follow a norm whose variance comes close to zero.
         given = dict(zip(tensors, values))
-        return ttt_linear(**given, chunk_size=2, eps=0.1, output_final_state=True, cu_seqlens=bounds)
+        options = {"chunk_size": 2, "eps": 0.1, "output_final_state": True, "cu_seqlens": bounds}
+        return ttt_linear(**given, residual="q" if packed else "o", **options)
 
     assert gradcheck(call, tuple(tensors.values()))
+
+
+def test_only_known_residuals_are_taken():
+    with pytest.raises(ValueError, match='residual must be "o" or "q", got None'):
+        ttt_linear(**wide(), residual=None)
 
 
 def test_a_step_of_zero_keeps_the_state():

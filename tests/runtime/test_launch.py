@@ -71,6 +71,12 @@ def test_other_words_are_no_widths(word: str):
     assert launch._tile(word) == word
 
 
+def test_what_is_said_not_to_fit_names_kernels_and_architectures_there_are():
+    for limit in json.loads(launch._data("support"))["beyond"]:
+        assert set(limit) == {"kernel", "key", "architectures", "reason", "remedy"}
+        assert limit["kernel"] in launch._table("sm_90") and set(limit["architectures"]) <= set(ARCHITECTURES)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(architecture: str):
     table = launch._table(architecture)

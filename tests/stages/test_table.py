@@ -1,5 +1,6 @@
 """The table: who serves, who is refused and why, on cards and versions that need not be there."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ def card(monkeypatch):
     return insert
 
 
-def plan(device: torch.device = CUDA, backend: str | None = None, dtypes=(BF16,), stages=None) -> Plan:
-    return table.plan("chunk_kda", device, backend, dtypes=dtypes, **(stages or SCAN))
+def plan(device: torch.device = CUDA, backend: str | None = None, dtypes=(BF16,), stages=None, sizes=()) -> Plan:
+    return table.plan("chunk_kda", device, backend, dtypes=dtypes, sizes=sizes, **(stages or SCAN))
 
 
 def refused(**arguments) -> dict[str, str]:
@@ -52,7 +53,7 @@ def test_a_listed_card_gets_the_kernels(stage: str, card):
 
 
 def test_every_kernel_file_has_its_row():
-    files = Path(table.__file__).parent.glob("*/triton.py")
+    files = Path(table.__file__).parent.glob("*/triton*")
     assert {row.stage for row in table.ROWS if row.backend == "triton"} == {file.parent.name for file in files}
 
 
@@ -69,6 +70,35 @@ def test_float64_is_refused_with_who_does_it(card):
     for dtypes in ((F64,), (BF16, F64), (F32, F32, F64)):
         assert refused(dtypes=dtypes)["triton"] == 'does not compute in float64; backend="eager" does'
     assert plan(dtypes=(F64,), backend="eager").backend == "eager"
+
+
+@pytest.mark.parametrize("limit", json.loads(launch._data("support"))["beyond"], ids=lambda limit: limit["key"])
+def test_what_does_not_fit_into_a_card_is_refused_with_who_does_it(limit: dict, card):
+    """The sizes that support.json names, there and only there."""
+    sizes = ((limit["kernel"].removesuffix(".triton"), limit["key"].replace("BK", "K") + " C16"),)
+    for architecture in limit["architectures"]:
+        card(architecture, "3.6.0", "verified")
+        for demand in (None, "triton"):
+            reason = refused(backend=demand, sizes=sizes)["triton"]
+            assert reason == f"{limit['reason']} on {architecture}; {limit['remedy']}"
+        assert plan(backend="eager", sizes=sizes).backend == "eager"
+        assert plan(sizes=((sizes[0][0], "bf16 K8 C16"),)).backend == "triton"
+    card("sm_90", "3.6.0", "verified")
+    assert plan(sizes=sizes).backend == "triton"
+    assert plan(device=CPU, sizes=sizes).backend == "eager"
+
+
+def test_an_operator_says_what_does_not_fit(card):
+    card("sm_100", "3.6.0", "verified")
+    with FakeTensorMode():
+        wide, narrow = (torch.empty(1, 40, 2, D, device="cuda") for D in (72, 64))
+        w = {x: torch.empty(2, x.shape[-1], device="cuda") for x in (wide, narrow)}
+        assert wyfold.explain(wyfold.chunk_ttt_linear, *[narrow] * 3, *[w[narrow]] * 2, 0.1).backend == "triton"
+        half = (x.bfloat16() for x in [wide] * 3)
+        assert wyfold.explain(wyfold.chunk_ttt_linear, *half, *[w[wide]] * 2, 0.1).backend == "triton"
+        with pytest.raises(UnsupportedError, match=r"^chunk_ttt_linear: ") as refusal:
+            wyfold.chunk_ttt_linear(*[wide] * 3, *[w[wide]] * 2, 0.1)
+    assert "tensor memory" in refusal.value.reasons["triton"]
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,24 @@ TABLES = {
 def grid(request: pytest.FixtureRequest) -> tuple[ChunkTable, dict[str, Tensor]]:
     """A chunk grid, and arguments whose tokens it holds."""
     table, B, T = TABLES[request.param]
-    shape = Shape(B=B, T=T, H=H, HV=HV, K=D, V=D)
     return table, inputs.draw(
-        rule="ttt_linear", shape=shape, dtype=torch.float64, state="normal", sequences=table.sequences
+        rule="ttt_linear",
+        shape=Shape(B=B, T=T, H=H, HV=HV, K=D, V=D),
+        dtype=torch.float64,
+        state="normal",
+        sequences=table.sequences,
+        eta_col=None if request.param == "dense" else "signed",
     )
 
 
+def residual(arguments: dict[str, Tensor]) -> str:
+    """On the query wherever tokens have factors, as in published layers."""
+    return "q" if "eta_col" in arguments else "o"
+
+
 def load(arguments: dict[str, Tensor], table: ChunkTable, backend: str, taken: Tensor | None = None) -> MiniBatches:
-    tokens = (arguments[name] for name in ("q", "k", "v", "w", "b", "eta"))
-    return stages.launches("ttt", backend).load(*tokens, table, SCALE, taken)
+    tokens = (arguments.get(name) for name in ("q", "k", "v", "w", "b", "eta", "eta_col"))
+    return stages.launches("ttt", backend).load(*tokens, table, SCALE, taken, residual(arguments))
 
 
 def entering(arguments: dict[str, Tensor]) -> State:
@@ -107,11 +116,13 @@ def test_the_state_entering_every_mini_batch(grid, backend: str, float64_bounds)
     assert sums is None
     for n, (row, tokens) in enumerate(sequences(table)):
         T = tokens.stop - tokens.start
-        alone = {x: arguments[x][row : row + 1, tokens] for x in ("q", "k", "v", "eta")}
+        alone = {x: arguments[x][row : row + 1, tokens] for x in ("q", "k", "v", "eta", "eta_col") if x in arguments}
         states = {x: arguments[x][n : n + 1] for x in ("initial_state", "initial_state_bias")}
         for done in [*range(0, T, C), T]:
             prefix = arguments | states | {x: rows[:, :done] for x, rows in alone.items()}
-            out, S, c = reference.ttt_linear(**prefix, scale=SCALE, eps=EPS, output_final_state=True)
+            out, S, c = reference.ttt_linear(
+                **prefix, residual=residual(arguments), scale=SCALE, eps=EPS, output_final_state=True
+            )
             if done < T:
                 chunk = chunk_of(table, n, done // C)
                 float64_bounds.output("S", at.S[chunk], S[0])
@@ -135,7 +146,7 @@ def test_states_kept_or_rebuilt_give_the_same_gradients(grid, is_open: bool, bac
     kept = launch.ttt_bwd(x, None, sums, do, dstate, dsums, table, EPS, at)
     built = launch.ttt_bwd(x, entering(arguments), sums, do, dstate, dsums, table, EPS, room(table))
     for a, b in zip((*kept[0], *kept[1]), (*built[0], *built[1])):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)
 
 
 def test_padded_rows_get_and_give_no_gradient(grid, backend: str):
@@ -149,18 +160,22 @@ def test_padded_rows_get_and_give_no_gradient(grid, backend: str):
         assert x.idle is None
         return
     idle = x.idle[:, :, 0]
-    for name, d in zip(("q", "k", "v", "e"), found):
-        assert not d[idle].any(), name
-        assert d[~idle].any(), name
+    for name, d in zip(found._fields[:6], found):
+        assert d is None or not d[idle].any(), name
+        assert d is None or d[~idle].any(), name
 
 
 def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
     table, arguments = grid
-    tiles = (torch.randn(table.chunks * HV, C, width, dtype=torch.float64) for width in (D, D, D, 1))
+    tiles = [torch.randn(table.chunks * HV, C, width, dtype=torch.float64) for width in (D, D, D, 1, 1, D)]
     shares = (torch.randn(table.chunks * HV, D, dtype=torch.float64) for _ in range(2))
+    if "eta_col" not in arguments:
+        tiles[4:] = None, None
     found = Gradients(*tiles, *shares)
     q, k, v, e = (x.clone() for x in found[:4])
-    outputs = [torch.empty_like(arguments[name]) for name in ("q", "k", "v", "eta")]
+    outputs = [
+        torch.empty_like(arguments[name]) if name in arguments else None for name in ("q", "k", "v", "eta", "eta_col")
+    ]
     dw, du = torch.ones(HV, D, dtype=torch.float64), torch.zeros(HV, D, dtype=torch.float64)
     stages.launches("ttt", backend).unload(found, table, SCALE, *outputs, dw, du)
 
@@ -173,10 +188,14 @@ def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
             pieces.append(torch.cat([tiles[:0].flatten(0, 1), *chunks])[: tokens.stop - tokens.start])
         return torch.cat(pieces)
 
-    for got, tile, factor in zip(outputs[:2], (q, k), (SCALE, 1.0)):
+    def of_groups(tile: Tensor) -> Tensor:
         heads = of_tokens(tile)
-        assert torch.equal(got.flatten(0, 1), (heads[:, :1] + heads[:, 1:]) * factor)
-    for got, tile in zip(outputs[2:], (v, e)):
-        assert torch.equal(got.flatten(0, 1), of_tokens(tile))
+        return heads[:, :1] + heads[:, 1:]
+
+    dq = of_groups(q) * SCALE
+    assert torch.equal(outputs[0].flatten(0, 1), dq if found.raw is None else dq + of_groups(found.raw))
+    assert torch.equal(outputs[1].flatten(0, 1), of_groups(k))
+    for got, tile in zip(outputs[2:], (v, e, found.col)):
+        assert got is tile is None or torch.equal(got.flatten(0, 1), of_tokens(tile))
     assert torch.equal(dw, 1 + found.w.view(-1, HV, D).sum(0))
     assert torch.equal(du, found.u.view(-1, HV, D).sum(0))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.rotary import rotate
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
@@ -84,7 +85,7 @@ class SoftmaxAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         positions = _positions(x, layout, past)
         turned, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        q, k = _rotate(turned, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
+        q, k = rotate(turned, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
         fresh = Keys(k, v, positions.expand(x.shape[:2]))
         if layout is None:
             o, kept = _attend(q, fresh, past, self.window)
@@ -129,17 +130,6 @@ def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> T
     if past is None:
         return layout.positions[None]
     return (layout.positions + past.positions[layout.sequence_ids, -1] + 1)[None]
-
-
-def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """x [B, T, H, D] with the pair (x[d], x[d + D/2]) turned by positions * base^(-2 d / D)."""
-    half = x.shape[-1] // 2
-    precision = torch.promote_types(x.dtype, torch.float32)
-    rate = base ** -(torch.arange(half, device=x.device, dtype=precision) / half)
-    angle = positions[..., None, None] * rate  # [B, T, 1, D/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

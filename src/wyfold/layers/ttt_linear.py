@@ -6,11 +6,12 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads
-from wyfold.layers.norm import GatedRMSNorm
+from wyfold.layers.rotary import rotate
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -18,13 +19,15 @@ from wyfold.stages import table
 
 
 class TTTLinear(nn.Module):
-    """The layer of TTT-Linear: each mini-batch of tokens takes one step of gradient descent on the state.
+    """The layer of TTT-Linear as published: tokens of a mini-batch take one step of gradient descent on the state.
 
-        q, k, v = silu(conv(W_qkv x)),   eta = base_step sigmoid(W_step x + b_step) / D
-        y = W_o (rms_norm(ttt_linear(q, k, v, w, b, eta)) * silu(W_gate x))
+        qk, v = W x,   q = conv_q(qk),   k = conv_k(qk),   turned by the place p in the mini-batch
+        eta[t] = max(1 / (1 + p) + token_step[p], 0),   eta_col[t] = base_step sigmoid(W_step x + b_step) / D
+        y = W_o (layer_norm(q + w LN(what q reads) + b, over all heads) * gelu(W_gate x))
 
-    The state starts from a learned one. Order reaches the layer through the short convolution, as in the paper's Mamba
-    backbone; the step is a number per row, without the column factor of the published weights.
+    The step along token s's gradient that token t takes is eta[t] eta_col[s]; queries are not scaled; the state starts
+    from a learned one. These are the layers of the paper's Mamba backbone. Those of its Transformer backbone project q
+    and k apart, without a convolution (`conv_size=None`), and have no gate (`gated=False`).
 
     Args:
         hidden_size: Width of x.
@@ -32,14 +35,16 @@ class TTTLinear(nn.Module):
         num_v_heads: HV, value heads, each with a state; a multiple of H; None = H.
         head_dim: D, width of queries, keys and values, at most 128.
         head_v_dim: D or None: the inner model maps keys to values of their width.
-        conv_size: Length of the short convolution.
+        conv_size: Length of the two short convolutions; None = none, and keys have a projection of their own.
         mini_batch: Tokens that share the state their gradients are taken at: 16, 32 or 64, part of the model.
-        base_step: Largest step times D.
+        base_step: Largest factor of a token's gradient, times D.
+        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens; None = nothing is turned.
+        gated: Whether there is an output gate.
         norm_eps: eps of the output norm and of the inner one.
         backend: Of every operator in the layer. None for the table's choice; on CUDA "eager" has to be asked for.
 
     Source:
-        arXiv:2407.04620.
+        arXiv:2407.04620, sections 2.4 to 2.7; the place's own step, 1 / (1 + p), is of the released models.
     """
 
     def __init__(
@@ -49,10 +54,12 @@ class TTTLinear(nn.Module):
         num_v_heads: int | None = None,
         head_dim: int = 128,
         head_v_dim: int | None = None,
-        conv_size: int = 4,
+        conv_size: int | None = 4,
         *,
         mini_batch: int = 16,
         base_step: float = 1.0,
+        rope_base: float | None = 10_000.0,
+        gated: bool = True,
         norm_eps: float = 1e-6,
         backend: str | None = None,
     ):
@@ -64,29 +71,39 @@ class TTTLinear(nn.Module):
         if head_v_dim not in (None, head_dim):
             raise ValueError(f"{name}: head_v_dim must be None or head_dim = {head_dim}, got {head_v_dim}")
         check.choice(name, "mini_batch", mini_batch, (16, 32, 64))
+        check.flag(name, gated=gated)
         check.choice(name, "backend", backend, (None, *table.BACKENDS))
         self.head_dim, self.mini_batch, self.backend = head_dim, mini_batch, backend
         self.step_scale = check.number(name, "base_step", base_step) / head_dim
+        self.rope_base = None if rope_base is None else check.number(name, "rope_base", rope_base)
+        if self.rope_base is not None and self.rope_base <= 0:
+            raise ValueError(f"{name}: rope_base must be > 0 or None, got {rope_base}")
         self.eps = check.number(name, "norm_eps", norm_eps)
         self.key_size, self.value_size = num_heads * head_dim, self.num_v_heads * head_dim
-        self.qkv = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
-        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size, backend=backend)
+        keys = self.key_size if conv_size is not None else 2 * self.key_size
+        self.qkv = nn.Linear(hidden_size, keys + self.value_size, bias=False)
+        self.conv: ShortConvolution | None = None
+        if conv_size is not None:
+            self.conv = ShortConvolution(2 * self.key_size, conv_size, bias=True, activation=None, backend=backend)
         self.step = nn.Linear(hidden_size, self.num_v_heads)
+        self.token_step = nn.Parameter(torch.empty(mini_batch))
         self.w = nn.Parameter(torch.empty(self.num_v_heads, head_dim))
         self.b = nn.Parameter(torch.empty(self.num_v_heads, head_dim))
         self.start = nn.Parameter(torch.empty(self.num_v_heads, head_dim, head_dim))
         self.start_bias = nn.Parameter(torch.empty(self.num_v_heads, 1, head_dim))
-        self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
-        self.norm = GatedRMSNorm(head_dim, eps=norm_eps, backend=backend)
+        self.gate = nn.Linear(hidden_size, self.value_size, bias=False) if gated else None
+        self.norm = nn.LayerNorm(self.value_size, eps=norm_eps)
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Inner norm the identity, the state's start small, its bias zero, the step half of its largest."""
+        """Inner norm the identity, the state's start small, its bias zero, the factors half of their largest."""
         nn.init.ones_(self.w)
         nn.init.zeros_(self.b)
         nn.init.normal_(self.start, std=0.02)
         nn.init.zeros_(self.start_bias)
+        nn.init.zeros_(self.token_step)
+        nn.init.normal_(self.step.weight, std=0.02)
         nn.init.zeros_(self.step.bias)
 
     def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
@@ -95,8 +112,9 @@ class TTTLinear(nn.Module):
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "conv" [N, D, W-1] and the fields of a `TTTState`, from which x goes on, inside a mini-batch
-                too; replaced. An empty dict starts. No gradient reaches what was read before an open mini-batch.
+            cache: Holds the fields of a `TTTState`, from which x goes on, inside a mini-batch too, and "conv"
+                [N, 2 H D, W-1] where there is a convolution; replaced. An empty dict starts. No gradient reaches what
+                was read before an open mini-batch.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -104,21 +122,47 @@ class TTTLinear(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
-        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, ("conv", *TTTState._fields))
-        qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
-        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
-        rows = _Rows(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
-            v.unflatten(-1, (self.num_v_heads, self.head_dim)),
-            torch.sigmoid(self.step(x)) * self.step_scale,
-        )
+        holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)
+        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, holds)
+        rows = self._rows(x, layout, cache)
         if cache is None:
             start, start_bias = (s.expand(N, *s.shape) for s in (self.start, self.start_bias))
             o, _, _ = self._in_batches(rows, start, start_bias, layout, leaving=False)
         else:
             o = self._resume(rows, N, layout, cache)
-        return self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
+        y = self.norm(o.flatten(2))
+        if self.gate is not None:
+            y = y * gelu(self.gate(x), approximate="tanh")
+        if layout is not None:  # a norm with a bias makes something of nothing
+            y = y.masked_fill((layout.positions < 0)[:, None], 0)
+        return cast(Tensor, self.out(y))
+
+    def _rows(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None) -> _Rows:
+        qkv = self.qkv(x)
+        qk, v = qkv.split([qkv.shape[-1] - self.value_size, self.value_size], dim=-1)
+        if self.conv is not None:
+            qk = self.conv(qk.repeat(1, 1, 2), layout=layout, cache=cache)
+        q, k = qk.unflatten(-1, (2 * self.num_heads, self.head_dim)).chunk(2, dim=2)
+        places = self._places(x.shape[1], x.device, layout, cache)
+        if self.rope_base is not None:
+            q, k = (rotate(part, places, self.rope_base, neighbours=True) for part in (q, k))
+        wide = torch.promote_types(self.token_step.dtype, torch.float32)
+        of_place = (1 / (places + 1).to(wide) + self.token_step.to(wide)[places]).clamp(min=0)
+        return _Rows(
+            q,
+            k,
+            v.unflatten(-1, (self.num_v_heads, self.head_dim)),
+            of_place.unsqueeze(-1).expand(*x.shape[:2], self.num_v_heads),
+            torch.sigmoid(self.step(x)) * self.step_scale,
+        )
+
+    def _places(self, T: int, device: torch.device, layout: SequenceLayout | None, cache: LayerCache | None) -> Tensor:
+        """[B, T] or [1, T] int64, each token's number in its mini-batch; anything past the last boundary."""
+        places = torch.arange(T, device=device)[None] if layout is None else layout.positions[None]
+        if cache is not None and "position" in cache:
+            taken = cache["position"].to(torch.int64)
+            places = places + (taken[:, None] if layout is None else taken[layout.sequence_ids][None])
+        return places % self.mini_batch
 
     def _in_batches(
         self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None, *, leaving: bool
@@ -131,6 +175,9 @@ class TTTLinear(nn.Module):
             self.w,
             self.b,
             rows.eta,
+            eta_col=rows.eta_col,
+            residual="q",
+            scale=1.0,
             eps=self.eps,
             chunk_size=self.mini_batch,
             initial_state=state,
@@ -149,6 +196,9 @@ class TTTLinear(nn.Module):
             self.w,
             self.b,
             rows.eta,
+            eta_col=rows.eta_col,
+            residual="q",
+            scale=1.0,
             eps=self.eps,
             chunk_size=self.mini_batch,
             state=state,
@@ -201,12 +251,13 @@ class TTTLinear(nn.Module):
 
 
 class _Rows(NamedTuple):
-    """Tokens as the operators take them: q, k [B, T, H, D], v [B, T, HV, D], eta [B, T, HV]."""
+    """Tokens as the operators take them: q, k [B, T, H, D], v [B, T, HV, D], eta and eta_col [B, T, HV]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     eta: Tensor
+    eta_col: Tensor
 
     def between(self, start: int, stop: int) -> _Rows:
         return _Rows(*(x[:, start:stop] for x in self))

@@ -13,11 +13,13 @@ from wyfold.parallel import split
 from wyfold.pipelines.ttt import chunks_per_part, ttt
 from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.runtime import check
+from wyfold.runtime.launch import dtype_word
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
 WIDEST = 128
+RESIDUALS = ("o", "q")
 
 
 class TTTState(NamedTuple):
@@ -26,8 +28,9 @@ class TTTState(NamedTuple):
     Attributes:
         state: [N, HV, K, V] matrix the open mini-batch was entered with.
         bias: [N, HV, 1, V] its bias.
-        grad: [N, HV, K, V] sum of k n^T over the open mini-batch's tokens; zero where `position` is.
-        bias_grad: [N, HV, 1, V] sum of n.
+        grad: [N, HV, K, V] sum of k n^T over the open mini-batch's tokens; zero where `position` is. Factors
+            `eta_col` are in it.
+        bias_grad: [N, HV, 1, V] sum of n, likewise.
         position: [N] int32 or int64. Tokens of the open mini-batch, from 0 to chunk_size - 1.
     """
 
@@ -46,6 +49,8 @@ def chunk_ttt_linear(
     b: Tensor,
     eta: Tensor | float,
     *,
+    eta_col: Tensor | float | None = None,
+    residual: str = "o",
     scale: float | None = None,
     eps: float = 1e-6,
     chunk_size: int = 16,
@@ -64,9 +69,12 @@ def chunk_ttt_linear(
     Per value head, (S0, c0) being the state that a mini-batch of `chunk_size` tokens was entered with and LN the norm
     of a row to mean 0 and variance 1:
 
-        n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0
+        n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0, times eta_col_t
         S_t = S0 - eta_t sum_{s<=t} k_s n_s^T        c_t = c0 - eta_t sum_{s<=t} n_s
         h_t = scale S_t^T q_t + c_t                  o_t = h_t + w LN(h_t) + b
+
+    Published layers step along n_s by a number of both tokens, eta_t eta_col_s, and end in o_t = q_t + w LN(h_t) + b,
+    which is residual="q".
 
     The last token's (S_t, c_t) enters the next mini-batch. The last mini-batch of a sequence may be short: the states
     that are returned are those of its last token, so going on from them starts a new mini-batch;
@@ -80,8 +88,10 @@ def chunk_ttt_linear(
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
         eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size of a token; it rescales the whole sum of its
-            mini-batch, it does not weigh the token.
-        scale: Multiplies q only. None: K ** -0.5.
+            mini-batch, it does not weigh the token; `eta_col` does.
+        eta_col: As eta. Factor of a token's own gradient, in its mini-batch and beyond. None: 1.
+        residual: What the norm of what was read is added to: "o", itself, or "q", the query without `scale`.
+        scale: Multiplies the q that reads. None: K ** -0.5; published layers have 1.
         eps: > 0, added to the variances.
         chunk_size: 16, 32 or 64. Tokens of a mini-batch, counted from each sequence's first: part of the model, not a
             tile.
@@ -129,18 +139,20 @@ def chunk_ttt_linear(
         disable_recompute=disable_recompute,
         batch_invariant=batch_invariant,
     )
-    cu, N = _check_tokens(op, q, k, v, w, b, eta, cu_seqlens)
+    cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
     dtypes = _state_dtypes(q)
     check.dtype_option(op, "state_dtype", state_dtype, dtypes)
     order = "N HV V K" if state_v_first else "N HV K V"
     states = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
     _check_states(op, v, N, states, optional=tuple(states))
-    tensors = TTTTensors(q, k, v, w, b, _column(v, eta), initial_state, initial_state_bias, None, None, None, cu)
+    steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
+    tensors = TTTTensors(q, k, v, w, b, *steps, initial_state, initial_state_bias, None, None, None, cu)
     result = _run(
         op,
         tensors,
         N,
         recurrent=False,
+        residual=residual,
         scale=scale,
         eps=eps,
         chunk_size=chunk_size,
@@ -164,6 +176,8 @@ def fused_recurrent_ttt_linear(
     b: Tensor,
     eta: Tensor | float,
     *,
+    eta_col: Tensor | float | None = None,
+    residual: str = "o",
     scale: float | None = None,
     eps: float = 1e-6,
     chunk_size: int = 16,
@@ -184,7 +198,7 @@ def fused_recurrent_ttt_linear(
         w: [HV, V] any float.
         b: [HV, V] any float.
         eta: [B, T, HV, 1] or [B, T, HV] any float, or a number.
-        scale, eps, chunk_size, cu_seqlens, backend: As in `chunk_ttt_linear`.
+        eta_col, residual, scale, eps, chunk_size, cu_seqlens, backend: As in `chunk_ttt_linear`.
         state: Where the sequences stand; None: at their start, with zero states. A constant to the backward: no
             gradient reaches it.
         output_final_state: Return where the sequences stand afterwards, differentiable in this call's arguments.
@@ -214,8 +228,9 @@ def fused_recurrent_ttt_linear(
     """
     op = "fused_recurrent_ttt_linear"
     check.flag(op, output_final_state=output_final_state)
-    cu, N = _check_tokens(op, q, k, v, w, b, eta, cu_seqlens)
-    tensors = TTTTensors(q, k, v, w, b, _column(v, eta), None, None, None, None, None, cu)
+    cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+    steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
+    tensors = TTTTensors(q, k, v, w, b, *steps, None, None, None, None, None, cu)
     if state is not None:
         _check_state(op, v, N, state)
         S, c, G, a, position = (x.detach() for x in state)
@@ -225,6 +240,7 @@ def fused_recurrent_ttt_linear(
         tensors,
         N,
         recurrent=True,
+        residual=residual,
         scale=scale,
         eps=eps,
         chunk_size=chunk_size,
@@ -243,6 +259,7 @@ def _run(
     N: int,
     *,
     recurrent: bool,
+    residual: str,
     scale: float | None,
     eps: float,
     chunk_size: int,
@@ -254,6 +271,7 @@ def _run(
 ) -> TTTResult:
     """Check what both forms share, decide, run."""
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+    check.choice(op, "residual", residual, RESIDUALS)
     if check.number(op, "eps", eps) <= 0:
         raise ValueError(f"{op}: eps must be > 0, got {eps}")
     B, T, _, D = tensors.v.shape
@@ -273,10 +291,12 @@ def _run(
         chunk_size=chunk_size,
         parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
         keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, chunk_size)],
+        sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{chunk_size}"),),
     )
     options = TTTOptions(
         operator=op,
         recurrent=recurrent,
+        residual=residual,
         scale=scale,
         eps=float(eps),
         chunk_size=chunk_size,
@@ -298,28 +318,32 @@ def _check_tokens(
     w: Tensor,
     b: Tensor,
     eta: Tensor | float,
+    eta_col: Tensor | float | None,
     cu_seqlens: Tensor | SequenceLayout | None,
 ) -> tuple[Tensor | None, int]:
     """The boundaries as a tensor, and the number of sequences."""
-    steps = eta if isinstance(eta, Tensor) else None
+    step, factor = (x if isinstance(x, Tensor) else None for x in (eta, eta_col))
     sizes = check.shapes(
         op,
-        optional=() if steps is not None else ("eta",),
+        optional=[name for name, x in (("eta", step), ("eta_col", factor)) if x is None],
         q=(q, "B T H K"),
         k=(k, "B T H K"),
         v=(v, "B T HV V"),
         w=(w, "HV V"),
         b=(b, "HV V"),
-        eta=(steps, "B T HV" if steps is not None and steps.ndim == 3 else "B T HV 1"),
+        eta=(step, "B T HV" if step is not None and step.ndim == 3 else "B T HV 1"),
+        eta_col=(factor, "B T HV" if factor is not None and factor.ndim == 3 else "B T HV 1"),
     )
-    if steps is None:
+    if step is None:
         check.number(op, "eta", eta)
+    if factor is None and eta_col is not None:
+        check.number(op, "eta_col", eta_col)
     check.head_groups(op, sizes["H"], sizes["HV"])
     check.width(op, "K", "q and k", sizes["K"], most=WIDEST)
     if sizes["V"] != sizes["K"]:
         raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
-    check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=steps)
-    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=steps)
+    check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
+    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
     if cu_seqlens is None:
         return None, sizes["B"]
     cu = packed_boundaries(op, q, cu_seqlens)
@@ -356,7 +380,7 @@ def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def _column(v: Tensor, eta: Tensor | float) -> Tensor:
-    """eta as [B, T, HV, 1]."""
+    """Step sizes, or factors of them, as [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
     return torch.full((1, 1, 1, 1), eta, dtype=_state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

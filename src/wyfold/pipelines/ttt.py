@@ -92,6 +92,7 @@ class _Call:
             cu = self.resumption.cu_seqlens
         self.N = B if cu is None else cu.shape[0] - 1
         self.q, self.k, self.v, self.eta = (self.rows(x) for x in (tensors.q, tensors.k, tensors.v, tensors.eta))
+        self.col = None if tensors.eta_col is None else self.rows(tensors.eta_col)
         per_part = chunks_per_part(tensors.v, options.chunk_size)
         self.parts = split.parts(self.v.shape[0], self.v.shape[1], cu, options.chunk_size, per_part)
         self.stage: Any = table.launches("ttt", options.backend)
@@ -115,7 +116,9 @@ class _Call:
         if taken is not None:
             taken[: part.entered] = 0
         w, b = self.tensors.w, self.tensors.b
-        return self.stage.load(*blocks, w, b, part.block(self.eta), part.table, self.options.scale, taken)
+        eta, col = (None if x is None else part.block(x) for x in (self.eta, self.col))
+        numbers = self.options.scale, taken, self.options.residual
+        return self.stage.load(*blocks, w, b, eta, col, part.table, *numbers)
 
     def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
         """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
@@ -202,8 +205,8 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         ttt_launches.backward(t, options, saved, do, States(dS, dc), found)
         return found
     call, kept = _Call(t, options), State(*saved)
-    tokens = (found[0], found[1], found[2], found[5])
-    rooms, do = [call.room(x) for x in tokens], None if do is None else call.rows(do)
+    given = found[:3] + found[5 : 6 if t.eta_col is None else 7]
+    rooms, do = [call.room(x) for x in given], None if do is None else call.rows(do)
     dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
     dentering = call.states(dS, dc, slice(0, call.N))
     carried = State(dentering.S[:0], dentering.c[:0])
@@ -218,14 +221,15 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
             _write(entering, slice(0, part.entered), State(*(s[part.index : part.index + part.entered] for s in kept)))
         x, d_out, sums, at = call.load(part), call.tiles(do, part), call.sums(part), call.room_at(kept, part)
         gradients, left = call.stage.ttt_bwd(x, entering, sums, d_out, dleaving, dsums, part.table, options.eps, at)
-        call.stage.unload(gradients, part.table, options.scale, *(part.block(rows) for rows in rooms), dw, db)
+        blocks = [part.block(rows) for rows in rooms] + [None] * (t.eta_col is None)
+        call.stage.unload(gradients, part.table, options.scale, *blocks, dw, db)
         begun = slice(part.sequences.start + part.entered, part.sequences.stop)
         _write(dentering, begun, State(*(s[part.entered :] for s in left)))
         carried = State(*(s[: part.entered] for s in left))
-    for rows, x in zip(rooms, tokens, strict=True):
+    for rows, x in zip(rooms, given, strict=True):
         call.settle(rows, x)
         x[:, call.end :] = 0
-    for x, wide_x in zip((*found[3:5], *found[6:]), (dw, db, turned(dentering.S, options), dentering.c), strict=True):
+    for x, wide_x in zip((*found[3:5], *found[7:]), (dw, db, turned(dentering.S, options), dentering.c), strict=True):
         if x.numel():
             x.copy_(wide_x)
     return found
@@ -272,7 +276,7 @@ _forward_op = register(
 _backward_op = register(
     f"ttt_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
     f"Tensor? dbias_grad, {TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
-    "Tensor dinitial_state, Tensor dinitial_bias)",
+    "Tensor deta_col, Tensor dinitial_state, Tensor dinitial_bias)",
     _backward,
     _backward_fake,
 )

@@ -57,7 +57,7 @@ def backward(
         do, dfinal: Gradients of the results, each of which may be None.
         found: Of the call's tensors, in their order, of no elements for a state that was not given.
     """
-    dq, dk, dv, dw, db, deta, dS, dc = found
+    dq, dk, dv, dw, db, deta, dcol, dS, dc = found
     if t.v.numel() == 0:
         for dx in (dw, db):
             dx.zero_()
@@ -70,7 +70,7 @@ def backward(
         _walk(t, options, States(None, None), None, borders)
     dw_wide, db_wide = (dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db))
     _stage(options).ttt_bwd(
-        Tokens(*t[:6]),
+        _tokens(t, options),
         borders,
         do,
         _outside(options, *dfinal),
@@ -78,7 +78,7 @@ def backward(
         options.chunk_size,
         options.scale,
         options.eps,
-        TokenGradients(dq, dk, dv, dw_wide, db_wide, deta),
+        TokenGradients(dq, dk, dv, dw_wide, db_wide, deta, None if t.eta_col is None else dcol),
         _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
     dw.copy_(dw_wide)
@@ -89,10 +89,14 @@ def _stage(options: TTTOptions) -> Any:
     return table.launches("ttt", options.backend)
 
 
+def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
+    return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
+
+
 def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders | None) -> None:
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
     numbers = options.chunk_size, options.scale, options.eps
-    _stage(options).ttt(Tokens(*t[:6]), entering, leaving, grid, *numbers, o, borders)
+    _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, o, borders)
 
 
 def _borders(t: TTTTensors, options: TTTOptions) -> Borders:

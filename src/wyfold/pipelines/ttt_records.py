@@ -19,6 +19,7 @@ class TTTOptions:
     Attributes:
         operator: Public name, for messages.
         recurrent: A mini-batch may be entered and left in its middle; the state that enters is a constant.
+        residual: "o" or "q", what the norm of what was read is added to.
         scale: Multiplies q.
         eps: Of both norms.
         chunk_size: Tokens of a mini-batch.
@@ -32,6 +33,7 @@ class TTTOptions:
 
     operator: str
     recurrent: bool
+    residual: str
     scale: float
     eps: float
     chunk_size: int
@@ -43,7 +45,7 @@ class TTTOptions:
     backend: str
 
     SCHEMA = (
-        "str operator, bool recurrent, float scale, float eps, int chunk_size, bool state_v_first, "
+        "str operator, bool recurrent, str residual, float scale, float eps, int chunk_size, bool state_v_first, "
         "ScalarType state_dtype, bool final_state, bool save, bool keep_states, str backend"
     )
 
@@ -53,7 +55,7 @@ class TTTOptions:
 
 
 class TTTTensors(NamedTuple):
-    """Tensors of one call, as the public operators document them; eta is [B, T, HV, 1].
+    """Tensors of one call, as the public operators document them; eta and eta_col are [B, T, HV, 1].
 
     `grad`, `bias_grad` and `position` are a TTTState's, of recurrent calls alone.
     """
@@ -64,6 +66,7 @@ class TTTTensors(NamedTuple):
     w: Tensor
     b: Tensor
     eta: Tensor
+    eta_col: Tensor | None
     state: Tensor | None
     bias: Tensor | None
     grad: Tensor | None
@@ -84,10 +87,10 @@ class TTTResult(NamedTuple):
 
 
 TENSORS_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? state, Tensor? bias, Tensor? grad, "
-    "Tensor? bias_grad, Tensor? position, Tensor? cu_seqlens"
+    "Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? eta_col, Tensor? state, Tensor? bias, "
+    "Tensor? grad, Tensor? bias_grad, Tensor? position, Tensor? cu_seqlens"
 )
-TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._fields), 8
+TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._fields), 9
 
 
 def empty_result(t: TTTTensors, options: TTTOptions) -> TTTResult:
@@ -107,7 +110,7 @@ def empty_result(t: TTTTensors, options: TTTOptions) -> TTTResult:
 
 
 def empty_gradients(t: TTTTensors) -> tuple[Tensor, ...]:
-    """Of every tensor, unwritten; of no elements for a state that was not given."""
+    """Of every tensor, unwritten; of no elements for one that was not given."""
     return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
 
 

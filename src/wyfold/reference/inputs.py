@@ -238,6 +238,12 @@ ETAS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
     "last zero": _last_zero,
 }
 
+ETA_COLS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
+    "uniform": lambda shape, draw: 2 * _uniform(shape, draw),
+    "some zero": lambda shape, draw: 2 * _uniform(shape, draw) * (_uniform(shape, draw) < 0.75),
+    "signed": _normal,  # what no published layer has
+}  # factors of the tokens' own gradients, of the shape of eta
+
 STATES: dict[str, float | None] = {
     "none": None,
     "zero": 0.0,
@@ -258,6 +264,7 @@ def draw(
     beta: str | None = None,
     values: str | None = None,
     eta: str = "small",
+    eta_col: str | None = None,
     state: str = "none",
     sequences: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -274,9 +281,11 @@ def draw(
         beta: One of `BETAS`. "logits" brings its flag along.
         values: One of `VALUES`.
         eta: One of `ETAS`, for TTT-Linear.
+        eta_col: One of `ETA_COLS`, for TTT-Linear. None: no argument.
         state: One of `STATES`, the size of the initial state. TTT-Linear gets its bias state too.
         sequences: N, rows of the initial state; B unless given.
-        dtype: Of q, k, v, beta, eta, w, b. Gates, their parameters and states are float32, or float64 with the rest.
+        dtype: Of q, k, v, beta, eta, eta_col, w, b. Gates, their parameters and states are float32, or float64 with the
+            rest.
         seed: Same seed, same numbers.
 
     Returns:
@@ -314,6 +323,8 @@ def draw(
         arguments["initial_state"] = (size * _normal((N, HV, K, V), generator)).to(wide)
         if rule == "ttt_linear":
             arguments["initial_state_bias"] = (size * _normal((N, HV, 1, V), generator)).to(wide)
+    if eta_col is not None:  # last, so that what else is drawn does not depend on it
+        arguments["eta_col"] = ETA_COLS[eta_col]((B, T, HV, 1), generator).to(dtype)
     return arguments
 
 

@@ -4,7 +4,7 @@
 next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
 leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
 
-    prepare     decayed rows of a channel gate, those of its grams to TF32; E; F; W
+    prepare     decayed rows of a channel gate, those of its grams (from float16 all) to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
     scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
     gradients   the gradients of the grams; the decayed rows of each level of a channel gate's. Inside 8 rows neither
@@ -126,6 +126,10 @@ class Form:
         """x as a tile that another launch reads. Float16, whose range is too small, leaves float32 tiles."""
         return x.to(torch.bfloat16).to(x.dtype) if self.dtype == torch.bfloat16 else x
 
+    def of_rows(self, x: Tensor) -> Tensor:
+        """x as decayed rows, which nothing but products read."""
+        return self.stored(x) if self.dtype == torch.bfloat16 else self.in_a_gram(x)
+
     def of_gate(self, x: Tensor) -> Tensor:
         """Terms of every channel, summed to what one gate covers."""
         return x if self.channel else x.sum(-1, keepdim=True)
@@ -215,7 +219,7 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
     E, F = A.mT @ (k * to_end), P @ A
     read, write, k_end = from_start, to_end, k
     if form.channel:
-        q, k, k_end = form.stored(q * from_start), form.stored(k * from_start), form.stored(k * to_end)
+        q, k, k_end = form.of_rows(q * from_start), form.of_rows(k * from_start), form.of_rows(k * to_end)
         read = write = torch.ones_like(beta)
     total = g.sum(-2, keepdim=True).exp().mT
     return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (E, F, W)))

@@ -8,7 +8,7 @@ import torch
 
 STATES = ("state", "state_bias")
 OUTPUTS = ("o", *STATES)
-GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "dw", "db", "dc0")
+GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "deta_col", "dw", "db", "dc0")
 
 # Float64 and float32 results are held to one figure per tensor...
 WIDE = {

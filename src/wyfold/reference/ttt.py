@@ -1,13 +1,14 @@
 """TTT-Linear, token by token: a linear model (S, c) per head that takes a gradient step while it reads.
 
-All tokens of a mini-batch take their gradients at the state (S0, c0) the mini-batch was entered with; G and a sum them:
+All tokens of a mini-batch take their gradients at the state (S0, c0) the mini-batch was entered with; G and a sum them,
+each times the token's own factor eta_col_t, which is 1 unless given:
 
     z  = S0^T k_t + c0           x = (z - mean z) r,   r = (var z + eps)^(-1/2)       biased variance
     y  = w (w x + b - (v_t - k_t))                     gradient of 1/2 |w x + b - (v_t - k_t)|^2 in x
-    n  = (r/D) (D y - sum y - x sum(y x))              the same gradient in z
+    n  = (r/D) (D y - sum y - x sum(y x)) eta_col_t    the same gradient in z, times the token's factor
     G <- G + k_t n^T             a <- a + n
     S  = S0 - eta_t G            c  = c0 - eta_t a
-    o  = scale S^T q_t + c       out_t = o + w LN(o) + b
+    o  = scale S^T q_t + c       out_t = o + w LN(o) + b, or q_t + w LN(o) + b
 """
 
 import torch
@@ -24,6 +25,8 @@ def ttt_linear(
     b: Tensor,
     eta: Tensor | float,
     *,
+    eta_col: Tensor | float | None = None,
+    residual: str = "o",
     scale: float | None = None,
     eps: float = 1e-6,
     chunk_size: int = 16,
@@ -43,7 +46,10 @@ def ttt_linear(
         w: [HV, V]. Weight of both norms.
         b: [HV, V]. Bias of both norms.
         eta: [B, T, HV, 1] or [B, T, HV] or a number. Step size; token t rescales the whole sum of its mini-batch.
-        scale: Multiplies q only. None is K ** -0.5.
+        eta_col: As eta. A factor of the token's own gradient, whoever's step takes it: token t steps along what token s
+            gave by eta[t] * eta_col[s]. None is 1.
+        residual: "o": what was read is added to its norm. "q": the query is, as given, without `scale`.
+        scale: Multiplies q only, where it reads. None is K ** -0.5.
         eps: Added to the variances.
         chunk_size: Tokens of a mini-batch. Part of the model, not a tile; counted from each sequence's first token, and
             the last mini-batch may be short.
@@ -63,7 +69,7 @@ def ttt_linear(
     """
     batch, tokens, heads, D = v.shape
     dtype = v.dtype
-    work = working_dtype(q, k, v, w, b, eta, initial_state, initial_state_bias)
+    work = working_dtype(q, k, v, w, b, eta, eta_col, initial_state, initial_state_bias)
     pieces = spans(cu_seqlens, batch, tokens)
     used = used_rows(pieces)
     scale = D**-0.5 if scale is None else scale
@@ -71,8 +77,14 @@ def ttt_linear(
     q, k, v = (x[:, :used].to(work) for x in (q, k, v))
     q, k = share_heads(q, heads), share_heads(k, heads)
     w, b = w.to(work), b.to(work)
-    step = eta[:, :used].to(work) if isinstance(eta, Tensor) else v.new_full((batch, used, heads), eta)
-    step = step.reshape(batch, used, heads, 1)
+    if residual not in ("o", "q"):
+        raise ValueError(f'ttt_linear: residual must be "o" or "q", got {residual!r}')
+    step, factor = (
+        (x[:, :used].to(work) if isinstance(x, Tensor) else v.new_full((batch, used, heads), x)).reshape(
+            batch, used, heads, 1
+        )
+        for x in (eta, 1.0 if eta_col is None else eta_col)
+    )
     N = sequence_count(pieces)
     if initial_state is None:
         initial_state = v.new_zeros(N, heads, D, D)
@@ -90,13 +102,13 @@ def ttt_linear(
                 S0, c0, G, a = S, c, torch.zeros_like(S), torch.zeros_like(c)
             x, r = _norm(torch.einsum("nhkv,nhk->nhv", S0, k[:, t]) + c0, eps)
             y = w * (w * x + b - (v[:, t] - k[:, t]))
-            n = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True))
+            n = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True)) * factor[:, t]
             G = G + torch.einsum("nhk,nhv->nhkv", k[:, t], n)
             a = a + n
             S = S0 - step[:, t, :, :, None] * G
             c = c0 - step[:, t] * a
             o = scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]) + c
-            out.append((o + w * _norm(o, eps)[0] + b).unsqueeze(1))
+            out.append(((o if residual == "o" else q[:, t]) + w * _norm(o, eps)[0] + b).unsqueeze(1))
         final.append(S)
         final_bias.append(c.unsqueeze(2))
 

@@ -68,7 +68,7 @@ def row(architecture: str, kernel: str, key: str) -> str:
 
     "default" has none. A width has two words: K200 is BK256 as well, the tile that holds it.
     """
-    words = {word for exact in key.split() for word in (exact, _tile(exact))}
+    words = _words(key)
     fitting = [name for name in _table(architecture)[kernel] if name == "default" or words.issuperset(name.split())]
     return max(fitting, key=lambda name: 0 if name == "default" else len(name.split()))
 
@@ -87,6 +87,21 @@ def processors(device: torch.device) -> int:
 def tile_width(width: int) -> int:
     """The smallest power of two, from 16 on, that holds a width: the tile of K or V."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+@functools.cache
+def beyond(architecture: str, kernel: str, key: str) -> str:
+    """Why `kernel` does not fit into a GPU with this key, in the words of `configs/support.json`; empty if it does."""
+    for limit in json.loads(_data("support"))["beyond"]:
+        where, words = limit["architectures"], limit["key"].split()
+        if kernel == limit["kernel"] and architecture in where and _words(key).issuperset(words):
+            return f"{limit['reason']} on {architecture}; {limit['remedy']}"
+    return ""
+
+
+def _words(key: str) -> set[str]:
+    """Of a key; a width has two of them."""
+    return {word for exact in key.split() for word in (exact, _tile(exact))}
 
 
 def _tile(word: str) -> str:

@@ -86,6 +86,7 @@ def plan(
     parts: int = 1,
     copies: tuple[str, ...] = (),
     keys: Callable[[], Keys] = tuple,
+    sizes: Keys = (),
 ) -> Plan:
     """Rows for the launches of one call. Inside `explain` this is where the call ends.
 
@@ -98,6 +99,7 @@ def plan(
         chunk_size, copies: What else the caller decided, for the Plan.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
         keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
+        sizes: (stage, words of such a key) that decide whether its kernels fit into a GPU at all.
 
     Raises:
         ValueError: backend is no backend's name.
@@ -105,7 +107,8 @@ def plan(
     """
     check.choice(operator, "backend", backend, (None, *BACKENDS))
     choose = _choose if torch.compiler.is_compiling() else _remembered
-    chosen, reasons = choose(device.type, backend, forward + backward, dtypes, _where(device, backend))
+    where = _where(device, backend) or _too_large(device, sizes)
+    chosen, reasons = choose(device.type, backend, forward + backward, dtypes, where)
     if chosen is None:
         if backend is None:
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
@@ -236,6 +239,15 @@ def _where(device: torch.device, demand: str | None) -> str:
         "runs on CUDA tensors; these are on cpu, where only Triton's interpreter runs it, "
         "in a process that was started with TRITON_INTERPRET=1"
     )
+
+
+@constant_to_compilers
+def _too_large(device: torch.device, sizes: Keys) -> str:
+    """Why kernels of these sizes do not fit into the device; empty if they do."""
+    if device.type != "cuda":
+        return ""
+    where = launch.architecture(device)
+    return next(filter(None, (launch.beyond(where, f"{stage}.triton", key) for stage, key in sizes)), "")
 
 
 def refusal(device: torch.device, demand: str | None) -> str:

@@ -253,7 +253,7 @@ def _of_options() -> list[Refusal]:
                 (KDA, "cp_context"),
                 (DELTA, "max_splits"),
                 (RECURRENT, "chunk_size"),
-                (TTT, "eta_col"),
+                (TTT, "cp_context"),
                 ("causal_conv1d", "cp_context"),
             )
         ),
@@ -273,6 +273,9 @@ def _of_others() -> list[Refusal]:
         Refusal(TTT, "b", "of another width", lambda r: {"b": _cut(r["b"], 1, 8)}),
         Refusal(TTT, "eta", "without heads", lambda r: {"eta": r["eta"][:, :, 0, 0]}),
         Refusal(TTT, "eta", "a string", _set(eta="0.1"), TypeError),
+        Refusal(TTT, "eta_col", "without heads", lambda r: {"eta_col": r["eta"][:, :, 0, 0]}),
+        Refusal(TTT, "eta_col", "a string", _set(eta_col="1"), TypeError),
+        Refusal(TTT, "residual", "v", _set(residual="v")),
         Refusal(TTT, "eps", "0", _set(eps=0.0)),
         Refusal("solve_tril", "A", "of 48 columns", lambda r: {"A": _cut(r["A"], 3, 48)}),
         Refusal("solve_tril", "A", "without heads", lambda r: {"A": r["A"][:, :, 0]}),

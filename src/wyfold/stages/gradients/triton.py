@@ -36,13 +36,14 @@ from wyfold.tile.index.triton import (
     copies_boxes,
     every_box,
     fetch_tile,
+    fetch_tokens,
     load_strength,
     load_sub_chunks,
     load_tile,
     load_tile_sub_chunks,
-    load_tokens,
     prefetch_tile,
     prefetch_tokens,
+    send_tokens,
     store_sub_chunks,
     store_tile,
     store_token_scalars,
@@ -50,6 +51,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
     tile_boxes,
+    token_boxes,
 )
 
 NARROWEST = 64  # narrower slices are computed wrongly on Hopper (docs/facts.md, H200-4)
@@ -86,8 +88,9 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = near = wide = None
-    pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
+    dA_log = ddt_bias = pairs = near = wide = None
+    if g is not None:
+        pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
@@ -96,13 +99,20 @@ def gradients(
         near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
-    boxes = _boxes(borders, C, BK, BV) if copies_boxes(q.device) else None
+    copied = copies_boxes(q.device)
+    boxes = _boxes(borders, C, BK, BV) if copied else None
+    whole = copied and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0
+    tokens = _token_boxes((q, k, do), C, (BK, BK, BV)) if whole else None
+    results = out.q, out.k, out.v
+    sent = _token_boxes(results, C, (BK, BK, BV)) if whole and wide is None else None
+    x_q, x_k, x_do = tokens or (q, k, do)
+    x_dq, x_dk, x_dv = sent or results
     launched(
         wyfold_gradients_triton,
         grid.chunks * H,
-        q,
+        x_q,
         q.stride(),
-        k,
+        x_k,
         k.stride(),
         g,
         strides(g),
@@ -110,16 +120,16 @@ def gradients(
         strides(beta),
         A_log,
         dt_bias,
-        do,
+        x_do,
         do.stride(),
         *(boxes or borders),
         borders.S,
         borders.dS,
-        out.q,
+        x_dq,
         strides(out.q),
-        out.k,
+        x_dk,
         strides(out.k),
-        out.v,
+        x_dv,
         strides(out.v),
         out.g,
         strides(out.g),
@@ -155,7 +165,10 @@ def gradients(
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         COPIED=boxes is not None,
-        AHEAD=not interpreting(),
+        BOXED=tokens is not None,
+        SENT=sent is not None,
+        # Without a gate there is nothing to wait with: the second-level cache is busy as it is.
+        AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
@@ -168,6 +181,11 @@ def gradients(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
+def _token_boxes(given: tuple[Tensor | None, ...], C: int, columns: tuple[int, ...]) -> Sequence[Any] | None:
+    """Boxes of whole chunks of tokens, or None if one cannot be: a chunk that a sequence does not fill has no box."""
+    return every_box(given, [None if x is None else token_boxes(x, C, n) for x, n in zip(given, columns, strict=True)])
+
+
 def _boxes(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     states, rows = [(x, BV, BK) for x in (borders.S, borders.dS)], [(x, C, BV) for x in (borders.e, borders.X)]
@@ -176,9 +194,9 @@ def _boxes(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | N
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
 def wyfold_gradients_triton(
-    p_q,
+    x_q,
     s_q,
-    p_k,
+    x_k,
     s_k,
     p_g,
     s_g,
@@ -186,7 +204,7 @@ def wyfold_gradients_triton(
     s_beta,
     p_A_log,
     p_dt_bias,
-    p_do,
+    x_do,
     s_do,
     p_S,
     p_dS,
@@ -194,11 +212,11 @@ def wyfold_gradients_triton(
     p_X,
     p_S_tiles,
     p_dS_tiles,
-    p_dq,
+    x_dq,
     s_dq,
-    p_dk,
+    x_dk,
     s_dk,
-    p_dv,
+    x_dv,
     s_dv,
     p_dg,
     s_dg,
@@ -236,6 +254,8 @@ def wyfold_gradients_triton(
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
     COPIED: tl.constexpr,
+    BOXED: tl.constexpr,
+    SENT: tl.constexpr,
     AHEAD: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -258,36 +278,37 @@ def wyfold_gradients_triton(
     zeros = tl.zeros((BT, BK), tl.float32)
     # 0, for addresses in sub-chunks.
     nothing = tl.minimum(T, 0)
-    if i_n == N:
-        for i_hv in range(i_h * GR, i_h * GR + GR):
-            i_tile = i_c * HV + i_hv
-            for i_v in tl.static_range(NV):
-                if p_dv is not None:
-                    store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
-            if p_dbeta is not None:
-                store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
-            for i_k in tl.static_range(NK if CHANNEL else 1):
-                b_none = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
-                store_gate_gradient(
-                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
-                    GATE, K, BT, BK,
-                )  # fmt: skip
-        for i_k in tl.static_range(NK):
-            if p_dq is not None:
-                store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
-            if p_dk is not None:
-                store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
-        return
+    if PACKED:
+        if i_n == N:
+            for i_hv in range(i_h * GR, i_h * GR + GR):
+                i_tile = i_c * HV + i_hv
+                for i_v in tl.static_range(NV):
+                    if x_dv is not None:
+                        store_tokens(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+                if p_dbeta is not None:
+                    store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
+                for i_k in tl.static_range(NK if CHANNEL else 1):
+                    b_none = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
+                    store_gate_gradient(
+                        p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
+                        GATE, K, BT, BK,
+                    )  # fmt: skip
+            for i_k in tl.static_range(NK):
+                if x_dq is not None:
+                    store_tokens(x_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
+                if x_dk is not None:
+                    store_tokens(x_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
+            return
 
-    if AHEAD:
+    if AHEAD and not BOXED:
         # Too few programs fit a multiprocessor to cover each other's waits for memory.
-        prefetch_tokens(p_q, s_q, b, t, i_h, rows, K, BT)
-        prefetch_tokens(p_k, s_k, b, t, i_h, rows, K, BT)
+        prefetch_tokens(x_q, s_q, b, t, i_h, rows, K, BT)
+        prefetch_tokens(x_k, s_k, b, t, i_h, rows, K, BT)
     earlier, later = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
     b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
-        b_rq = _reciprocal_norms(p_q, s_q, b, t, i_h, rows, K, BT, BK)
-        b_rk = _reciprocal_norms(p_k, s_k, b, t, i_h, rows, K, BT, BK)
+        b_rq = _reciprocal_norms(x_q, s_q, b, t, i_h, rows, T, K, BT, BK, BOXED)
+        b_rk = _reciprocal_norms(x_k, s_k, b, t, i_h, rows, T, K, BT, BK, BOXED)
     # Where raw rows are the operands of the grams' adjoints, their norms go to the other side.
     b_nq, b_nk = zero + 1.0, zero + 1.0
     if not CHANNEL:
@@ -309,24 +330,24 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams; under a channel gate their transposes too, as products of their own.
+        # Gradients of the grams, and without a scalar gate their transposes as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
         for i_v in range(NV):
             b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
             b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+            b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, BOXED, BOXED)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            if CHANNEL:
+            if not SCALAR:
                 b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
                 b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
             if OP != tl.bfloat16:
                 b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
-            if p_dv is not None:
+            if x_dv is not None:
                 b_dv = b_X.to(tl.float32) * b_beta[:, None]
-                store_tokens(p_dv, s_dv, b, t, i_hv, i_v * BV, rows, b_dv, V, BT, BV)
+                send_tokens(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, T, b_dv, V, BT, BV, SENT)
         if p_dbeta is not None:
             if OP == tl.bfloat16:  # which products do not round
                 b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
@@ -334,26 +355,30 @@ def wyfold_gradients_triton(
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (b_decay * b_beta[None, :]) * -b_beta[:, None]
-        b_dP = tl.where(earlier, 0.0, b_dP) * (b_decay * b_beta[None, :]) * scale
-        if CHANNEL:
-            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * -b_beta[None, :]
-            b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * scale
-            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
-            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
-            store_tile(p_pairs, i_tile * 3, 0, 0, tl.where(earlier, b_dJT, b_dJ), BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
-        else:
-            # Read back transposed: an accumulator must not be (docs/numerics.md), and registers have no room meanwhile.
+        b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * -b_beta[:, None]
+        b_dP = tl.where(earlier, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
+        if SCALAR:
+            # Read back transposed: an accumulator must not be, and registers have no room meanwhile.
             store_tile(p_pairs, i_tile * 2, 0, 0, b_dJ * b_nk[:, None], BT, BT, BT, BT)
             store_tile(p_pairs, i_tile * 2 + 1, 0, 0, b_dP * b_nq[:, None], BT, BT, BT, BT)
-            b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
+        b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
-            b_qk, b_kk = _grams(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
+            b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, T, K, BT, BK, BOXED, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
-        b_dJ, b_dP = b_dJ.to(OP), b_dP.to(OP)
-        tl.debug_barrier()  # what one thread stored another may load
+            b_dM, b_dPT = b_dJ.to(OP), zero
+        else:
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
+            b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
+            b_dM = tl.where(earlier, b_dJT, b_dJ).to(OP)
+        if CHANNEL:
+            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
+            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+        b_dP, b_dPT = b_dP.to(OP), b_dPT.to(OP)
+        if CHANNEL or SCALAR:
+            tl.debug_barrier()  # what one thread stored another may load
 
         b_read, b_write, carried = zero, zero, 0.0
         b_traced = tl.zeros((BV,), tl.float32)
@@ -366,7 +391,7 @@ def wyfold_gradients_triton(
                 b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
                 b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
                 b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-                b_do = load_tokens(p_do, s_do, b, t, i_hv, i_v * BV, rows, V, BT, BV)
+                b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, BOXED, BOXED)
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
@@ -381,8 +406,8 @@ def wyfold_gradients_triton(
             b_dk *= (-b_beta * b_in)[:, None]
             b_dk_write *= (b_beta * b_out)[:, None]
             if CHANNEL:
-                b_q = load_sub_chunks(p_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
-                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 if NORM:
                     b_q *= b_rq.reshape(BT // NEAR, NEAR, 1)
@@ -405,8 +430,8 @@ def wyfold_gradients_triton(
                     GATE, K, BT, BK,
                 )  # fmt: skip
             else:
-                b_q = load_tokens(p_q, s_q, b, t, i_h, i_k * BK, rows, K, BT, BK)
-                b_k = load_tokens(p_k, s_k, b, t, i_h, i_k * BK, rows, K, BT, BK)
+                b_q = fetch_tokens(x_q, s_q, b, t, i_h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
+                b_k = fetch_tokens(x_k, s_k, b, t, i_h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
                 if SCALAR:
                     if NORM:
                         b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
@@ -415,9 +440,13 @@ def wyfold_gradients_triton(
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
-                b_dk = mm(b_dJ, b_k, b_dk + b_dk_write, OP, PRECISION)
-                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
-                b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)), b_q, b_dk, OP, PRECISION)
+                b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
+                if SCALAR:
+                    b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
+                    b_pairs = load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)
+                    b_dk = mm(tl.trans(b_pairs), b_q, b_dk, OP, PRECISION)
+                else:
+                    b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:
@@ -432,15 +461,15 @@ def wyfold_gradients_triton(
                     store_tile(p_dq_wide, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
                     store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
             elif CHANNEL:
-                if p_dq is not None:
-                    store_token_sub_chunks(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK, NEAR)
-                if p_dk is not None:
-                    store_token_sub_chunks(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK, NEAR)
+                if x_dq is not None:
+                    store_token_sub_chunks(x_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK, NEAR)
+                if x_dk is not None:
+                    store_token_sub_chunks(x_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK, NEAR)
             else:
-                if p_dq is not None:
-                    store_tokens(p_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, K, BT, BK)
-                if p_dk is not None:
-                    store_tokens(p_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, K, BT, BK)
+                if x_dq is not None:
+                    send_tokens(x_dq, s_dq, b, t, i_h, i_k * BK, rows, T, b_dq, K, BT, BK, SENT)
+                if x_dk is not None:
+                    send_tokens(x_dk, s_dk, b, t, i_h, i_k * BK, rows, T, b_dk, K, BT, BK, SENT)
         if SCALAR:
             if OP == tl.bfloat16:
                 # As a row of a tile: Triton 3.6 fails to compile, for sm_100, a sum of one dimension out of a product.
@@ -456,45 +485,58 @@ def wyfold_gradients_triton(
             tl.debug_barrier()  # what one thread stored another may load
 
     if GATHERED:
-        if p_dq is not None:
-            _ungather(p_q, s_q, p_dq_wide, p_dq, s_dq, pid, b, t, i_h, rows, b_rq, NORM, K, BT, BK)
-        if p_dk is not None:
-            _ungather(p_k, s_k, p_dk_wide, p_dk, s_dk, pid, b, t, i_h, rows, b_rk, NORM, K, BT, BK)
+        if x_dq is not None:
+            _ungather(x_q, s_q, p_dq_wide, x_dq, s_dq, pid, b, t, i_h, rows, T, b_rq, NORM, K, BT, BK, BOXED)
+        if x_dk is not None:
+            _ungather(x_k, s_k, p_dk_wide, x_dk, s_dk, pid, b, t, i_h, rows, T, b_rk, NORM, K, BT, BK, BOXED)
 
 
 @triton.jit
 def _reciprocal_norms(
-    p_x, s_x, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, eps: tl.constexpr = 1e-6
+    x_x,
+    s_x,
+    b,
+    t,
+    h,
+    rows,
+    T,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BOXED: tl.constexpr,
+    eps: tl.constexpr = 1e-6,
 ):
     """(sum x^2 + eps)^(-1/2) of rows that are read in slices.   [BT]"""
     b_square = tl.zeros((BT,), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32)
+        b_x = fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
         b_square += tl.sum(b_x * b_x, axis=1)
     return tl.rsqrt(b_square + eps)
 
 
 @triton.jit
 def _grams(
-    p_q,
+    x_q,
     s_q,
-    p_k,
+    x_k,
     s_k,
     b,
     t,
     h,
     rows,
+    T,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BOXED: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """q k^T and k k^T of a chunk's raw rows, read in slices.   2 x [BT, BT]"""
     b_qk, b_kk = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_q = load_tokens(p_q, s_q, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_k = load_tokens(p_k, s_k, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_q = fetch_tokens(x_q, s_q, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
+        b_k = fetch_tokens(x_k, s_k, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
         b_qk = mm(b_q, tl.trans(b_k), b_qk, OP, PRECISION)
         b_kk = mm(b_k, tl.trans(b_k), b_kk, OP, PRECISION)
     return b_qk, b_kk
@@ -502,7 +544,7 @@ def _grams(
 
 @triton.jit
 def _ungather(
-    p_x,
+    x_x,
     s_x,
     p_wide,
     p_dx,
@@ -512,22 +554,30 @@ def _ungather(
     t,
     h,
     rows,
+    T,
     b_r,
     NORM: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    BOXED: tl.constexpr,
 ):
     """Write a gathered gradient to its tokens; through the norm, dx = r (dy - y <y, dy>) with y = x r."""
     NK: tl.constexpr = (K + BK - 1) // BK
     b_along = tl.zeros((BT,), tl.float32)
     if NORM:
         for i_k in range(NK):
-            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_y = (
+                fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
+                * b_r[:, None]
+            )
             b_along += tl.sum(b_y * load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK), axis=1)
     for i_k in range(NK):
         b_dx = load_tile(p_wide, i_tile, 0, i_k * BK, BT, K, BT, BK)
         if NORM:
-            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_y = (
+                fetch_tokens(x_x, s_x, b, t, h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED).to(tl.float32)
+                * b_r[:, None]
+            )
             b_dx = b_r[:, None] * (b_dx - b_y * b_along[:, None])
         store_tokens(p_dx, s_dx, b, t, h, i_k * BK, rows, b_dx, K, BT, BK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.decay.channel.triton import (
+    CUT_TO_NEAREST,
     add_channel_grams,
     load_sub_chunk_gate,
     sub_chunk_sums,
@@ -31,13 +34,18 @@ from wyfold.tile.decay.triton import (
 from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
+    copies_boxes,
+    every_box,
+    fetch_tokens,
     load_strength,
     load_sub_chunks,
     load_tokens,
+    send_tile,
     store_sub_chunks,
-    store_tile,
     store_tokens,
     strides,
+    tile_boxes,
+    token_boxes,
 )
 from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
 from wyfold.tile.norm.triton import reciprocal_norm
@@ -85,12 +93,22 @@ def prepare(
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
     # With a channel gate a warp has a sub-chunk of its own.
     warps = C // 16 if channel else config.warps
+    BK, BE = (min(whole, config.blocks[name]) if channel else whole for name in ("BK", "BE"))
+    written = found if found.W is not None else found._replace(W=found.F)
+    factors = written.E, written.F, written.W
+    rows = boxes = None
+    if copies_boxes(q.device):
+        boxes = every_box(factors, _boxes(factors, C, BE))
+        # A chunk that a sequence does not fill has no box; with a channel gate sub-chunks are loaded.
+        if not channel and grid.cu is None and grid.tokens % C == 0:
+            rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
+    x_q, x_k = rows or (q, k)
     launched(
         wyfold_prepare_triton,
         tiles,
-        q,
+        x_q,
         q.stride(),
-        k,
+        x_k,
         k.stride(),
         g,
         strides(g),
@@ -100,7 +118,8 @@ def prepare(
         dt_bias,
         o,
         o.stride(),
-        *(found if found.W is not None else found._replace(W=found.F)),
+        *written[:4],
+        *(boxes or factors),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -118,10 +137,12 @@ def prepare(
         K=K,
         V=V,
         BT=C,
-        BK=min(whole, config.blocks["BK"]) if channel else whole,
-        BE=min(whole, config.blocks["BE"]) if channel else whole,
+        BK=BK,
+        BE=BE,
         BV=tile_width(V),
         PACKED=grid.cu is not None,
+        BOXED=rows is not None,
+        COPIED=boxes is not None,
         GATE=gate,
         CHANNEL=channel,
         ACTIVATION=options.activation,
@@ -136,6 +157,11 @@ def prepare(
         **{**config.options(), "num_warps": warps},
     )
     return found
+
+
+def _boxes(factors: tuple[Tensor | None, ...], C: int, BE: int) -> list[Any]:
+    """Of E, F and W; None for one that has none."""
+    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(factors, (BE, C, C), strict=True)]
 
 
 def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool) -> Prepared:
@@ -165,9 +191,9 @@ def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, f
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
 def wyfold_prepare_triton(
-    p_q,
+    x_q,
     s_q,
-    p_k,
+    x_k,
     s_k,
     p_g,
     s_g,
@@ -181,9 +207,9 @@ def wyfold_prepare_triton(
     p_total,
     p_qd,
     p_kd,
-    p_E,
-    p_F,
-    p_W,
+    x_E,
+    x_F,
+    x_W,
     p_cu,
     p_first,
     p_sequence,
@@ -204,6 +230,8 @@ def wyfold_prepare_triton(
     BE: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
+    BOXED: tl.constexpr,
+    COPIED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -221,21 +249,22 @@ def wyfold_prepare_triton(
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-    if i_n == N:
-        if clear:
-            store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
-        return
+    if PACKED:
+        if i_n == N:
+            if clear:
+                store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            return
 
     o_r = tl.arange(0, BT)
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
     if CHANNEL:
         # 0, for addresses in sub-chunks.
         nothing = tl.minimum(T, 0)
-        b_rq, b_rk, b_qk = _row_products(p_q, s_q, p_k, s_k, b, t, i_h, rows, K, BT, NORM)
+        b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
         for column in tl.range(0, K, BK, num_stages=STAGES):
-            b_q = load_sub_chunks(p_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
-            b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            b_q = load_sub_chunks(x_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
             if NORM:
                 b_q *= b_rq.reshape(BT // 16, 16, 1)
                 b_k *= b_rk.reshape(BT // 16, 16, 1)
@@ -251,7 +280,8 @@ def wyfold_prepare_triton(
             )
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
-            b_in = tl.exp2(b_start)[:, None]
+            # Products read float32 tiles as TF32.
+            b_in = tl.exp2(b_start)[:, None] * (CUT_TO_NEAREST if OP == tl.float32 and PRECISION == "tf32" else 1.0)
             store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, nothing, K, BT, BK)
             store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, nothing, K, BT, BK)
             o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
@@ -264,8 +294,8 @@ def wyfold_prepare_triton(
         # Goes to no product of tiles.
         b_J = tl.trans(b_JT)
     else:
-        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, K, BT, BK)
-        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, K, BT, BK)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
         _, b_g = load_gate(
             p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
         )
@@ -280,13 +310,14 @@ def wyfold_prepare_triton(
     else:
         b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
     if with_w:
-        store_tile(p_W, i_tile, 0, 0, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT, BT, BT, BT)
-    store_tile(p_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT)
+        b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
+        send_tile(x_W, i_tile, 0, 0, b_W, BT, BT, BT, BT, COPIED)
+    send_tile(x_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT, COPIED)
 
     if CHANNEL:
-        if p_E is not None:
+        if x_E is not None:
             for column in tl.range(0, K, BE, num_stages=STAGES):
-                b_k = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
+                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
                 if NORM:
                     b_k *= b_rk.reshape(BT // 16, 16, 1)
                 b_P, b_first, b_rest = sub_chunk_sums(
@@ -297,15 +328,15 @@ def wyfold_prepare_triton(
                 )  # fmt: skip
                 b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
                 b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
-                store_tile(p_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
+                send_tile(x_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE, COPIED)
         b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         b_rk, b_rq = b_in, b_in
     else:
         b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
         tl.store(p_total + i_tile, total)
-        if p_E is not None:
+        if x_E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
-            store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
+            send_tile(x_E, i_tile, 0, 0, b_E, BT, K, BT, BK, COPIED)
     p_row = p_rows + i_tile * (4 * BT) + o_r
     tl.store(p_row, b_in * b_rk)
     tl.store(p_row + BT, b_in * b_rq)
@@ -314,13 +345,13 @@ def wyfold_prepare_triton(
 
 
 @triton.jit
-def _row_products(p_q, s_q, p_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+def _row_products(x_q, s_q, x_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
     """Reciprocal norms of rows of q and k, or ones, and the product of each q with its own k, normalised.   3 x [BT]"""
     BW: tl.constexpr = 64
     b_qq, b_kk, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for column in range(0, K, BW):
-        b_q = load_tokens(p_q, s_q, b, t, h, column, rows, K, BT, BW).to(tl.float32)
-        b_k = load_tokens(p_k, s_k, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_q = load_tokens(x_q, s_q, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_k = load_tokens(x_k, s_k, b, t, h, column, rows, K, BT, BW).to(tl.float32)
         b_qk += tl.sum(b_q * b_k, axis=1)
         if NORM:
             b_qq += tl.sum(b_q * b_q, axis=1)

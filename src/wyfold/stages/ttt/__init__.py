@@ -2,8 +2,11 @@
 
 A mini-batch of n rows takes all its inner gradients N at the state (S, c) it entered with:
 
-    O = q S + c - e (Bm N)         out = O + w LN(O) + u
+    O = q S + c - e (Bm N)         out = O + w LN(O) + u          or q, without its scale, in the place of the first O
     S <- S - e_n k^T N             c <- c - e_n sum(N)            e_n: step size of the last row that holds a token
+
+Where tokens have factors of their own (`eta_col`), N is the inner gradient times its row's factor throughout, and so is
+what is called N below; the inner gradient itself is met inside `tile/inner` alone.
 
 An open mini-batch is one that a caller may go on with. Its state stays (S, c); the sums k^T N and sum(N) of its rows so
 far are handed out instead. Going on, its first rows are idle, and the sums of earlier calls join those of its own rows.
@@ -26,6 +29,8 @@ class MiniBatches(NamedTuple):
         t: [n, C, D]. u - v + k.
         e: [n, C, 1] step sizes.
         e_last: [n, 1, 1] the step that closes the mini-batch, zero where it stays open.
+        col: [n, C, 1] factors of the rows' own gradients; None: 1.
+        raw: [n, C, D] q without scale where the residual is on it; None: it is on O.
         w, u: [n, 1, D] weight and bias of both norms.
         idle: [n, C, 1] bool, True in rows without a token; None: there are none.
     """
@@ -35,6 +40,8 @@ class MiniBatches(NamedTuple):
     t: Tensor
     e: Tensor
     e_last: Tensor
+    col: Tensor | None
+    raw: Tensor | None
     w: Tensor
     u: Tensor
     idle: Tensor | None
@@ -58,6 +65,8 @@ class Gradients(NamedTuple):
     Attributes:
         q, k, v: [n, C, D]. q's without the factor scale.
         e: [n, C, 1], that of `e_last` included.
+        col: [n, C, 1], None where there are no factors.
+        raw: [n, C, D] a further share of the query's, which scale is no factor of; None where there is none.
         w, u: [n, D], a share of every mini-batch.
     """
 
@@ -65,6 +74,8 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     e: Tensor
+    col: Tensor | None
+    raw: Tensor | None
     w: Tensor
     u: Tensor
 
@@ -77,6 +88,8 @@ class Tokens(NamedTuple):
         v: [B, T, HV, D].
         w, u: [HV, D] weight and bias of both norms.
         eta: [B, T, HV, 1].
+        col: [B, T, HV, 1] factors of the tokens' own gradients; None: 1.
+        residual: "o" or "q", what the norm of what was read is added to.
     """
 
     q: Tensor
@@ -85,6 +98,8 @@ class Tokens(NamedTuple):
     w: Tensor
     u: Tensor
     eta: Tensor
+    col: Tensor | None
+    residual: str
 
 
 class States(NamedTuple):
@@ -95,7 +110,7 @@ class States(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of `Tokens`, with its shapes and dtypes, but w and u in float32."""
+    """Gradients of the tensors of `Tokens`, with its shapes and dtypes, but w and u in float32."""
 
     q: Tensor
     k: Tensor
@@ -103,13 +118,14 @@ class TokenGradients(NamedTuple):
     w: Tensor
     u: Tensor
     eta: Tensor
+    col: Tensor | None
 
 
 class Borders(NamedTuple):
     """What a walk over whole calls leaves for a backward.
 
     Attributes:
-        N: [B, T, HV, D] inner gradients.
+        N: [B, T, HV, D] inner gradients, times their factors.
         S: [segments * HV, D, D] V-first, state entering a segment.
         c: [segments * HV, D] float32, its bias.
     """

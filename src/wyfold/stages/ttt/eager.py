@@ -30,9 +30,11 @@ def load(
     w: Tensor,
     u: Tensor,
     eta: Tensor,
+    col: Tensor | None,
     table: ChunkTable,
     scale: float,
     taken: Tensor | None,
+    residual: str,
 ) -> MiniBatches:
     """A part's tokens as tiles.
 
@@ -40,11 +42,12 @@ def load(
         q, k: [B, T, H, D] of the part, any strides.
         v: [B, T, HV, D].
         w, u: [HV, D].
-        eta: [B, T, HV, 1].
+        eta, col: [B, T, HV, 1]; no col is a factor of 1.
         table: The part's chunk grid.
         scale: Multiplies q.
         taken: [n] int64 on the CPU, idle rows at the start of each sequence's first mini-batch; a last one short of C
             rows then stays open. None: no mini-batch is open.
+        residual: "o" or "q".
     """
     HV, dtype = v.shape[2], wide(q.dtype)
     q, k, v, e = (to_chunks(x, table, HV, dtype) for x in (q, k, v, eta))
@@ -52,7 +55,9 @@ def load(
     e_last = e.gather(1, _per_head(table.valid - 1, HV, e))
     if taken is not None:
         e_last = e_last.masked_fill(_per_head(_stays_open(table), HV, e), 0)
-    return MiniBatches(q.mul_(scale), k, u - v + k, e, e_last, w, u, _idle(table, taken, HV, e))
+    factors = None if col is None else to_chunks(col, table, HV, dtype)
+    raw = q.clone() if residual == "q" else None
+    return MiniBatches(q.mul_(scale), k, u - v + k, e, e_last, factors, raw, w, u, _idle(table, taken, HV, e))
 
 
 def ttt(
@@ -75,7 +80,7 @@ def ttt(
     at, first = _flat(at), _first(sums, table)
     leaving, N = _walk(x, entering, first, table, eps, at)
     written = _written(x, attention(x.q, x.k), N, first, table)
-    from_chunks(residual_norm(read(at.S, at.c, x.q, x.e, written), x.w, x.u, eps), table, o)
+    from_chunks(residual_norm(read(at.S, at.c, x.q, x.e, written), x.w, x.u, eps, x.raw), table, o)
     return leaving, None if sums is None else _last_sums(x.k, N, sums, table)
 
 
@@ -107,26 +112,28 @@ def ttt_bwd(
         _walk(x, entering, first, table, eps, at)
     inner = inner_gradient(at.S, at.c, x.k, x.t, x.w, eps, x.idle)
     Bm = attention(x.q, x.k)
-    written = _written(x, Bm, inner.N, first, table)
-    dO, Xo = residual_norm_bwd(read(at.S, at.c, x.q, x.e, written), x.w, eps, do)
+    N = _factored(inner.N, x)
+    written = _written(x, Bm, N, first, table)
+    dO, Xo = residual_norm_bwd(read(at.S, at.c, x.q, x.e, written), x.w, eps, do, x.raw is not None)
     dN = torch.bmm(Bm.transpose(1, 2), x.e * dO).neg_()
     dG = torch.zeros_like(at.S)
     if dsums is not None:
         _last_sums_bwd(x.k, dsums, table, dN, dG)
-    back = _walk_back(x, inner, dO, dN, dG, dstate, first, table)
+    back = _walk_back(x, inner, N, dO, dN, dG, dstate, first, table)
 
-    pairs = torch.bmm(dO, inner.N.transpose(1, 2)).tril_().mul_(x.e)
+    pairs = torch.bmm(dO, N.transpose(1, 2)).tril_().mul_(x.e)
     dq = torch.bmm(dO, at.S.transpose(1, 2)).baddbmm_(pairs, x.k, alpha=-1)
     if first is not None:
         m = first.S.shape[0]
         dq[:m].sub_(x.e[:m] * torch.bmm(dO[:m], first.S.transpose(1, 2)))
     dt = x.w * back.dY
     dk = torch.baddbmm(dt, back.dZ, at.S.transpose(1, 2))
-    dk.baddbmm_(inner.N, dG.transpose(1, 2)).baddbmm_(pairs.transpose(1, 2), x.q, alpha=-1)
+    dk.baddbmm_(N, dG.transpose(1, 2)).baddbmm_(pairs.transpose(1, 2), x.q, alpha=-1)
     de = (dO * written).sum(-1, keepdim=True).neg_()
     de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), back.de_last)
     dw = ((2 * x.w * inner.X + x.t) * back.dY).addcmul_(do, Xo).sum(1)
-    return Gradients(dq, dk, dt.neg(), de, dw, (dt + do).sum(1)), back.entering
+    raw = None if x.raw is None else do
+    return Gradients(dq, dk, dt.neg(), de, back.dcol, raw, dw, (dt + do).sum(1)), back.entering
 
 
 def unload(
@@ -137,6 +144,7 @@ def unload(
     dk: Tensor,
     dv: Tensor,
     deta: Tensor,
+    dcol: Tensor | None,
     dw: Tensor,
     du: Tensor,
 ) -> None:
@@ -145,14 +153,17 @@ def unload(
     Args:
         found: From `ttt_bwd`.
         table, scale: As given to `load`.
-        dq, dk, dv, deta: Shapes of what `load` was given, written.
+        dq, dk, dv, deta, dcol: Shapes of what `load` was given, written.
         dw, du: [HV, D] wide, added to.
     """
     H, HV = dq.shape[2], dv.shape[2]
-    from_chunks(sum_groups(found.q, H, HV).mul_(scale), table, dq)
+    q = sum_groups(found.q, H, HV).mul_(scale)
+    from_chunks(q if found.raw is None else q.add_(sum_groups(found.raw, H, HV)), table, dq)
     from_chunks(sum_groups(found.k, H, HV), table, dk)
     from_chunks(found.v, table, dv)
     from_chunks(found.e, table, deta)
+    if found.col is not None and dcol is not None:
+        from_chunks(found.col, table, dcol)
     dw.add_(found.w.unflatten(0, (-1, HV)).sum(0))
     du.add_(found.u.unflatten(0, (-1, HV)).sum(0))
 
@@ -160,14 +171,14 @@ def unload(
 def _walk(
     x: MiniBatches, entering: State, first: State | None, table: ChunkTable, eps: float, at: State
 ) -> tuple[State, Tensor]:
-    """Fill `at`, and return the states that leave and the inner gradients N."""
+    """Fill `at`, and return the states that leave and N."""
     HV = entering.S.shape[1]
     S, c = ranked(entering.S, table), ranked(entering.c, table)
     N = torch.empty_like(x.k)
     for column, rows in enumerate(_columns(table, HV)):
         running, bias, tile = S[: rows.stop - rows.start], c[: rows.stop - rows.start], _rows(x, rows)
         at.S[rows], at.c[rows] = running, bias
-        N[rows] = inner_gradient(running, bias, tile.k, tile.t, tile.w, eps, tile.idle).N
+        N[rows] = _factored(inner_gradient(running, bias, tile.k, tile.t, tile.w, eps, tile.idle).N, tile)
         step_(running, bias, tile.k, N[rows], tile.e_last)
         if column == 0 and first is not None:
             running.addcmul_(tile.e_last, first.S, value=-1)
@@ -181,18 +192,21 @@ class _Back(NamedTuple):
     Attributes:
         dY, dZ: [n, C, D].
         de_last: [n, 1, 1].
+        dcol: [n, C, 1], None where there are no factors.
         entering: [n, HV, ..] of the states entering the sequences.
     """
 
     dY: Tensor
     dZ: Tensor
     de_last: Tensor
+    dcol: Tensor | None
     entering: State
 
 
 def _walk_back(
     x: MiniBatches,
     inner: Inner,
+    N: Tensor,
     dO: Tensor,
     dN: Tensor,
     dG: Tensor,
@@ -203,28 +217,37 @@ def _walk_back(
     """The adjoint of `_walk`.
 
     Args:
-        dN: [n, C, D] through what is read and left open; what goes through the state is added.
+        N: [n, C, D] the inner gradients times their factors.
+        dN: [n, C, D] of those, through what is read and left open; what goes through the state is added.
         dG: [n, D, D] of k^T N, likewise.
     """
     HV = dstate.S.shape[1]
     dS, dc = ranked(dstate.S, table), ranked(dstate.c, table)
     dY, dZ, de_last = torch.empty_like(dN), torch.empty_like(dN), torch.empty_like(x.e_last)
+    dcol = None if x.col is None else torch.empty_like(x.col)
     for column, rows in reversed(list(enumerate(_columns(table, HV)))):
         running, bias, tile = dS[: rows.stop - rows.start], dc[: rows.stop - rows.start], _rows(x, rows)
         seen = torch.baddbmm(bias, tile.k, running)
         dG[rows].addcmul_(tile.e_last, running, value=-1)
-        de_last[rows] = _dot(seen, inner.N[rows]).neg_()
+        de_last[rows] = _dot(seen, N[rows]).neg_()
         if column == 0 and first is not None:
             de_last[rows] -= _dot(running, first.S) + _dot(bias, first.c)
         dN[rows].addcmul_(tile.e_last, seen, value=-1)
         if tile.idle is not None:
             dN[rows].masked_fill_(tile.idle, 0)
         at_rows = Inner(*(y[rows] for y in inner))
-        dY[rows], dZ[rows] = inner_gradient_bwd(at_rows, tile.w, dN[rows])
+        if dcol is not None:
+            dcol[rows] = (dN[rows] * at_rows.N).sum(-1, keepdim=True)
+        dY[rows], dZ[rows] = inner_gradient_bwd(at_rows, tile.w, _factored(dN[rows], tile))
         step_bwd_(running, bias, tile.q, tile.k, dO[rows], dZ[rows])
     if first is not None:
         de_last.masked_fill_(_per_head(_stays_open(table), HV, de_last), 0)
-    return _Back(dY, dZ, de_last, State(unranked(dS, table), unranked(dc, table)))
+    return _Back(dY, dZ, de_last, dcol, State(unranked(dS, table), unranked(dc, table)))
+
+
+def _factored(N: Tensor, x: MiniBatches) -> Tensor:
+    """N with every row times its factor."""
+    return N if x.col is None else N * x.col
 
 
 def _written(x: MiniBatches, Bm: Tensor, N: Tensor, first: State | None, table: ChunkTable) -> Tensor:

@@ -88,13 +88,12 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def bf16_parts(x):
-    """x as a sum of two bfloat16, but for 2^-16 of it. A NaN stays one in the second.
+    """x as a sum of two bfloat16, but for 2^-17 of it. A NaN stays one in the second.
 
-    Integer arithmetic cuts the bits off: a conversion there and back is several times slower on a GPU, and rounding to
-    the nearest, whose product of what is left would be a quarter, one instruction more for each number.
+    Integer arithmetic on the bits rounds: a conversion there and back is several times slower on a GPU.
     """
     x = x.to(tl.float32)
-    high = _rounded(x, 0, -0x10000)
+    high = _rounded(x, 0x8000, -0x10000)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 

@@ -256,6 +256,17 @@ def fetch_tokens(
 
 
 @triton.jit
+def send_tokens(
+    x, strides, b, t, h, column, rows, T, b_x, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+):
+    """`store_tokens`, to a box, all of whose rows are then tokens, or an address."""
+    if TMA:
+        x.store([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column], b_x.to(x.dtype))
+    else:
+        store_tokens(x, strides, b, t, h, column, rows, b_x, W, BT, BW)
+
+
+@triton.jit
 def prefetch_tokens(p, strides, b, t, h, rows, W: tl.constexpr, BT: tl.constexpr):
     """Ask the second-level cache for a chunk's rows of one head: who loads them later waits a third of the time.
 

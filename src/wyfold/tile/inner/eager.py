@@ -1,7 +1,8 @@
 """The inner model of TTT-Linear, a linear map (S, c) followed by a layer norm, and the adjoint of each of its steps.
 
 Tiles are [n, C, D], one mini-batch of one value head each; w and u are the norm's weight and bias, e the column of step
-sizes, q already times scale. Every mean below runs over a row's D numbers; variances take two passes.
+sizes, q already times scale unless it is called `raw`. Every mean below runs over a row's D numbers; variances take two
+passes.
 """
 
 from __future__ import annotations
@@ -102,20 +103,21 @@ def read(S: Tensor, c: Tensor, q: Tensor, e: Tensor, written: Tensor) -> Tensor:
     return torch.baddbmm(c, q, S).addcmul_(e, written, value=-1)
 
 
-def residual_norm(O: Tensor, w: Tensor, u: Tensor, eps: float) -> Tensor:
-    """out = O + w normalise(O) + u."""
-    return normalise(O, eps)[0].mul_(w).add_(u).add_(O)
+def residual_norm(O: Tensor, w: Tensor, u: Tensor, eps: float, raw: Tensor | None) -> Tensor:
+    """out = O + w normalise(O) + u, or with the raw query [n, C, D] in the place of the first O."""
+    return normalise(O, eps)[0].mul_(w).add_(u).add_(O if raw is None else raw)
 
 
-def residual_norm_bwd(O: Tensor, w: Tensor, eps: float, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """Adjoint of `residual_norm`.
+def residual_norm_bwd(O: Tensor, w: Tensor, eps: float, dout: Tensor, on_q: bool) -> tuple[Tensor, Tensor]:
+    """Adjoint of `residual_norm`; with the residual on the query, its share of the query's gradient is dout.
 
     Returns:
         dO: [n, C, D].
         X: [n, C, D] normalised O, whose product with dout is the gradient of w.
     """
     X, r = normalise(O, eps)
-    return normalise_bwd(X, r, w * dout).add_(dout), X
+    dO = normalise_bwd(X, r, w * dout)
+    return dO if on_q else dO.add_(dout), X
 
 
 def step_(S: Tensor, c: Tensor, k: Tensor, N: Tensor, e_last: Tensor) -> None:

@@ -80,8 +80,8 @@ def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr, AXIS: tl.conste
 
 
 @triton.jit
-def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, rows, D: tl.constexpr):
-    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BV, BT].
+def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, b_col, rows, D: tl.constexpr):
+    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BV, BT]; N is times the token's factor wherever it went.
 
         dY = r (dN - mean dN - X mean(X dN))
         dX = w^2 dY - r (dN mean(X Y) + Y mean(X dN))
@@ -89,27 +89,34 @@ def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, rows, D: tl.
 
     Args:
         b_X, b_r, b_Y, b_y, b_xy, b_w, rows: Of `inner_gradient`; X, and dN, are zero where there is no token.
+        b_dN: [BV, BT] of N times its factor.
         b_seen: [BV, BT] what a step along N adds to the loss.
+        b_col: [BT] factors; None: 1.
 
     Returns:
         dY, dZ: [BV, BT].
-        <seen, N>: [BT].
+        <seen, N>, N times its factor, and the gradient of that: [BT].
     """
     b_N = gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, 0)
     b_m, b_a, b_n, b_step = sums_of_four(b_dN, b_X * b_dN, b_N * b_dN, b_N * b_seen, 0)
+    b_dcol = b_n
+    if b_col is not None:
+        b_m, b_a, b_n, b_step = b_m * b_col, b_a * b_col, b_n * b_col, b_step * b_col
+        b_dN *= b_col[None, :]
     b_m, b_a, b_n = b_m * (1.0 / D), b_a * (1.0 / D), b_n * (1.0 / D)
     b_dY = inside((b_dN - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0)
     b_dX = b_w * b_w * b_dY - (b_dN * b_xy[None, :] + b_Y * b_a[None, :]) * b_r[None, :]
     b_m, b_a = sums_of_two(b_dX, b_X * b_dX, 0)
     b_m, b_a = b_m * (1.0 / D), b_a * (1.0 / D) + b_n
-    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0), b_step
+    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0), b_step, b_dcol
 
 
 @triton.jit
-def residual_norm(b_O, b_mean, b_w, b_u, eps, D: tl.constexpr, AXIS: tl.constexpr):
-    """out = O + w normalise(O) + u.
+def residual_norm(b_O, b_mean, b_w, b_u, b_q, eps, D: tl.constexpr, AXIS: tl.constexpr):
+    """out = O + w normalise(O) + u, or with q in the place of the first O.
 
     Args:
+        b_q: Tile of q without its scale, or None.
         b_mean: [BT] close to O's mean: within what rounding moved it.
 
     Returns:
@@ -121,16 +128,20 @@ def residual_norm(b_O, b_mean, b_w, b_u, eps, D: tl.constexpr, AXIS: tl.constexp
     b_m = b_m * (1.0 / D)
     b_r = tl.rsqrt(tl.maximum(b_s * (1.0 / D) - b_m * b_m, 0.0) + eps)
     b_X = inside((b_d - tl.expand_dims(b_m, AXIS)) * tl.expand_dims(b_r, AXIS), D, AXIS)
-    return b_O + b_w * b_X + b_u, b_X, b_r
+    if b_q is None:
+        return b_O + b_w * b_X + b_u, b_X, b_r
+    else:
+        return b_q.to(tl.float32) + b_w * b_X + b_u, b_X, b_r
 
 
 @triton.jit
-def residual_norm_bwd(b_X, b_r, b_w, b_dout, D: tl.constexpr, AXIS: tl.constexpr):
-    """Gradient of O in `residual_norm`, given its X and r."""
+def residual_norm_bwd(b_X, b_r, b_w, b_dout, ON_Q: tl.constexpr, D: tl.constexpr, AXIS: tl.constexpr):
+    """Gradient of O in `residual_norm`, given its X and r; with ON_Q, q took part in the place of the first O."""
     b_d = b_w * b_dout
     b_m, b_a = sums_of_two(b_d, b_X * b_d, AXIS)
     b_m, b_a = tl.expand_dims(b_m * (1.0 / D), AXIS), tl.expand_dims(b_a * (1.0 / D), AXIS)
-    return b_dout + inside((b_d - b_m - b_X * b_a) * tl.expand_dims(b_r, AXIS), D, AXIS)
+    b_dO = inside((b_d - b_m - b_X * b_a) * tl.expand_dims(b_r, AXIS), D, AXIS)
+    return b_dO if ON_Q else b_dout + b_dO
 
 
 @triton.jit

@@ -1,0 +1,142 @@
+"""What kernels of several launches load, multiply and store alike."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wyfold.tile.dot.triton import mm
+from wyfold.tile.index.triton import load_tile, load_token_scalars, load_tokens
+from wyfold.tile.state.triton import load_state, store_state
+
+
+@triton.jit
+def pairs(
+    p_left,
+    s_left,
+    p_right,
+    s_right,
+    b,
+    t,
+    i_head,
+    rows,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """left right^T of two tensors' rows, BW channels at a time.   [BT, BT]"""
+    b_pairs = tl.zeros((BT, BT), tl.float32)
+    for i_w in tl.static_range((D + BW - 1) // BW):
+        b_left = load_tokens(p_left, s_left, b, t, i_head, i_w * BW, rows, D, BT, BW)
+        b_right = load_tokens(p_right, s_right, b, t, i_head, i_w * BW, rows, D, BT, BW)
+        b_pairs = mm(b_left, tl.trans(b_right), b_pairs, OP, PRECISION)
+    return b_pairs
+
+
+@triton.jit
+def rows_of_state(
+    p_x,
+    s_x,
+    p_S,
+    i_S,
+    b,
+    t,
+    i_h,
+    rows,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x S^T of rows of keys or queries and a stored state [V, K], BK channels at a time.   [BT, BD]"""
+    b_read = tl.zeros((BT, BD), tl.float32)
+    for i_k in tl.static_range((D + BK - 1) // BK):
+        b_x = load_tokens(p_x, s_x, b, t, i_h, i_k * BK, rows, D, BT, BK)
+        b_S = load_tile(p_S, i_S, 0, i_k * BK, D, D, BD, BK)
+        b_read = mm(b_x, tl.trans(b_S), b_read, OP, PRECISION)
+    return b_read
+
+
+@triton.jit
+def parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
+    """A head's row of a parameter [HV, D].   [BD] float32"""
+    o_v = tl.arange(0, BD)
+    return tl.load(p + i_hv * strides[0] + o_v * strides[1], mask=o_v < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
+    """Of a mini-batch's tokens, and of its last. They are loaded a mini-batch ahead."""
+    last = t + tl.minimum(rows, BT) - 1
+    e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
+    return load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, BT), e_last.to(tl.float32)
+
+
+@triton.jit
+def segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.constexpr):
+    """Step sizes of a segment's tokens, and those that close their mini-batches.   [SEGMENT] each"""
+    o_t = tl.arange(0, SEGMENT)
+    o_last = t + tl.minimum((o_t // BT + 1) * BT, rows) - 1
+    p_last = p_eta + b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
+    b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
+    return b_e, tl.load(p_last, mask=o_t < rows, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_in_turn(p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Rows of k and of q by turns: one product of the state with both.   [2 BT, BD]"""
+    o_r = tl.arange(0, 2 * BT)
+    m_k, o_t = (o_r % 2 == 0)[:, None], (o_r // 2).to(tl.int64)[:, None]
+    o_w = tl.arange(0, BD).to(tl.int64)[None, :]
+    p_k += b * s_k[0] + t * s_k[1] + i_h * s_k[2]
+    p_q += b * s_q[0] + t * s_q[1] + i_h * s_q[2]
+    p = tl.where(m_k, p_k + o_t * s_k[1] + o_w * s_k[3], p_q + o_t * s_q[1] + o_w * s_q[3])
+    return tl.load(p, mask=(o_t < rows) & (o_w < D), other=0.0)
+
+
+@triton.jit
+def by_turns(b_x):
+    """Even and odd columns of a tile.   [BD, 2 BT] -> [BD, BT] twice"""
+    return tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def enter(p_S, s_S, p_c, s_c, i_n, i_hv, D: tl.constexpr, BD: tl.constexpr):
+    """A state, zero where none was given.   [BD, BD] V-first and [BD]"""
+    b_S, b_c = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    if p_S is not None:
+        b_S = load_state(p_S, s_S, i_n, i_hv, 0, D, D, BD, BD)
+    if p_c is not None:
+        o_v = tl.arange(0, BD)
+        p_head = p_c + i_n * s_c[0] + i_hv * s_c[1]
+        b_c = tl.load(p_head + o_v * s_c[3], mask=o_v < D, other=0.0).to(tl.float32)
+    return b_S, b_c
+
+
+@triton.jit
+def leave(p_S, s_S, p_c, s_c, i_n, i_hv, b_S, b_c, D: tl.constexpr, BD: tl.constexpr):
+    """Write a state where it is wanted, rounding once."""
+    if p_S is not None:
+        store_state(p_S, s_S, i_n, i_hv, 0, b_S, D, D, BD, BD)
+    if p_c is not None:
+        o_v = tl.arange(0, BD)
+        p_head = p_c + i_n * s_c[0] + i_hv * s_c[1]
+        tl.store(p_head + o_v * s_c[3], b_c.to(p_c.dtype.element_ty), mask=o_v < D)
+
+
+@triton.jit
+def store_row(p, i, b_x, D: tl.constexpr, BD: tl.constexpr):
+    """Write row i of a contiguous [rows, D]."""
+    o_v = tl.arange(0, BD)
+    tl.store(p + i * D + o_v, b_x, mask=o_v < D)
+
+
+@triton.jit
+def store_share(p_share, i, i_hv, count, b_dw, b_du, HV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """What a sequence or a segment gives to dw and du.   [2, count, HV, D]"""
+    store_row(p_share, i * HV + i_hv, b_dw, D, BD)
+    store_row(p_share, (count + i) * HV + i_hv, b_du, D, BD)
