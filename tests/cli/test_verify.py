@@ -143,8 +143,8 @@ def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
     monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(launch, "processors", lambda device: 132)
-    kernels = ("chunk_kda", "chunk_ttt_linear")
-    for name in (*kernels, "fused_recurrent_kda", "fused_recurrent_ttt_linear"):
+    kernels = ("chunk_kda", "chunk_ttt_linear", "fused_recurrent_kda")
+    for name in (*kernels, "fused_recurrent_ttt_linear"):
         backend = "triton" if name in kernels else "eager"
         arguments = SUBJECTS[name].arguments(SMALL, torch.float32, 0)
         assert SUBJECTS[name].backend(arguments) == "eager"

@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 
 import wyfold
+from wyfold import serving
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
@@ -109,6 +110,23 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Served:
+    """One call of a serving operator, over a pool of two slots."""
+
+    operator: str
+    stored: str = "float32"
+
+    def __str__(self) -> str:
+        return f"serving.{self.operator} {self.stored}"
+
+    def run(self) -> None:
+        tokens = (torch.randn(1, 1, 1, 16) for _ in range(3))
+        pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        operator = getattr(serving, self.operator)
+        operator(*tokens, None, torch.rand(1, 1, 1), pool, slots, state_v_first=False, backend="triton")
+
+
+@dataclass(frozen=True)
 class Usage:
     """What a compiled kernel takes.
 
@@ -167,7 +185,7 @@ def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[Non
         yield
 
 
-def compiled(call: Call, architecture: str) -> list[Usage]:
+def compiled(call: Call | Served, architecture: str) -> list[Usage]:
     """Every kernel of a call."""
     found: list[Usage] = []
     with pretending(architecture, lambda *arguments, **options: found.append(compile_one(*arguments, **options))):
@@ -186,7 +204,7 @@ def compile_one(kernel: Any, *arguments: Any, **options: Any) -> Usage:
     return usage(ready, log.getvalue())
 
 
-def rows_of(call: Call, architecture: str) -> set[tuple[str, str]]:
+def rows_of(call: Call | Served, architecture: str) -> set[tuple[str, str]]:
     """(kernel, row) of every configuration that a call takes; nothing is compiled."""
     found, usual = set(), launch.row
 
@@ -244,7 +262,7 @@ def allowances() -> dict[str, dict[str, dict[str, int]]]:
     return json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
 
 
-def complaints(call: Call, architecture: str, found: list[Usage]) -> list[str]:
+def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> list[str]:
     """What is wrong with a call's kernels; empty if they fit."""
     recorded = allowances()
     minor = ".".join(launch.version().split(".")[:2])
@@ -280,6 +298,14 @@ CALLS = (
             ("float32", 64, 16, False),
             ("float16", 128, 16, False),
         )
+    ),
+    Call("fused_recurrent_kda", packed=True),
+    Call(
+        "fused_recurrent_gated_delta_rule",
+        "float32",
+        256,
+        256,
+        options=(("state_v_first", True), ("initial_state", None)),
     ),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
@@ -330,12 +356,16 @@ WIDE = (
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
-def calls(architecture: str) -> tuple[Call, ...]:
+SERVED = (Served("prefill", "bfloat16"),)
+"""For kernels that the differentiable operators have no use for."""
+
+
+def calls(architecture: str) -> tuple[Call | Served, ...]:
     """What is compiled for one architecture."""
-    return *CALLS, *OWN.get(architecture, ())
+    return *CALLS, *SERVED, *OWN.get(architecture, ())
 
 
-def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call, list[Usage]]]:
+def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served, list[Usage]]]:
     """Every call whose name holds the word, with its kernels, for one architecture."""
     found = [call for call in (*calls(architecture), *(WIDE if wide else ())) if word in str(call)]
     return [(call, compiled(call, architecture)) for call in found]
@@ -367,7 +397,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def record(allowed: dict[str, int], call: Call, kernels: list[Usage]) -> None:
+def record(allowed: dict[str, int], call: Call | Served, kernels: list[Usage]) -> None:
     """A call's spills as what it may spill: the worst of a kernel's launches, a quarter more, in steps of 64 bytes."""
     for u in kernels:
         for name in (f"{call}: {u.kernel}", f"{call}: {u.kernel}: serialized"):

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import wyfold
-from wyfold import SequenceLayout
+from wyfold import SequenceLayout, serving
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -56,6 +56,26 @@ def test_a_layout_goes_through_the_compiler(form: str, results):
         layout = SequenceLayout.from_lengths(lengths)
         got, plain = results(compiled, a, None, cu_seqlens=layout), results(op, a, None, cu_seqlens=layout)
         assert all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("name", ["prefill", "verify", "decode_packed"])
+def test_serving_takes_other_lengths_and_slots(name: str):
+    """`decode` has its test beside the others of its kind; a pool that is an argument is updated in place."""
+    op, counter = getattr(serving, name), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(op, backend=counter, fullgraph=True)
+    for T in (33, 40, 50):
+        a = call("gated_delta_rule", T, True)
+        pool, slots = torch.randn(99, 2, 8, 16), torch.randperm(99)
+        if name == "decode_packed":
+            tokens = [torch.randn(T, 2 * 8 + 2 * 16), torch.randn(T, 2), torch.randn(T, 2), a["A_log"], a["dt_bias"]]
+            slots, options = slots[:T], {"heads": (1, 2), "dims": (8, 16)}
+        else:
+            tokens = [a[x] for x in ("q", "k", "v", "g", "beta")]
+            slots, options = slots[:3] if name == "prefill" else slots[:90].view(3, 30), {"cu_seqlens": a["cu_seqlens"]}
+        plain = pool.clone()
+        got = compiled(*tokens, pool, slots, state_v_first=False, **options)
+        assert torch.equal(got, op(*tokens, plain, slots, state_v_first=False, **options)) and torch.equal(pool, plain)
+    assert counter.frame_count <= 2
 
 
 def test_refusals_reach_the_caller_of_compiled_code():

@@ -24,7 +24,7 @@ def test_twins_have_one_table(one: str, other: str):
     [(name, call) for name in ARCHITECTURES if name not in TWINS for call in aot.calls(name)],
     ids=str,
 )
-def test_a_call_compiles_and_fits(architecture: str, call: aot.Call):
+def test_a_call_compiles_and_fits(architecture: str, call: aot.Call | aot.Served):
     found = aot.compiled(call, architecture)
     assert found
     assert not aot.complaints(call, architecture, found)

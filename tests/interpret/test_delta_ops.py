@@ -57,14 +57,14 @@ GATES = {
 CASES = 18
 
 
-def mixed(choices: dict[str, tuple], seed: int) -> list[dict[str, Any]]:
+def mixed(choices: dict[str, tuple], seed: int, cases: int = CASES) -> list[dict[str, Any]]:
     """Cases in which every value occurs; each option goes round its values, in an order of its own."""
     draw = random.Random(seed)
     columns = {}
     for name, values in choices.items():
-        column = [values[i % len(values)] for i in range(CASES)]
-        columns[name] = draw.sample(column, CASES)
-    return [{name: column[i] for name, column in columns.items()} for i in range(CASES)]
+        column = [values[i % len(values)] for i in range(cases)]
+        columns[name] = draw.sample(column, cases)
+    return [{name: column[i] for name, column in columns.items()} for i in range(cases)]
 
 
 MIXED = [(rule, i, case) for rule in RULES for i, case in enumerate(mixed(OPTIONS | GATES[rule], RULES.index(rule)))]
@@ -141,9 +141,11 @@ def test_as_wide_as_a_model(rule: str, dtype: torch.dtype, packed: bool, device,
     require(*verdicts(rule, a, "both", "random", device, guarded, results))
 
 
-def verdicts(rule: str, a: dict[str, Any], loss: str, family: str, device, guarded, results) -> list[Verdict]:
+def verdicts(
+    rule: str, a: dict[str, Any], loss: str, family: str, device, guarded, results, form: str = "chunk"
+) -> list[Verdict]:
     """Of every result of the kernels; shapes and dtypes must be those of the eager backend."""
-    op: Callable = getattr(wyfold, f"chunk_{rule}")
+    op: Callable = getattr(wyfold, f"{form}_{rule}")
     eager = results(op, a, (), backend="eager")
     drawn = {name: inputs.incoming(eager[name], 7) for name in ("o", "state") if name in eager}
     fed = {name: x for name, x in drawn.items() if loss in (name, "both")}

@@ -57,7 +57,7 @@ def test_every_kernel_file_has_its_row():
     assert {row.stage for row in table.ROWS if row.backend == "triton"} == {file.parent.name for file in files}
 
 
-@pytest.mark.parametrize("stage", ["recurrent", "ttt_open"])
+@pytest.mark.parametrize("stage", ["ttt_open"])
 def test_a_launch_without_a_kernel_is_refused_by_name(stage: str, card):
     card("sm_90", "3.6.0")
     reasons = refused(stages={"forward": (stage,)})

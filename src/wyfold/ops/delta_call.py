@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -79,13 +79,7 @@ def call_delta(
     on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
     key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)
-    options = None if key is None else _decisions.get(key)
-    if options is None:
-        options = _decide(op, *given[:6], gate, chunk, cu_seqlens, flags)
-        if key is not None:
-            if len(_decisions) >= MOST_DECISIONS:
-                _decisions.clear()
-            _decisions[key] = options
+    options = decided(key, lambda: _decide(op, *given[:6], gate, chunk, cu_seqlens, flags))
     q, k, v = in_autocast_dtype(q, k, v)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     o, final_state, states = delta(DeltaTensors(q, k, v, *given[3:], cu, on_cpu), options)
@@ -98,6 +92,18 @@ _decisions: dict[tuple[Any, ...], DeltaOptions] = {}
 """What calls asked for came to: checks and plans look at metadata, and are the same for the same metadata."""
 
 
+def decided(key: tuple[Any, ...] | None, decide: Callable[[], DeltaOptions]) -> DeltaOptions:
+    """What `decide` says, asked once for every key; None is no key."""
+    options = None if key is None else _decisions.get(key)
+    if options is None:
+        options = decide()
+        if key is not None:
+            if len(_decisions) >= MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[key] = options
+    return options
+
+
 def _decided_by(
     op: str,
     given: tuple[Tensor | None, ...],
@@ -106,24 +112,31 @@ def _decided_by(
     chunk: ChunkFlags | None,
     flags: Flags,
 ) -> tuple[Any, ...] | None:
-    """Everything that `_decide` looks at, by value; None if a decision must not be reused.
-
-    That is so where contents are looked at, where a call is made for its plan alone, and where sizes may be symbols.
-    """
-    q = given[0]
-    if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
-        return None
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
     size, keep, on_cpu = chunk or (None, None, None)
-    tensors = *given, cu_seqlens, on_cpu
     # Boundaries on the CPU are compared with those beside the tokens where both can be read.
-    if not _PLAIN.issuperset(map(type, tensors)) or (on_cpu is not None and q.device.type == "cpu"):
+    if on_cpu is not None and isinstance(given[0], Tensor) and given[0].device.type == "cpu":
+        return None
+    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
+    return decision_key((*given, cu_seqlens, on_cpu), values, flags.backend)
+
+
+def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | None) -> tuple[Any, ...] | None:
+    """A call by what is decided from it: its tensors' metadata, q's first; other values; and what is around it.
+
+    None if a decision must not be reused: where contents are looked at, where a call is made for its plan alone, where
+    sizes may be symbols, and for what is nothing legal.
+    """
+    q = tensors[0]
+    if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
+        return None
+    if not _PLAIN.issuperset(map(type, tensors)):
         return None
     metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
-    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
-    around = _keeps_gradients(given), autocast_dtype(q.device.type), table.refusal(q.device, flags.backend)
+    around = keeps_gradients(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
     types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:
         hash(values)
@@ -135,7 +148,7 @@ def _decided_by(
 _PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))
 
 
-def _keeps_gradients(given: Iterable[Tensor | None]) -> bool:
+def keeps_gradients(given: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
@@ -163,11 +176,11 @@ def _decide(
         return_intermediate_states=flags.return_intermediate_states,
         batch_invariant=flags.batch_invariant,
     )
-    sizes = _check_tensors(op, q, k, v, g, beta, gate)
+    sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
     check.alike(op, "dtype", q=q, k=k, v=v)
     on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
-    cu, N = _check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
+    cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
     _check_state(op, q, initial_state, flags.state_dtype, flags.state_v_first, {**sizes, "N": N})
     if flags.allow_neg_eigval and not flags.use_beta_sigmoid_in_kernel:
         raise ValueError(
@@ -176,7 +189,7 @@ def _decide(
         )
     if flags.use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
-    activation, lower_bound, clamp = _check_gate(op, g, gate, sizes, cu)
+    activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
     scale = sizes["K"] ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
     chunk_size = _chunk_size(op, q, v, gate, chunk, every)
@@ -186,8 +199,9 @@ def _decide(
         (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
     )
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
-    save = _keeps_gradients(given)
+    save = keeps_gradients(given)
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
+    stored = initial_state.dtype if initial_state is not None else flags.state_dtype or torch.float32
     plan = table.plan(
         op,
         q.device,
@@ -197,7 +211,11 @@ def _decide(
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
-        keys=lambda: _launch_keys(stages, q, v, g, chunk_size, N),
+        keys=lambda: (
+            token_keys(q, v, g, stored, v_first=flags.state_v_first)
+            if recurrent
+            else launch_keys(stages, q, v, g, chunk_size, N)
+        ),
     )
     return DeltaOptions(
         operator=op,
@@ -220,7 +238,7 @@ def _decide(
     )
 
 
-def _launch_keys(
+def launch_keys(
     stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(stage, what its configuration depends on) of a call's kernels."""
@@ -232,7 +250,19 @@ def _launch_keys(
     return list(keys.items())
 
 
-def _check_tensors(
+def token_keys(
+    q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool, backward: bool = True
+) -> list[tuple[str, str]]:
+    """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
+    module: Any = table.launches("recurrent", "triton")
+    there, back = (
+        module.launch_key(dtype, q.shape[-1], v.shape[-1], g, v_first=v_first) for dtype in (stored, torch.float32)
+    )
+    walk_back = [("recurrent", f"{back} bwd"), ("recurrent", "gather")]
+    return [("recurrent", there), *(walk_back if backward else [])]
+
+
+def check_tensors(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
 ) -> dict[str, int]:
     sizes = check.shapes(
@@ -252,7 +282,7 @@ def _check_tensors(
     return sizes
 
 
-def _check_boundaries(
+def check_boundaries(
     op: str, q: Tensor, cu_seqlens: Tensor | SequenceLayout | None, on_cpu: Tensor | None, B: int, T: int
 ) -> tuple[Tensor | None, int]:
     """The boundaries as a tensor, and the number of sequences."""
@@ -305,7 +335,7 @@ def _check_state(
     check.alike(op, "device", q=q, initial_state=initial_state)
 
 
-def _check_gate(
+def check_gate(
     op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None
 ) -> tuple[str, float, float]:
     """Activation, its lower bound, and the clamp; 0 for none."""
@@ -360,13 +390,13 @@ def _chunk_size(op: str, q: Tensor, v: Tensor, gate: GateFlags, chunk: ChunkFlag
     check.flag(op, disable_recompute=chunk.disable_recompute)
     if chunk.chunk_size is not None:
         check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
-    size = chunk.chunk_size or _best_chunk_size(q, v, channel_gate=gate.channel)
+    size = chunk.chunk_size or best_chunk_size(q, v, channel_gate=gate.channel)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
 
 
-def _best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
+def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
     """Fastest rows of a chunk, by device, kind of gate and widths alone (docs/facts.md, CPU-3 and H200-5)."""
     if q.device.type != "cpu":
         return 32 if channel_gate else 64

@@ -179,7 +179,7 @@ def fused_recurrent_gated_delta_rule(
 
 
     Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
-    backward keeps a state every 64 tokens and rebuilds the others.
+    backward starts from states every 64 tokens and rebuilds the others.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.

@@ -127,7 +127,7 @@ def fused_recurrent_kda(
 
 
     Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
-    backward keeps a state every 64 tokens and rebuilds the others.
+    backward starts from states every 64 tokens and rebuilds the others.
 
     With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
     g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)).

@@ -1,7 +1,8 @@
 """DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function over two registered operators.
 
 How the launches of each direction follow one another is the walk's matter: `delta_parts` for the eager backend, which
-cuts a call into parts, `delta_launches` for kernels that take whole calls.
+cuts a call into parts, `delta_launches` for kernels that take whole calls, `delta_tokens` for those that go through
+them token by token.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wyfold.pipelines import delta_launches, delta_parts
+from wyfold.pipelines import delta_launches, delta_parts, delta_tokens
 from wyfold.pipelines.delta_records import (
     DIFFERENTIABLE,
     TENSORS,
@@ -67,8 +68,10 @@ class Delta(torch.autograd.Function):
 class Walk(Protocol):
     """The launches of both directions, one after another."""
 
-    def forward(self, t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
-        """Results, and what the backward needs of them besides the call's tensors."""
+    def forward(
+        self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None
+    ) -> tuple[DeltaResult, list[Tensor]]:
+        """Results, and what the backward needs of them besides the call's tensors. out: where the output goes."""
 
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
         """What the forward will keep, unwritten, from metadata alone."""
@@ -78,8 +81,10 @@ class Walk(Protocol):
 
 
 def walk(options: DeltaOptions) -> Walk:
-    """The walk of a backend."""
-    return delta_parts if options.backend == "eager" else delta_launches
+    """The walk of a backend and a form."""
+    if options.backend == "eager":
+        return delta_parts
+    return delta_tokens if options.recurrent else delta_launches
 
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:

@@ -59,12 +59,12 @@ class _Call:
         return None if states is None else turned(states, self.options)
 
 
-def forward(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call, result = _Call(t, options), empty_result(t, options)
+    call, result = _Call(t, options), empty_result(t, options, out)
     if t.v.numel() == 0:
         if options.final_state:
-            _pass_through(t.initial_state, result.final_state)
+            pass_through(t.initial_state, result.final_state)
         return result, saved(t, options)
     keep = options.save and options.keep_factors
     prepared = call.prepare(result.o, backward=keep, clear=True)
@@ -95,7 +95,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     if t.v.numel() == 0:
         found = [room.zero_() for room in given.rooms()]
         if needs[INITIAL_STATE]:
-            _pass_through(dST, found[INITIAL_STATE])
+            pass_through(dST, found[INITIAL_STATE])
         return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
@@ -115,7 +115,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     return found
 
 
-def _pass_through(states: Tensor | None, out: Tensor) -> None:
+def pass_through(states: Tensor | None, out: Tensor) -> None:
     """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
     if states is None:
         out.zero_()

@@ -115,10 +115,10 @@ class _Call:
         return turned(states, self.options).to(self.options.state_dtype)
 
 
-def forward(t: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
     call = _Call(t, options)
-    result, room = empty_result(t, options), saved(t, options)
+    result, room = empty_result(t, options, out), saved(t, options)
     o, final_state, states = result
     kept = Saved(*room)
     carried = kept.borders[:0]

@@ -80,16 +80,17 @@ class DeltaGradient(NamedTuple):
         return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
 
 
-def empty_result(t: DeltaTensors, options: DeltaOptions) -> DeltaResult:
+def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
     """Unwritten results, and zeros for intermediate states, of which not every row will be written.
 
-    Sizes come from metadata alone, so this is the operator's fake as well.
+    Sizes come from metadata alone, so this is the operator's fake as well. out: in place of an output of its own.
     """
     B, T, HV, V = t.v.shape
     K, N = t.q.shape[-1], t.packed_sequences
     state = (V, K) if options.state_v_first else (K, V)
     final = (B if N is None else N, HV, *state) if options.final_state else (0,)
-    o, final_state = t.v.new_empty(B, T, HV, V), t.v.new_empty(final, dtype=options.state_dtype)
+    o = t.v.new_empty(B, T, HV, V) if out is None else out
+    final_state = t.v.new_empty(final, dtype=options.state_dtype)
     n = options.checkpoint_every
     if not n:
         return DeltaResult(o, final_state, t.v.new_empty(0, dtype=options.state_dtype))

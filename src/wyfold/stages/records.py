@@ -69,6 +69,47 @@ class Prepared(NamedTuple):
     W: Tensor | None
 
 
+class Slots(NamedTuple):
+    """Where the states lie that the sequences of a call enter with and leave behind.
+
+    A sequence without a live slot is skipped: nothing of it is read or written but its output, which is zero.
+
+    Attributes:
+        entering: [slots, HV, K, V], or V-first; None: zeros.
+        leaving: The same, maybe the same tensor, or None: nobody wants them.
+        source: [N, columns] slot each sequence enters from; None: its own number.
+        target: [N] slot it is left in; None: the one it came from. [N, columns] with `each`; None: those of `source`.
+        given: [N] bool, False where a sequence starts from zeros whatever its slot holds; None: everywhere True.
+        accepted: [N], sequence n enters from column accepted[n] - 1, or the nearest there is; None: from the first.
+        each: The state after token j is left in the slot in column j, instead of the last one's alone.
+        pad: Slots are numbers above this one.
+    """
+
+    entering: Tensor | None
+    leaving: Tensor | None
+    source: Tensor | None = None
+    target: Tensor | None = None
+    given: Tensor | None = None
+    accepted: Tensor | None = None
+    each: bool = False
+    pad: int = -1
+
+
+class Shares(NamedTuple):
+    """What NV tiles of value rows each give to gradients that sum over them, float32; n tokens.
+
+    Attributes:
+        q, k: [NV, n, HV, K] of q and k as the recurrence sees them.
+        beta: [NV, n, HV] of the write strength.
+        g: [NV, n, HV, 1 or K] of the log gate, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    beta: Tensor
+    g: Tensor | None
+
+
 class TokenBorders(NamedTuple):
     """What `scan_bwd` leaves for `gradients` where tokens stay where they are; t = chunks * HV tiles.
 

@@ -38,12 +38,14 @@ class Row:
         stage, backend: Which launch, in which language.
         module: Where it is.
         dtypes: What its tensors may hold.
+        covers: Stages that a call with this one in it needs no launch for: it does their work on the way.
     """
 
     stage: str
     backend: str
     module: str
     dtypes: tuple[torch.dtype, ...]
+    covers: tuple[str, ...] = ()
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -56,6 +58,7 @@ STAGES = (
     "scan_bwd",
     "gradients",
     "recurrent",
+    "slots",
     "ttt",
     "conv",
     "norm",
@@ -67,6 +70,7 @@ ROWS = (
     *(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES),
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
+    Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
 )
 
 
@@ -125,7 +129,7 @@ def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, key
     """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
     where = launch.architecture(device)
     rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{plan.backend}", key)) for stage, key in keys])
-    modules = [launches(stage, plan.backend) for stage in stages]
+    modules = [launches(row.stage, plan.backend) for row in _launched(stages, plan.backend)]
     fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
@@ -180,7 +184,14 @@ def _row(stage: str, backend: str) -> Row | None:
 
 
 def _named(stages: tuple[str, ...], backend: str) -> tuple[str, ...]:
-    return tuple([f"{row.stage} ({row.module})" for row in ROWS if row.backend == backend and row.stage in stages])
+    return tuple([f"{row.stage} ({row.module})" for row in _launched(stages, backend)])
+
+
+def _launched(stages: tuple[str, ...], backend: str) -> list[Row]:
+    """Rows of the stages that a call launches on a backend, without those that another one of it covers."""
+    rows = [row for row in ROWS if row.backend == backend and row.stage in stages]
+    covered = {stage for row in rows for stage in row.covers}
+    return [row for row in rows if row.stage not in covered]
 
 
 def _refusal(

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.tile.activation.triton import sigmoid, softplus
+from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
 from wyfold.tile.dot.triton import mm, mm_exact, self_product
 from wyfold.tile.index.triton import (
+    load_token_number,
+    load_token_row,
     load_token_scalars,
     load_tokens,
     store_token_scalars,
@@ -124,17 +126,63 @@ def log_gate(
     BK: tl.constexpr,
 ):
     """Log gate from what the caller passed, as the eager twin; clamp is the floor where none was asked."""
+    rate, bias = 1.0, 0.0
+    if ACTIVATION != "given":
+        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
+    return activated(x, rate, bias, lower_bound, clamp, ACTIVATION)
+
+
+@triton.jit
+def activated(x, rate, bias, lower_bound, clamp, ACTIVATION: tl.constexpr):
+    """`log_gate`, its parameters at hand."""
     if ACTIVATION == "given":
         g = x
+    elif ACTIVATION == "softplus":
+        g = -rate * softplus(x + bias)
     else:
-        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
-        u = x + bias
-        if ACTIVATION == "softplus":
-            g = -rate * softplus(u)
-        else:
-            g = lower_bound * sigmoid(u * rate)
+        g = lower_bound * sigmoid((x + bias) * rate)
     # A comparison, not a maximum: NaN must stay NaN.
     return tl.where(g < clamp, clamp, g)
+
+
+@triton.jit
+def load_token_parameters(
+    p_A_log, p_dt_bias, h, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
+):
+    """`load_gate_parameters` of a head for single tokens: a channel gate's dt_bias is [BK]."""
+    if GATE == "channel" and ACTIVATION != "given":
+        rate, _ = load_gate_parameters(p_A_log, None, h, 0, GATE, K, BK)
+        if p_dt_bias is None:
+            return rate, 0.0
+        else:
+            o_k = tl.arange(0, BK)
+            return rate, tl.load(p_dt_bias + h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    elif ACTIVATION != "given":
+        return load_gate_parameters(p_A_log, p_dt_bias, h, 0, GATE, K, BK)
+    else:
+        return 1.0, 0.0
+
+
+@triton.jit
+def load_token_gate(p_g, s_g, b, t, h, here, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """One token's gate as the caller passed it.   [BK] of a channel gate, else one number; 0 without one"""
+    if GATE == "channel":
+        return load_token_row(p_g, s_g, b, t, h, 0, here, K, BK)
+    elif GATE == "scalar":
+        return load_token_number(p_g, s_g, b, t, h, here)
+    else:
+        return 0.0
+
+
+@triton.jit
+def token_decay(x, rate, bias, lower_bound, clamp, GATE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Decay of the state over one token, of `load_token_gate`'s x.   [1, BK] or a number"""
+    if GATE == "none":
+        return 1.0
+    elif GATE == "channel":
+        return exp(activated(x.to(tl.float32), rate, bias, lower_bound, clamp, ACTIVATION))[None, :]
+    else:
+        return exp(activated(x, rate, bias, lower_bound, clamp, ACTIVATION))
 
 
 @triton.jit

@@ -315,6 +315,37 @@ def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr,
 
 
 @triton.jit
+def token_row(strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
+    """Offsets and mask of one token of one head, from a column on.   [BW]"""
+    o_w = column + tl.arange(0, BW)
+    first = b * strides[0] + t * strides[1] + h * strides[2]
+    return first + o_w.to(tl.int64) * strides[3], o_w < W
+
+
+@triton.jit
+def load_token_row(p, strides, b, t, h, column, here, W: tl.constexpr, BW: tl.constexpr):
+    """One token of one head, from a column on; zeros unless the token is here.   [BW]
+
+    A vector, not a tile of one row: it then says nothing about how the tiles that it meets lie in registers.
+    """
+    offsets, mask = token_row(strides, b, t, h, column, W, BW)
+    return tl.load(p + offsets, mask=mask & here, other=0.0)
+
+
+@triton.jit
+def store_token_row(p, strides, b, t, h, column, x, W: tl.constexpr, BW: tl.constexpr):
+    """Write x [BW] to one token of one head, from a column on, rounding once."""
+    offsets, mask = token_row(strides, b, t, h, column, W, BW)
+    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_token_number(p, strides, b, t, h, here):
+    """One number per token and head, zero unless the token is here; float32."""
+    return tl.load(p + b * strides[0] + t * strides[1] + h * strides[2], mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
     """Write x [BT] to the rows that are tokens, rounding once."""
     o_r = tl.arange(0, BT)

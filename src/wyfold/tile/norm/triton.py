@@ -64,6 +64,20 @@ def column_sum(b_x):
     return b_x
 
 
+@triton.jit
+def vector_sum(b_x):
+    """Sum of a vector, in one order like `row_sum`.   [BW] -> one number"""
+    for _ in tl.static_range(_levels(b_x.shape[0]) - 1):
+        b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2)), axis=1)
+    return tl.sum(b_x, axis=0)
+
+
+@triton.jit
+def normalised(b_x, eps: tl.constexpr = 1e-6):
+    """x (sum x^2 + eps)^(-1/2) of a vector.   [BW] float32"""
+    return b_x * inverse_root(vector_sum(b_x * b_x) + eps)
+
+
 @triton.constexpr_function
 def _levels(width):
     """Binary logarithm of a power of two."""

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from wyfold.tile.dot.triton import mm
+from wyfold.tile.norm.triton import vector_sum
 
 
 @triton.jit
@@ -32,6 +33,77 @@ def store_state(
     """Write value rows column.. of a state, rounding once to its storage dtype."""
     offsets, mask = state_offsets(strides, i_n, i_h, column, K, V, BK, BV)
     tl.store(p + offsets, b_S.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def slot_offsets(
+    strides, slot, h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """`state_offsets` where the numbers of a head's state lie one after another: [K, V], or V_FIRST [V, K].   [BV, BK]
+
+    Their distances are known to the compiler, so the tile lies in registers as it does in memory, whatever else is
+    asked of the kernel: a sum over K has one order.
+    """
+    o_v = column + tl.arange(0, BV)[:, None]
+    o_k = tl.arange(0, BK)[None, :]
+    first = slot * strides[0] + h * strides[1]
+    inside = tl.broadcast_to(o_k < K, (BV, BK)) if V % BV == 0 else (o_v < V) & (o_k < K)
+    if V_FIRST:
+        return first + (o_v * K + o_k), inside
+    else:
+        return first + (o_k * V + o_v), inside
+
+
+@triton.jit
+def token_step(b_S, decay, b_q, b_k, b_v, beta):
+    """One token of the recurrence: decay, correct, read.
+
+        S^T <- decay S^T        y = beta (v - S^T k)        o = S^T q + (q.k) y        S^T <- S^T + y k^T
+
+    The output is read from the decayed state, so that both products are of one state and neither waits for the other.
+
+    Args:
+        b_S: [BV, BK] float32.
+        decay: One number or [1, BK].
+        b_q, b_k: [BK] float32.
+        b_v: [BV] float32.
+        beta: One number.
+
+    Returns:
+        S: [BV, BK].
+        o: [BV] before scale.
+    """
+    b_S = b_S * decay
+    b_Sk = tl.sum(b_S * b_k[None, :], axis=1)
+    b_Sq = tl.sum(b_S * b_q[None, :], axis=1)
+    b_y = (b_v - b_Sk) * beta
+    return tl.fma(b_y[:, None], b_k[None, :], b_S), tl.fma(b_y, vector_sum(b_q * b_k), b_Sq)
+
+
+@triton.jit
+def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
+    """Adjoint of `token_step` in one tile of value rows; what sums over them all is this tile's share.
+
+    Args:
+        b_S: [BV, BK] state, decayed, before the token's write.
+        b_dS: [BV, BK] gradient of the state leaving the token.
+        b_q, b_k, b_v, beta: As given to `token_step`.
+        b_do: [BV] gradient of the output, times scale.
+
+    Returns:
+        Gradients of the decayed state [BV, BK], of q and k [BK], of v [BV], of beta, and S dS summed over value rows,
+        [BK], of which a gate's gradient is made.
+    """
+    b_e = b_v - tl.sum(b_S * b_k[None, :], axis=1)
+    b_y = b_e * beta
+    b_dS = tl.fma(b_do[:, None], b_q[None, :], b_dS)
+    b_dq = tl.fma(b_k, tl.sum(b_y * b_do, axis=0), tl.sum(b_S * b_do[:, None], axis=0))
+    b_dn = tl.sum(b_dS * b_k[None, :], axis=1)
+    b_de = b_dn * beta
+    b_dk = tl.sum(b_dS * b_y[:, None] - b_S * b_de[:, None], axis=0)
+    b_dS = tl.fma(b_de[:, None], b_k[None, :] * -1.0, b_dS)
+    return b_dS, b_dq, b_dk, b_de, tl.sum(b_dn * b_e, axis=0), tl.sum(b_S * b_dS, axis=0)
 
 
 @triton.jit

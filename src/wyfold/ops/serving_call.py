@@ -1,0 +1,252 @@
+"""One call of a serving operator: what the public ones share, from checks to the result."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.delta_call import (
+    STATE_DTYPES,
+    GateFlags,
+    best_chunk_size,
+    check_boundaries,
+    check_gate,
+    check_tensors,
+    decided,
+    decision_key,
+    keeps_gradients,
+    launch_keys,
+    token_keys,
+)
+from wyfold.pipelines.serving import Serving, serve
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.register import in_autocast_dtype
+from wyfold.stages import table
+
+INDICES = (torch.int32, torch.int64)
+
+
+class SlotFlags(NamedTuple):
+    """Where the states of a call are, as the operators take it."""
+
+    pool: Tensor
+    state_indices: Tensor | None
+    v_first: bool
+    has_initial_state: Tensor | None
+    output_state_indices: Tensor | None
+    pad_slot_id: int
+    out: Tensor | None
+    num_accepted_tokens: Tensor | None = None
+    each: bool = False
+    checkpoint_every: int | None = None
+    checkpoint_pool: Tensor | None = None
+    checkpoint_indices: Tensor | None = None
+
+
+class Arithmetic(NamedTuple):
+    """Arguments that the operators share with the differentiable ones."""
+
+    scale: float | None
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    backend: str | None
+
+
+def call_served(
+    op: str,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    slots: SlotFlags,
+    gate: GateFlags,
+    arithmetic: Arithmetic,
+    *,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    turned: bool = False,
+    chunked: bool = False,
+) -> Tensor:
+    """Check, decide, run. `turned`: tokens are [1, N, ..]. `chunked`: not token by token."""
+    q, k, v, g, beta, out = *tokens, slots.out
+    if turned:
+        q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))
+    call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic, chunked)
+    options = decided(_decided_by(call), lambda: _decide(call))
+    q, k, v = in_autocast_dtype(q, k, v)
+    o = v.new_empty(v.shape) if out is None else out
+    source, between = slots.state_indices, slots.checkpoint_indices
+    if source is not None and not slots.each:
+        source = source[:, None]
+    if between is not None:
+        between = between.reshape(-1, 1)
+    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
+    serve(
+        Serving(
+            q, k, v, g, beta, gate.A_log, gate.dt_bias, cu, slots.pool, source, slots.output_state_indices,
+            slots.has_initial_state, slots.num_accepted_tokens, slots.checkpoint_pool, between, o, slots.each,
+            slots.pad_slot_id,
+        ),
+        options,
+    )  # fmt: skip
+    if slots.out is not None:
+        return slots.out
+    return o.transpose(0, 1) if turned else o
+
+
+class _Call(NamedTuple):
+    """One call as it is checked: tokens are [N, 1, ..] or packed, and so is `out`."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    out: Tensor | None
+    cu_seqlens: Tensor | SequenceLayout | None
+    slots: SlotFlags
+    gate: GateFlags
+    arithmetic: Arithmetic
+    chunked: bool
+
+
+def _decided_by(call: _Call) -> tuple[Any, ...] | None:
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
+    slots, gate, cu, tokens = call.slots, call.gate, call.cu_seqlens, 0
+    if isinstance(cu, SequenceLayout):
+        tokens, cu = cu.tokens, cu.cu_seqlens
+    indices = slots.state_indices, slots.output_state_indices, slots.has_initial_state, slots.num_accepted_tokens
+    pools = slots.pool, slots.checkpoint_pool
+    tensors = *call[1:7], cu, *pools, *indices, slots.checkpoint_indices, gate.A_log, gate.dt_bias
+    steps = *(x.stride() if isinstance(x, Tensor) else None for x in pools), slots.checkpoint_every, call.chunked
+    flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
+    return decision_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
+
+
+def _decide(call: _Call) -> DeltaOptions:
+    """What will run, if every check is passed."""
+    op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend), chunked = call
+    sizes = check_tensors(op, q, k, v, g, beta, gate)
+    q, k, v = in_autocast_dtype(q, k, v)
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    cu, N = check_boundaries(op, q, cu_seqlens, None, sizes["B"], sizes["T"])
+    _check_slots(op, q, slots, {**sizes, "N": N})
+    if slots.each and cu is None and slots.state_indices is not None and sizes["T"] > slots.state_indices.shape[1]:
+        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens")
+    if out is not None:
+        check.shapes(op, known=sizes, out=(out, "B T HV V"))
+        check.alike(op, "dtype", v=v, out=out)
+        check.alike(op, "device", v=v, out=out)
+    check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
+    if doubled and not logit:
+        raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True")
+    if logit and beta is None:
+        raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "pool": slots.pool}
+    given |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "out": out}
+    for name, x in given.items():
+        if keeps_gradients([x]):
+            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    chunk_size = best_chunk_size(q, v, channel_gate=gate.channel) if chunked else 1 if slots.each else 64
+    every = _check_checkpoints(op, q, slots, chunk_size, sizes, packed=cu is not None) if chunked else int(slots.each)
+
+    def keys() -> list[tuple[str, str]]:
+        if not chunked:
+            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
+        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N)]
+
+    plan = table.plan(
+        op,
+        q.device,
+        backend,
+        forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
+        chunk_size=chunk_size if chunked else None,
+        keys=keys,
+    )
+    return DeltaOptions(
+        operator=op,
+        recurrent=not chunked,
+        scale=sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale),
+        qk_l2norm=norm,
+        activation=activation,
+        lower_bound=lower_bound,
+        clamp=clamp,
+        beta_logit=logit,
+        beta_most=2.0 if doubled else 1.0,
+        state_v_first=slots.v_first,
+        state_dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+        final_state=True,
+        chunk_size=chunk_size,
+        checkpoint_every=every,
+        save=False,
+        keep_factors=False,
+        backend=plan.backend,
+    )
+
+
+def _check_checkpoints(
+    op: str, q: Tensor, slots: SlotFlags, chunk_size: int, sizes: dict[str, int], *, packed: bool
+) -> int:
+    """Tokens between the states that are kept; 0 where none are."""
+    given = slots.checkpoint_every, slots.checkpoint_pool, slots.checkpoint_indices
+    if all(x is None for x in given):
+        return 0
+    if any(x is None for x in given):
+        raise ValueError(f"{op}: checkpoint_every, checkpoint_pool and checkpoint_indices must come together")
+    every = check.integer(op, "checkpoint_every", slots.checkpoint_every, least=1)
+    if every % chunk_size:
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
+    _check_pool(op, "checkpoint_pool", q, slots.checkpoint_pool, slots.v_first, sizes)
+    rows = [sizes["T"] // every] if packed else [sizes["B"], sizes["T"] // every]
+    _check_rows(op, q, "checkpoint_indices", slots.checkpoint_indices, rows, INDICES)
+    return every
+
+
+def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) -> None:
+    """The pool, and the tensors that say which of its slots are meant."""
+    check.flag(op, state_v_first=slots.v_first)
+    check.integer(op, "pad_slot_id", slots.pad_slot_id, least=-1)
+    N = sizes["N"]
+    _check_pool(op, "pool", q, slots.pool, slots.v_first, sizes)
+    rows = [N, slots.state_indices.shape[1]] if slots.each and slots.state_indices is not None else [N]
+    _check_rows(op, q, "has_initial_state", slots.has_initial_state, [N], (torch.bool,))
+    _check_rows(op, q, "num_accepted_tokens", slots.num_accepted_tokens, [N], INDICES)
+    indices = {"state_indices": slots.state_indices, "output_state_indices": slots.output_state_indices}
+    for name, x in indices.items():
+        _check_rows(op, q, name, x, rows, INDICES)
+        if x is not None and check.checking_contents() and check.readable(x):
+            live = x[(x > slots.pad_slot_id) & (x < slots.pool.shape[0])]
+            if live.unique().numel() != live.numel():
+                raise ValueError(f"{op}: {name} must hold distinct slots, got {x.tolist()}")
+
+
+def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:
+    check.shapes(op, optional=(), known=sizes, **{name: (pool, "slots HV V K" if v_first else "slots HV K V")})
+    pool = check.tensor(op, name, pool)
+    check.floating(op, (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES, **{name: pool})
+    if pool.stride()[2:] != (pool.shape[3], 1) or 0 in pool.stride():
+        strides = f"got strides {pool.stride()}"
+        raise ValueError(f"{op}: {name} must hold each head's state in one piece, and no two slots in one, {strides}")
+    check.alike(op, "device", q=q, **{name: pool})
+
+
+def _check_rows(
+    op: str, q: Tensor, name: str, x: Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """An optional tensor of integers or flags, one per sequence, draft or checkpoint."""
+    if x is None:
+        return
+    if list(check.tensor(op, name, x).shape) != shape or x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
+    check.alike(op, "device", q=q, **{name: x})
+
+
+def _turned(x: Any) -> Any:
+    """Rows before tokens; what is no such tensor is refused later, under its name."""
+    return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x
