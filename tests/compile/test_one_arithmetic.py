@@ -83,6 +83,14 @@ def test_boxes_addresses_and_strides(op: str):
         assert boxes[name] == addresses[name] == strides[name], name
 
 
+@pytest.mark.parametrize("step, copied", [(1, ("k",)), (8, ("k",)), (16, ())])
+def test_rows_that_lie_unaligned_are_copied_first(step: int, copied: tuple[str, ...]):
+    q = torch.randn(1, 40, 2, 128)
+    room = torch.randn(1, 40, 2, 128 + step)
+    with aot.pretending("sm_90", lambda *_, **__: None):
+        assert wyfold.explain(wyfold.chunk_kda, q, room[..., :128], q, backend="triton").copies == copied
+
+
 def test_a_tree_knows_which_product_was_contracted():
     one = "fma.rn.f32 %f3, %f1, %f2, %f0;"
     other = "mul.f32 %f4, %f1, %f2;\nadd.f32 %f3, %f4, %f0;"

@@ -13,7 +13,7 @@ from torch import Tensor
 from wyfold.parallel import split
 from wyfold.pipelines.delta import delta
 from wyfold.pipelines.delta_parts import chunks_per_part
-from wyfold.pipelines.delta_records import DeltaTensors
+from wyfold.pipelines.delta_records import DeltaTensors, vectors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -211,6 +211,7 @@ def _decide(
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
+        kernel_copies=_copied(q, k) if explaining() and not recurrent else (),
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
@@ -236,6 +237,11 @@ def _decide(
         keep_factors=chunk is not None and chunk.disable_recompute,
         backend=plan.backend,
     )
+
+
+def _copied(q: Tensor, k: Tensor) -> tuple[str, ...]:
+    """Names of those whose rows kernels cannot read as they lie."""
+    return tuple([name for name, x in (("q", q), ("k", k)) if not vectors(x)])
 
 
 def launch_keys(

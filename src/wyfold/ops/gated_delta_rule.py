@@ -53,8 +53,8 @@ def chunk_gated_delta_rule(
     `x.transpose(1, 2)`, a view: nothing is copied, and the bits are those of contiguous tensors.
 
     Args:
-        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides. Never
-            written.
+        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides:
+            kernels copy q and k first where rows lie unaligned (`explain` names them). Never written.
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
             state bounded.
         v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).

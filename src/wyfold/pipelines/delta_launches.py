@@ -20,6 +20,7 @@ from wyfold.pipelines.delta_records import (
     DeltaTensors,
     empty_result,
     turned,
+    vectors,
 )
 from wyfold.runtime import check
 from wyfold.runtime.chunks import most_chunks
@@ -36,7 +37,8 @@ class _Call:
         (B, T, _, K), V, C = t.q.shape, t.v.shape[3], options.chunk_size
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
-        self.t, self.options = t, options
+        q, k = (x if vectors(x) else x.contiguous() for x in (t.q, t.k))
+        self.t, self.options = t._replace(q=q, k=k), options
         self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
         prepare = self.stage("prepare")
         self.folded = prepare.reads_folded(t.g)
@@ -62,6 +64,7 @@ class _Call:
 def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
     call, result = _Call(t, options), empty_result(t, options, out)
+    t = call.t
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
@@ -92,6 +95,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, kept, do, dST, needs = given
     call, dS0 = _Call(t, options), given.room(INITIAL_STATE)
+    t = call.t
     if t.v.numel() == 0:
         found = [room.zero_() for room in given.rooms()]
         if needs[INITIAL_STATE]:

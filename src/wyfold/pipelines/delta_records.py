@@ -80,6 +80,15 @@ class DeltaGradient(NamedTuple):
         return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
 
 
+def vectors(x: Tensor) -> bool:
+    """Whether kernels read the rows of x [B, T, H, K] in vectors, as those of a contiguous tensor.
+
+    The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first.
+    """
+    whole = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in x.stride()[:3])
+    return whole or x.is_contiguous()
+
+
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
     """Unwritten results, and zeros for intermediate states, of which not every row will be written.
 

@@ -85,6 +85,7 @@ def plan(
     chunk_size: int | None = None,
     parts: int = 1,
     copies: tuple[str, ...] = (),
+    kernel_copies: tuple[str, ...] = (),
     keys: Callable[[], Keys] = tuple,
     sizes: Keys = (),
 ) -> Plan:
@@ -97,6 +98,7 @@ def plan(
         forward, backward: Stages of each direction.
         dtypes: Of the call's floating tensors and results.
         chunk_size, copies: What else the caller decided, for the Plan.
+        kernel_copies: Of the arguments, those that kernels alone would copy.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
         keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
         sizes: (stage, words of such a key) that decide whether its kernels fit into a GPU at all.
@@ -119,6 +121,7 @@ def plan(
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward + backward, device, keys())
+        found = dataclasses.replace(found, copies=copies + kernel_copies)
     found = settle(found)
     if chosen == "triton" and device.type == "cuda":
         _warn_of_unverified(device)
