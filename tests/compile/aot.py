@@ -282,7 +282,7 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
 
 CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
-    Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
+    Call("chunk_kda, gate inside", packed=True),
     Call("chunk_kda", K=256, V=256),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
@@ -330,6 +330,8 @@ CALLS = (
 
 OWN = {
     "sm_90": (
+        Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
+        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
     )
@@ -343,7 +345,6 @@ WIDE = (
     Call("chunk_gated_delta_rule", K=64, V=64),
     Call("chunk_kda"),
     Call("chunk_kda", options=(("chunk_size", 64),), heads=128),
-    Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
     Call("chunk_gated_delta_rule", "float32"),
     Call("chunk_gated_delta_rule", "float32", 256, 256),
     Call("chunk_kda", "float32"),
