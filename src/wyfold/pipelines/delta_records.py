@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
@@ -85,8 +86,11 @@ def vectors(x: Tensor) -> bool:
 
     The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first.
     """
-    whole = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in x.stride()[:3])
-    return whole or x.is_contiguous()
+    if x.is_contiguous():
+        return True
+    # A fake tensor, of which a plan is asked, has no address.
+    first = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.itemsize
+    return x.stride(3) == 1 and not any(n % 16 for n in (first, *x.stride()[:3]))
 
 
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
