@@ -93,17 +93,20 @@ def test_a_row_reads_the_state_that_its_own_step_size_leads_to(float64_bounds):
         float64_bounds.output(f"row {r}", O[:, r : r + 1], torch.baddbmm(c_r, q[:, r : r + 1], S_r))
 
 
-def test_residual_norm_and_its_adjoint(float64_bounds):
+@pytest.mark.parametrize("on_q", [False, True])
+def test_residual_norm_and_its_adjoint(on_q: bool, float64_bounds):
+    """The residual on the inner model's output, or on the raw query, whose gradient through it is dout."""
     O, w, u, dout = (
         draw(n, C, D).requires_grad_(),
         draw(n, 1, D).requires_grad_(),
         draw(n, 1, D).requires_grad_(),
         draw(n, C, D),
     )
-    out = O + w * torch.nn.functional.layer_norm(O, (D,), eps=EPS) + u
+    raw = draw(n, C, D) if on_q else None
+    out = (O if raw is None else raw) + w * torch.nn.functional.layer_norm(O, (D,), eps=EPS) + u
     dO_truth, dw_truth = torch.autograd.grad(out, (O, w), dout)
-    found = inner.residual_norm(*(x.detach() for x in (O, w, u)), EPS)
-    dO, X = inner.residual_norm_bwd(O.detach(), w.detach(), EPS, dout)
+    found = inner.residual_norm(*(x.detach() for x in (O, w, u)), EPS, raw)
+    dO, X = inner.residual_norm_bwd(O.detach(), w.detach(), EPS, dout, on_q)
     float64_bounds.output("out", found, out.detach())
     float64_bounds.gradient("dO", dO, dO_truth)
     float64_bounds.gradient("dw", (dout * X).sum(1, keepdim=True), dw_truth)
