@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
+from wyfold import serving
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
@@ -288,7 +289,16 @@ def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         for subject in SUBJECTS.values():
             arguments = subject.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
             measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=seed)
+        _decoded(seed)
     return recorder.calls
+
+
+def _decoded(seed: int) -> None:
+    """One token of two sequences from a pool of three states: serving has no gradient, and no subject."""
+    drawn = inputs.draw("random", "kda", Shape(2, 1, 1, 2, 8, 8), dtype=torch.float32, seed=seed)
+    pool = torch.zeros(3, 2, 8, 8)
+    q, k, v, g, beta = (drawn[name] for name in ("q", "k", "v", "g", "beta"))
+    serving.decode(q, k, v, g, beta, pool, state_v_first=False)
 
 
 def registered() -> set[str]:
