@@ -91,6 +91,14 @@ def test_rows_that_lie_unaligned_are_copied_first(step: int, copied: tuple[str, 
         assert wyfold.explain(wyfold.chunk_kda, q, room[..., :128], q, backend="triton").copies == copied
 
 
+def test_contiguous_rows_may_lie_unaligned_too():
+    q = torch.randn(1, 40, 2, 128)
+    k = torch.randn(q.numel() + 1)[1:].view(q.shape)
+    assert k.is_contiguous()
+    with aot.pretending("sm_90", lambda *_, **__: None):
+        assert wyfold.explain(wyfold.chunk_kda, q, k, q, backend="triton").copies == ("k",)
+
+
 def test_a_tree_knows_which_product_was_contracted():
     one = "fma.rn.f32 %f3, %f1, %f2, %f0;"
     other = "mul.f32 %f4, %f1, %f2;\nadd.f32 %f3, %f4, %f0;"

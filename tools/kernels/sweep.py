@@ -130,13 +130,14 @@ def checked(job: Job) -> Job:
 
 def timed(jobs: list[Job], found: list[Job]) -> None:
     """Milliseconds of every kernel of each job that is right, a launch."""
-    gpu, shipped = Gpu(), {name: dict(rows) for name, rows in launch._table("sm_90").items()}
+    gpu, current = Gpu(), launch._table(launch.architecture(torch.device("cuda", 0)))
+    shipped = {name: dict(rows) for name, rows in current.items()}
     prepare: Any = table.launches("prepare", "triton")
     form, drawn = prepare.reads_folded, {}
     for job, row in zip(jobs, found):
         if "refused" not in row:
             for name, rows in shipped.items():
-                launch._table("sm_90")[name].update(rows)
+                current[name].update(rows)
             prepare.reads_folded = form
             take(job)
             size = job["op"], job.get("chunk", 64), job.get("shape", "h96")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wyfold.pipelines.delta_records import (
@@ -37,7 +38,7 @@ class _Call:
         (B, T, _, K), V, C = t.q.shape, t.v.shape[3], options.chunk_size
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
-        q, k = (x if vectors(x) else x.contiguous() for x in (t.q, t.k))
+        q, k = (x if vectors(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k))
         self.t, self.options = t._replace(q=q, k=k), options
         self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
         prepare = self.stage("prepare")

@@ -86,11 +86,9 @@ def vectors(x: Tensor) -> bool:
 
     The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first.
     """
-    if x.is_contiguous():
-        return True
     # A fake tensor, of which a plan is asked, has no address.
     first = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.itemsize
-    return x.stride(3) == 1 and not any(n % 16 for n in (first, *x.stride()[:3]))
+    return first % 16 == 0 and (x.is_contiguous() or (x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])))
 
 
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:

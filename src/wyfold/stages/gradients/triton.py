@@ -172,7 +172,7 @@ def gradients(
         BOXED=rows is not None,
         DO_BOXED=tokens is not None,
         SENT=sent is not None,
-        # Without a gate there is nothing to wait with: the second-level cache is busy as it is.
+        # Measured to help under a channel gate; without a gate never tried by itself (docs/facts.md, H200-6).
         AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
@@ -371,7 +371,7 @@ def wyfold_gradients_triton(
         if SCALAR:
             b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
-            b_dM, b_dPT = b_dJ.to(OP), zero
+            b_dM = b_dJ.to(OP)
         else:
             b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
             b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
