@@ -6,6 +6,7 @@ engine beside plain loads, and a machine that could order things differently eac
 
 import itertools
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -121,6 +122,20 @@ def test_strided_is_contiguous(call, run):
     strided["initial_state"] = a["initial_state"].mT.contiguous().mT
     back = {"o": fed["o"].transpose(1, 2).contiguous().transpose(1, 2), "state": fed["state"].mT.contiguous().mT}
     same(run(strided, back), plain)
+
+
+def test_a_thread_may_begin_with_a_call(call, run):
+    """A thread has no context of the device before it does something there; a backward's may begin with a box."""
+    a, fed = call(256)
+    plain, found = run(a, fed), {}
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which launches something
+    try:
+        thread = threading.Thread(target=lambda: found.update(run(a, fed)))
+        thread.start()
+        thread.join()
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    same(found, plain)
 
 
 @pytest.mark.parametrize("where", ["k", "v", "initial_state", "do"])

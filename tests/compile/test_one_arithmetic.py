@@ -1,9 +1,9 @@
 """However the same rows reach a kernel, it rounds in the same places and adds in the same order.
 
-Rows come by address or as boxes, aligned or not, in chunks that are full or not, and each way is compiled by itself. A
-compiler may contract either product of a sum of two into the addition, and may leave a reduction to other lanes;
-then packed would not be separate, nor strided contiguous, bit for bit. On a card that is tested bit by bit; here, in
-what is compiled for it: the trees of float operations, and where the operands of reductions lie.
+Rows come by address or as boxes, aligned or not, packed or not, in chunks that are full or not, and each way is
+compiled by itself. A compiler may contract either product of a sum of two into the addition, and may leave a reduction
+to other lanes; then packed would not be separate, nor strided contiguous, bit for bit. On a card that is tested bit by
+bit; here, in what is compiled for it: the trees of float operations, and where the operands of reductions lie.
 """
 
 import collections
@@ -50,7 +50,9 @@ def reductions(ttgir: str) -> collections.Counter[str]:
     return collections.Counter(f"{shape} {layouts.get(layout, layout)}" for shape, layout in operands)
 
 
-def kernels(op: str, T: int, *, strided: bool) -> dict[str, tuple[collections.Counter[str], ...]]:
+def kernels(
+    op: str, T: int, *, strided: bool = False, cu: tuple[int, ...] | None = None
+) -> dict[str, tuple[collections.Counter[str], ...]]:
     """Of forward and backward in chunks of 64, for sm_90."""
     found: dict[str, tuple[collections.Counter[str], ...]] = {}
 
@@ -65,22 +67,26 @@ def kernels(op: str, T: int, *, strided: bool) -> dict[str, tuple[collections.Co
         q, k, v = ((x if strided else x.contiguous()).requires_grad_() for x in rows)
         g = torch.zeros((1, T, 4, 128) if op == "chunk_kda" else (1, T, 4)).requires_grad_()
         beta = torch.ones(1, T, 4).requires_grad_()
-        o = getattr(wyfold, op)(q, k, v, g, beta, chunk_size=64, backend="triton")[0]
+        options = {"chunk_size": 64, "backend": "triton", "cu_seqlens": None if cu is None else torch.tensor(cu)}
+        o = getattr(wyfold, op)(q, k, v, g, beta, **options)[0]
         do = torch.zeros_like(o)
         o.backward(do.transpose(1, 2).contiguous().transpose(1, 2) if strided else do)
     return found
 
 
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])
-def test_boxes_addresses_and_strides(op: str):
-    boxes, addresses, strides = (
-        kernels(op, 128, strided=False),
-        kernels(op, 100, strided=False),
+def test_boxes_addresses_strides_and_packed(op: str):
+    boxes, addresses, strides, packed = (
+        kernels(op, 128),
+        kernels(op, 100),
         kernels(op, 100, strided=True),
+        kernels(op, 100, cu=(0, 30, 100)),
     )
-    for name in ("wyfold_prepare_triton", "wyfold_gradients_triton"):
+    for name in ("wyfold_prepare_triton", "wyfold_scan_triton", "wyfold_gradients_triton"):
         assert boxes[name][0].total() > 100
-        assert boxes[name] == addresses[name] == strides[name], name
+        assert boxes[name] == addresses[name] == packed[name], name
+        if name != "wyfold_scan_triton":
+            assert boxes[name] == strides[name], name
 
 
 @pytest.mark.parametrize("step, copied", [(1, ("k",)), (8, ("k",)), (16, ())])

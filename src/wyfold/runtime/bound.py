@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Ready(NamedTuple):
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+_thread = threading.local()
 
 
 def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
@@ -51,6 +53,8 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             are no constexprs.
         fixed: Constexprs by name, and options of the launch.
     """
+    if not hasattr(_thread, "entered"):
+        _enter_context(arguments)
     looked = None if not hasattr(kernel, "device_caches") or _watched(kernel) else _looked_at(arguments)
     if looked is None:
         kernel[(programs,)](*arguments, **fixed)
@@ -71,6 +75,17 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
         flat[place : place + 1] = expand(arguments[place])
     stream = driver.get_current_stream(device)
     run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
+
+
+def _enter_context(arguments: tuple[Any, ...]) -> None:
+    """Make the device's context the calling thread's, which the driver wants before it encodes a box.
+
+    A launch does so by itself, but boxes are encoded before it; and a thread of autograd may have done nothing on the
+    device yet. To record an event is allowed while a graph is captured, and waits for nothing.
+    """
+    if any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
+        torch.cuda.Event().record()
+        _thread.entered = True
 
 
 def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:

@@ -242,12 +242,13 @@ def decayed_grams_transposed(
     """
     o = tl.arange(0, BT)
     b_kk = mm(b_k, tl.trans(b_k), None, OP, PRECISION) * (b_rk[:, None] * b_rk[None, :])
-    b_PT = mm(b_k, tl.trans(b_q), None, OP, PRECISION) * (b_rk[:, None] * b_rq[None, :])
+    b_PT, b_factor = mm(b_k, tl.trans(b_q), None, OP, PRECISION), b_rk[:, None] * b_rq[None, :]
     if GATE == "scalar":
-        b_G = tl.cumsum(b_g, axis=0)
-        b_kk *= pairwise_decay(b_G, BT)
-        b_PT *= pairwise_decay(b_G, BT)
-    b_PT = tl.where(o[:, None] <= o[None, :], b_PT, 0.0)
+        b_decay = pairwise_decay(tl.cumsum(b_g, axis=0), BT)
+        b_kk, b_factor = b_kk * b_decay, b_factor * b_decay
+    # What is taken apart for an exact product is rounded once: else the product may be contracted into the difference
+    # that the low part is, in one variant of a kernel and not in another.
+    b_PT = tl.where(o[:, None] <= o[None, :], tl.fma(b_PT, b_factor, 0.0), 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
 
 
