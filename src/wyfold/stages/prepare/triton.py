@@ -15,7 +15,6 @@ from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.tile.decay.channel.triton import (
-    CUT_TO_NEAREST,
     add_channel_grams,
     load_sub_chunk_gate,
     sub_chunk_sums,
@@ -281,8 +280,7 @@ def wyfold_prepare_triton(
             )
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
-            # Products read float32 tiles as TF32.
-            b_in = tl.exp2(b_start)[:, None] * (CUT_TO_NEAREST if OP == tl.float32 and PRECISION == "tf32" else 1.0)
+            b_in = tl.exp2(b_start)[:, None]
             store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, nothing, K, BT, BK)
             store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, nothing, K, BT, BK)
             o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]

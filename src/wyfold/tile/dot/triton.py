@@ -1,7 +1,7 @@
 """Matrix products of tiles on the device.
 
-`mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 through TF32 (the same
-mantissa, without its overflow), float32 by three TF32 products. `mm_exact` is for the inverse and the factors made from
+`mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 as TF32 (the same mantissa,
+without its overflow), float32 by three TF32 products. `mm_exact` is for the inverse and the factors made from
 it, whose operands must not be rounded: float32 by three partial products (docs/numerics.md).
 """
 
@@ -31,7 +31,7 @@ def precision(dtype: torch.dtype) -> str:
     """PRECISION of `mm`; ignored where the operands are bfloat16."""
     if interpreting():
         return "ieee"
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    return {torch.float32: "tf32x3", torch.float16: "tf32 to nearest"}.get(dtype, "tf32")
 
 
 @functools.cache
@@ -44,8 +44,11 @@ def exact(dtype: torch.dtype) -> str:
 
 @triton.jit
 def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b, operands rounded to OP."""
-    return tl.dot(a.to(OP), b.to(OP), acc, input_precision=PRECISION)
+    """acc + a b, operands rounded to OP, and where PRECISION says so to TF32; the unit by itself cuts them to that."""
+    if OP == tl.float32 and PRECISION == "tf32 to nearest":
+        return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision="tf32")
+    else:
+        return tl.dot(a.to(OP), b.to(OP), acc, input_precision="tf32" if OP == tl.bfloat16 else PRECISION)
 
 
 @triton.jit
@@ -127,6 +130,15 @@ def tf32_parts(x):
     x = x.to(tl.float32)
     high = _rounded(x, 0x1000, -0x2000)
     return high, x - high
+
+
+@triton.jit
+def nearest_tf32(x):
+    """x in float32 with TF32's 11 bits, which other 16-bit floats have already. A NaN stays one."""
+    if x.dtype == tl.float32:
+        return tl.where(x == x, _rounded(x, 0x1000, -0x2000), x)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

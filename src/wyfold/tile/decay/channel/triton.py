@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from wyfold.tile.decay.triton import NEAR, log_gate
-from wyfold.tile.dot.triton import mm, tf32_parts
+from wyfold.tile.dot.triton import mm, nearest_tf32
 from wyfold.tile.index.triton import load_sub_chunks, to_sub_chunks
 
 
@@ -185,8 +185,7 @@ that bit on average, which repeated keys sum up; rounding each operand takes fou
 def gram_operand(x, OP: tl.constexpr, PRECISION: tl.constexpr):
     """x, whose last bits a TF32 product cuts off; where products are exact, rounded to TF32 here for bfloat16."""
     if OP == tl.bfloat16 and PRECISION == "ieee":
-        high, _ = tf32_parts(x)
-        return tl.where(x == x, high, x)
+        return nearest_tf32(x)
     else:
         return x
 
