@@ -32,7 +32,9 @@ def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **
     eager = chunk_scaled_dot_kkt(*inputs, cu_seqlens=cu, backend="eager", **options)
     wanted = {"target": target("o", FP32)} if got.dtype == FP32 else {"yardstick": eager}
     error.require(error.judge(got.cpu(), truth, **wanted, name="L"))
-    assert torch.equal(got.cpu() == 0, eager == 0)
+    # A card's exponential has no numbers below 2^-126.
+    nothing = got.cpu() == 0
+    assert nothing[eager == 0].all() and not nothing[eager.abs() >= torch.finfo(FP32).tiny].any()
 
 
 @pytest.fixture

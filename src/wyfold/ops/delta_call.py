@@ -215,7 +215,7 @@ def _decide(
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
-            else launch_keys(stages, q, v, g, chunk_size, N)
+            else launch_keys(stages, q, v, g, chunk_size, N, kept=every > 0)
         ),
     )
     return DeltaOptions(
@@ -245,14 +245,21 @@ def _copied(q: Tensor, k: Tensor) -> tuple[str, ...]:
 
 
 def launch_keys(
-    stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, g: Tensor | None, chunk_size: int, sequences: int
+    stages: tuple[tuple[str, ...], ...],
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    chunk_size: int,
+    sequences: int,
+    *,
+    kept: bool,
 ) -> list[tuple[str, str]]:
     """(stage, what its configuration depends on) of a call's kernels."""
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
-    keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v)
+    keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v, kept=kept)
     return list(keys.items())
 
 

@@ -156,7 +156,7 @@ def _decide(call: _Call) -> DeltaOptions:
     def keys() -> list[tuple[str, str]]:
         if not chunked:
             return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
-        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N)]
+        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)]
 
     plan = table.plan(
         op,

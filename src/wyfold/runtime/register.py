@@ -166,9 +166,13 @@ class _exact_products:
                 self.products.matmul.fp32_precision = self._before[self.device]
 
 
+# Asked once: PyTorch 2.11's compiler cannot look into the question.
+AUTOCASTING = frozenset(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """What an open autocast casts to on a device; None where none is open."""
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device not in AUTOCASTING or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -75,7 +75,7 @@ def scan(
         first_state: [N] int64 row in `states` of each sequence's first.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    config = tuned("scan.triton", scan_key(key, grid.sequences, v), q.device)
+    config = tuned("scan.triton", scan_key(key, grid.sequences, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     folded = prepared.E is not None
@@ -149,10 +149,13 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
-def scan_key(key: str, sequences: int, v: Tensor) -> str:
-    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
+def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
+    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty.
+
+    `kept`: states are stored on the way, which takes room beside the tiles that are under way meanwhile.
+    """
     HV, V = v.shape[2:]
-    return crowd(key, sequences * HV * -(-V // 128), v.device)
+    return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])

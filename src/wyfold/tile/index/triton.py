@@ -308,10 +308,11 @@ def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr,
     o_r = tl.arange(0, BT)
     if p_beta is None:
         return tl.where(o_r < rows, 1.0, 0.0)
-    b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
-    if LOGIT:
-        b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
-    return b_beta
+    else:  # which a compiler reads as well, where nothing says that it is not reached
+        b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
+        if LOGIT:
+            b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
+        return b_beta
 
 
 @triton.jit
