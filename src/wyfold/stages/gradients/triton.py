@@ -30,7 +30,7 @@ from wyfold.tile.decay.triton import (
     state_gate_gradient,
     store_gate_gradient,
 )
-from wyfold.tile.dot.triton import exact, mm, operand, precision, workspace
+from wyfold.tile.dot.triton import NARROWEST, exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
     copies_boxes,
@@ -54,8 +54,6 @@ from wyfold.tile.index.triton import (
     tile_boxes,
     token_boxes,
 )
-
-NARROWEST = 64  # narrower slices are computed wrongly on Hopper (docs/facts.md, H200-4)
 
 
 def gradients(
@@ -90,13 +88,12 @@ def gradients(
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
     dA_log = ddt_bias = pairs = near = wide = None
-    if g is not None:
-        pairs = q.new_empty(grid.chunks * HV, 3 if flags["CHANNEL"] else 2, C, C, dtype=workspace(q.dtype))
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
     if flags["CHANNEL"]:
+        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
         near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
@@ -336,7 +333,7 @@ def wyfold_gradients_triton(
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
-        # Gradients of the grams, and without a scalar gate their transposes as products of their own.
+        # Gradients of the grams, and with a channel gate their transposes as products of their own.
         b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
@@ -346,7 +343,7 @@ def wyfold_gradients_triton(
             b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, DO_BOXED, DO_BOXED)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
-            if not SCALAR:
+            if CHANNEL:
                 b_dJT = mm(b_e, tl.trans(b_X), b_dJT, OP, PRECISION)
                 b_dPT = mm(b_e, tl.trans(b_do), b_dPT, OP, PRECISION)
             if OP != tl.bfloat16:
@@ -363,28 +360,22 @@ def wyfold_gradients_triton(
         b_decay = pair_decay(b_G, GATE, BT)
         b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * -b_beta[:, None]
         b_dP = tl.where(earlier, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
-        if SCALAR:
-            # Read back transposed: an accumulator must not be, and registers have no room meanwhile.
-            store_tile(p_pairs, i_tile * 2, 0, 0, b_dJ * b_nk[:, None], BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 2 + 1, 0, 0, b_dP * b_nq[:, None], BT, BT, BT, BT)
+        # What later rows give keys: right operands of products whose left ones are rows transposed in shared memory.
+        b_dJr, b_dPr = (b_dJ * b_nk[:, None]).to(OP), (b_dP * b_nq[:, None]).to(OP)
         b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
             b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
-            b_dM = b_dJ.to(OP)
-        else:
+        if CHANNEL:
             b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
             b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
-            b_dM = tl.where(earlier, b_dJT, b_dJ).to(OP)
-        if CHANNEL:
             store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
             store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
-            store_tile(p_pairs, i_tile * 3, 0, 0, b_dM, BT, BT, BT, BT)
+            store_tile(p_pairs, i_tile * 3, 0, 0, tl.where(earlier, b_dJT, b_dJ).to(OP), BT, BT, BT, BT)
             store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
             store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
-        b_dP, b_dPT = b_dP.to(OP), b_dPT.to(OP)
-        if CHANNEL or SCALAR:
             tl.debug_barrier()  # what one thread stored another may load
+        b_dJ, b_dP = b_dJ.to(OP), b_dP.to(OP)
 
         b_read, b_write, carried = zero, zero, 0.0
         b_traced = tl.zeros((BV,), tl.float32)
@@ -446,13 +437,9 @@ def wyfold_gradients_triton(
                     b_write += b_rk * tl.sum(b_k * b_dk_write, axis=1)
                     carried += tl.sum(b_carried, axis=0)
                 b_dq = mm(b_dP, b_k, b_dq, OP, PRECISION)
-                b_dk = mm(b_dM, b_k, b_dk + b_dk_write, OP, PRECISION)
-                if SCALAR:
-                    b_dk = mm(tl.trans(load_tile(p_pairs, i_tile * 2, 0, 0, BT, BT, BT, BT)), b_k, b_dk, OP, PRECISION)
-                    b_pairs = load_tile(p_pairs, i_tile * 2 + 1, 0, 0, BT, BT, BT, BT)
-                    b_dk = mm(tl.trans(b_pairs), b_q, b_dk, OP, PRECISION)
-                else:
-                    b_dk = mm(b_dPT, b_q, b_dk, OP, PRECISION)
+                b_dk = mm(b_dJ, b_k, b_dk + b_dk_write, OP, PRECISION)
+                b_dkT = mm(tl.trans(b_k), b_dJr, None, OP, PRECISION)
+                b_dk += tl.trans(mm(tl.trans(b_q), b_dPr, b_dkT, OP, PRECISION))
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:

@@ -30,7 +30,7 @@ from wyfold.tile.decay.triton import (
     running_sum,
     scalar_rows,
 )
-from wyfold.tile.dot.triton import exact, mm_exact, operand, precision, workspace
+from wyfold.tile.dot.triton import NARROWEST, exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
     copies_boxes,
@@ -92,15 +92,18 @@ def prepare(
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
     # With a channel gate a warp has a sub-chunk of its own.
     warps = C // 16 if channel else config.warps
-    BK, BE = (min(whole, config.blocks[name]) if channel else whole for name in ("BK", "BE"))
+    BK = BE = whole
+    if channel:
+        BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
     written = found if found.W is not None else found._replace(W=found.F)
     factors = written.E, written.F, written.W
     rows = boxes = None
-    if copies_boxes(q.device):
+    # With a channel gate sub-chunks are loaded, and boxes are slower on their way out as well (docs/facts.md, H200-7).
+    if copies_boxes(q.device) and not channel:
         boxes = every_box(factors, _boxes(factors, C, BE))
-        # A chunk that a sequence does not fill has no box; with a channel gate sub-chunks are loaded; and sums along
-        # rows lie in registers as the rows do, which differs with how they came.
-        if not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0:
+        # A chunk that a sequence does not fill has no box; and sums along rows lie in registers as the rows do, which
+        # differs with how they came.
+        if not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0:
             rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
     x_q, x_k = rows or (q, k)
     launched(

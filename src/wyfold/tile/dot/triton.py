@@ -15,6 +15,10 @@ import triton.language as tl
 
 from wyfold.runtime.launch import interpreting
 
+NARROWEST = 64
+"""Columns that a right operand has at least, beside 64 rows: narrower ones in 16 bits are read from outside shared
+memory on Hopper by what Triton 3.6 makes of some kernels (docs/facts.md, H200-4)."""
+
 
 def operand(dtype: torch.dtype) -> tl.dtype:
     """OP of `mm`: the dtype operands are rounded to."""
@@ -47,6 +51,10 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, operands rounded to OP, and where PRECISION says so to TF32; the unit by itself cuts them to that."""
     if OP == tl.float32 and PRECISION == "tf32 to nearest":
         return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision="tf32")
+    elif PRECISION == "tf32x3":
+        if acc is not None:
+            acc = settled(acc)
+        return tl.dot(settled(a.to(OP)), settled(b.to(OP)), acc, input_precision=PRECISION)
     else:
         return tl.dot(a.to(OP), b.to(OP), acc, input_precision="tf32" if OP == tl.bfloat16 else PRECISION)
 
@@ -127,9 +135,18 @@ def tf32_parts(x):
 
     A NaN stays one in the second.
     """
-    x = x.to(tl.float32)
+    x = settled(x.to(tl.float32))
     high = _rounded(x, 0x1000, -0x2000)
     return high, x - high
+
+
+@triton.jit
+def settled(x):
+    """x, rounded: a product is not contracted into the sum or difference it goes to, here and not in another variant.
+
+    To add zero is contracted instead, which changes nothing.
+    """
+    return x + 0.0
 
 
 @triton.jit
