@@ -172,7 +172,7 @@ def gradients(
         # Measured to help under a channel gate; without a gate never tried by itself (docs/facts.md, H200-6).
         AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, channel=flags["CHANNEL"]),
         EXACT=exact(q.dtype),
         # With a channel gate a warp has a sub-chunk of its own.
         **{**config.options(), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},

@@ -57,7 +57,7 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         GATE=gate,
         LEVELS=gram_levels(gate, C),
         OP=operand(k.dtype) if rounded else tl.float32,
-        PRECISION=precision(k.dtype) if rounded else exact(torch.float32),
+        PRECISION=precision(k.dtype, channel=gate == "channel") if rounded else exact(torch.float32),
         **config.options(),
     )
 

@@ -153,7 +153,7 @@ def prepare(
         LOGIT=options.beta_logit,
         WHOLE=config.blocks["BM"] >= C,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, channel=channel),
         EXACT=exact(q.dtype),
         WARPS=warps,
         STAGES=config.stages,

@@ -125,7 +125,7 @@ def scan(
         FOLDED=folded,
         TMA=boxes is not None,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, channel=channel),
         STAGES=config.stages,
         **config.options(),
     )

@@ -116,7 +116,7 @@ def scan_bwd(
         FOLDED=prepared.E is not None,
         TMA=boxes is not None,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, channel=channel),
         STAGES=config.stages,
         **config.options(),
     )
