@@ -1,6 +1,6 @@
 """TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
 
-    forward     walk
+    forward     walk, outputs
     backward    walk (unless its borders were kept), replay, walk back, gradients
 
 Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels.
@@ -30,7 +30,7 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
             _pass_through(States(t.state, t.bias), final)
         return
     leaving = _outside(options, *final) if options.final_state else States(None, None)
-    _walk(t, options, leaving, result.o, Borders(*saved) if saved else None)
+    _walk(t, options, leaving, result.o, Borders(*saved) if saved else _borders(t, options))
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
@@ -93,7 +93,7 @@ def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
     return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
 
 
-def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders | None) -> None:
+def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders) -> None:
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
     numbers = options.chunk_size, options.scale, options.eps
     _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, o, borders)

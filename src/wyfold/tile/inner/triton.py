@@ -34,6 +34,11 @@ def add_four(a, b, c, d, x, y, z, w):
 
 
 @triton.jit
+def add_five(a, b, c, d, e, x, y, z, w, v):
+    return a + x, b + y, c + z, d + w, e + v
+
+
+@triton.jit
 def inside(b_x, D: tl.constexpr, AXIS: tl.constexpr):
     """b_x, zero past D."""
     if b_x.shape[AXIS] == D:
@@ -70,6 +75,31 @@ def inner_gradient(b_Z, b_mean, b_t, b_w, rows, eps, D: tl.constexpr, AXIS: tl.c
     b_y, b_xy = sums_of_two(b_Y, b_X * b_Y, AXIS)
     b_y, b_xy = b_y * (1.0 / D), b_xy * (1.0 / D)
     return gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, AXIS), b_X, b_r, b_y, b_xy
+
+
+@triton.jit
+def inner_gradient_of_steps(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
+    """N of `inner_gradient` alone, rows [BT, BV], times the tokens' factors: as few exchanges between threads as it takes.
+
+    With d = Z - mean Z, the means of Y and of X Y are sums over d that need no r, all added at once:
+
+        mean Y = r mean(w^2 d) + mean(w t)        mean(X Y) = r^2 mean(w^2 d^2) + r mean(w t d)
+        N = d (r^2 w^2 - r^2 mean(X Y)) + r (w t - mean Y)
+
+    Args:
+        b_wt, b_ww: w (u - v + k), and w^2 [1, BV].
+        b_factor: [BT], zero where there is no token.
+    """
+    b_d = inside(b_Z - (tl.sum(b_Z, axis=1) * (1.0 / D))[:, None], D, 1)
+    b_wwd = b_ww * b_d
+    b_dd, b_y, b_yy, b_xy, b_t = tl.reduce((b_d * b_d, b_wwd, b_wwd * b_d, b_wt * b_d, b_wt), 1, add_five)
+    b_r = tl.rsqrt(b_dd * (1.0 / D) + eps)
+    b_y = (b_r * b_y + b_t) * (1.0 / D)
+    b_xy = (b_r * b_r * b_yy + b_r * b_xy) * (1.0 / D)
+    b_factor *= b_r
+    b_rr = b_r * b_factor
+    b_N = b_d * (b_rr[:, None] * b_ww - (b_rr * b_xy)[:, None]) + (b_factor[:, None] * b_wt - (b_factor * b_y)[:, None])
+    return inside(b_N, D, 1)
 
 
 @triton.jit

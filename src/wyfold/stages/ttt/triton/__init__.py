@@ -29,8 +29,9 @@ from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
 from wyfold.stages.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
 from wyfold.stages.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
 from wyfold.stages.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys
+from wyfold.stages.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
 from wyfold.stages.ttt.triton.replay import replayed, wyfold_ttt_replay_triton
-from wyfold.stages.ttt.triton.walk import ttt, wyfold_ttt_triton
+from wyfold.stages.ttt.triton.walk import walk, wyfold_ttt_triton
 from wyfold.tile.dot.triton import workspace
 
 # With the kernels: what of them was compiled is asked of this module.
@@ -43,6 +44,7 @@ __all__ = [
     "ttt_bwd",
     "wyfold_ttt_bwd_triton",
     "wyfold_ttt_gradients_triton",
+    "wyfold_ttt_outputs_triton",
     "wyfold_ttt_replay_triton",
     "wyfold_ttt_triton",
 ]
@@ -57,6 +59,35 @@ def empty(q: Tensor, v: Tensor, segments: int) -> Borders:
         v.new_empty(segments * HV, D, D, dtype=dtype),
         v.new_empty(segments * HV, D, dtype=torch.float32),
     )
+
+
+def ttt(
+    x: Tokens,
+    entering: States,
+    leaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    eps: float,
+    o: Tensor | None,
+    borders: Borders,
+) -> None:
+    """Run every sequence from its entering state.
+
+    Args:
+        x: The call's tokens.
+        entering: Any strides and float dtypes.
+        leaving: Written.
+        grid: The call's grid of segments.
+        chunk_size: Tokens of a mini-batch.
+        scale: Multiplies q.
+        eps: Of both norms.
+        o: [B, T, HV, D] written, zero past the last boundary; or None.
+        borders: From `empty`, written, for the outputs and for `ttt_bwd`.
+    """
+    walk(x, entering, leaving, grid, chunk_size, eps, borders)
+    if o is not None:
+        outputs(x, borders, grid, chunk_size, scale, eps, o)
 
 
 def ttt_bwd(

@@ -15,7 +15,7 @@ from wyfold.tile.dot.triton import operand, precision
 SEGMENT = 64
 """Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
 
-LAUNCHES = ("walk", "replay", "back", "gradients")
+LAUNCHES = ("walk", "outputs", "replay", "back", "gradients")
 
 
 class Replayed(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.tile.dot.triton import mm
+from wyfold.tile.dot.triton import bf16_parts, mm
 from wyfold.tile.index.triton import load_tile, load_token_scalars, load_tokens
 from wyfold.tile.state.triton import load_state, store_state
 
@@ -77,6 +77,14 @@ def step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
 
 
 @triton.jit
+def closing_step(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
+    """Step size of the last of a mini-batch's tokens, zero where there are none."""
+    last = t + tl.minimum(rows, BT) - 1
+    e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
+    return e_last.to(tl.float32)
+
+
+@triton.jit
 def segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.constexpr):
     """Step sizes of a segment's tokens, and those that close their mini-batches.   [SEGMENT] each"""
     o_t = tl.arange(0, SEGMENT)
@@ -140,3 +148,73 @@ def store_share(p_share, i, i_hv, count, b_dw, b_du, HV: tl.constexpr, D: tl.con
     """What a sequence or a segment gives to dw and du.   [2, count, HV, D]"""
     store_row(p_share, i * HV + i_hv, b_dw, D, BD)
     store_row(p_share, (count + i) * HV + i_hv, b_du, D, BD)
+
+
+@triton.jit
+def store_column(p, i, b_x, D: tl.constexpr, BD: tl.constexpr):
+    """Write the first column of a tile [BD, n] to row i of a contiguous [rows, D]."""
+    o_v, o_t = tl.arange(0, BD)[:, None], tl.arange(0, b_x.shape[1])[None, :]
+    tl.store(p + i * D + o_v + o_t * 0, b_x, mask=(o_v < D) & (o_t == 0))
+
+
+@triton.jit
+def beside(b_x):
+    """The first column of a tile.   [BD, n] -> [BD]"""
+    return tl.sum(tl.where(tl.arange(0, b_x.shape[1])[None, :] == 0, b_x, 0.0), axis=1)
+
+
+@triton.jit
+def slabs(b_x, SLABS: tl.constexpr):
+    """A tile as the right operand of a state in slabs: every warp multiplies its own by all of it.   [SLABS, n, m]"""
+    return tl.broadcast_to(b_x[None, :, :], (SLABS, b_x.shape[0], b_x.shape[1]))
+
+
+@triton.jit
+def in_rows(b_x, p, nothing, BT: tl.constexpr, BD: tl.constexpr):
+    """What a state in slabs predicts, [SLABS, BD / SLABS, BT], as rows that lie among the threads as loaded ones do.
+
+    What a product returns has the matrix unit's layout, in which a row's sums cross the warps, and all that it meets
+    would get it too. Here it is what a load that never happens has in place of memory, so that it gets a load's: a
+    row is a few lanes' own. nothing: 0, which the compiler must not know. p: any float32 pointer.   [BT, BD]
+    """
+    b_x = tl.reshape(tl.permute(b_x, (2, 0, 1)), (BT, BD))
+    offsets = tl.arange(0, BT)[:, None] * BD + tl.arange(0, BD)[None, :]
+    return tl.load(p + offsets, mask=tl.full((BT, BD), 0, tl.int32) + nothing > 0, other=b_x)
+
+
+@triton.jit
+def add_writes(b_S, b_c, b_N, b_k, SLABS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """S + N^T k and c + sum(N) of a state in slabs, S [SLABS, R, BD] and c [SLABS, R, BT], each of whose columns is c.
+
+    A sum over tokens is a product with ones: it lies where c does and needs no exchange. Of bfloat16 operands it takes
+    N in two parts, since c is to be better than an operand.
+    """
+    R: tl.constexpr = b_S.shape[1]
+    BT: tl.constexpr = b_N.shape[0]
+    b_ones = tl.full((SLABS, BT, BT), 1.0, OP)
+    if OP == tl.bfloat16:
+        b_high, b_low = bf16_parts(b_N)
+        b_high = tl.reshape(tl.trans(b_high), (SLABS, R, BT))
+        b_low = tl.reshape(tl.trans(b_low), (SLABS, R, BT))
+        b_c = tl.dot(b_low, b_ones, tl.dot(b_high, b_ones, b_c))
+    else:
+        b_high = tl.reshape(tl.trans(b_N), (SLABS, R, BT))
+        b_c = mm(b_high, b_ones, b_c, OP, PRECISION)
+    return mm(b_high, slabs(b_k, SLABS), b_S, OP, PRECISION), b_c
+
+
+@triton.jit
+def read_rows(
+    b_q,
+    b_k,
+    b_S,
+    b_c,
+    b_N,
+    b_steps,
+    scale,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a segment's tokens read, s q S + c - (steps * (s q k^T + 1)) N, whole tiles at once.   [SEGMENT, BD]"""
+    b_pairs, b_O = mm(b_q, tl.trans(b_k), None, OP, PRECISION), mm(b_q, tl.trans(b_S), None, OP, PRECISION)
+    return mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
