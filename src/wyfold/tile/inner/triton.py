@@ -18,19 +18,13 @@ def sums_of_two(a, b, AXIS: tl.constexpr):
 
 
 @triton.jit
-def sums_of_four(a, b, c, d, AXIS: tl.constexpr):
-    """Likewise of four."""
-    return tl.reduce((a, b, c, d), AXIS, add_four)
-
-
-@triton.jit
 def add_two(a, b, x, y):
     return a + x, b + y
 
 
 @triton.jit
-def add_four(a, b, c, d, x, y, z, w):
-    return a + x, b + y, c + z, d + w
+def add_eight(a, b, c, d, e, f, g, h, a1, b1, c1, d1, e1, f1, g1, h1):
+    return a + a1, b + b1, c + c1, d + d1, e + e1, f + f1, g + g1, h + h1
 
 
 @triton.jit
@@ -110,35 +104,48 @@ def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr, AXIS: tl.conste
 
 
 @triton.jit
-def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, b_col, rows, D: tl.constexpr):
-    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BV, BT]; N is times the token's factor wherever it went.
+def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_seen, b_col, D: tl.constexpr):
+    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BT, BV]; N is times the token's factor wherever it went.
 
         dY = r (dN - mean dN - X mean(X dN))
         dX = w^2 dY - r (dN mean(X Y) + Y mean(X dN))
         dZ = r (dX - mean dX - X (mean(X dX) + mean(N dN)))
 
+    dX is linear in dN, so that its two means are made of sums over dN, and all sums are added at once:
+
+        mean dX = r (mean(w^2 dN) - mean dN (mean w^2 + mean(X Y)) - mean(X dN) (mean(w^2 X) + mean Y))
+        mean(X dX) = r (mean(w^2 X dN) - mean dN mean(w^2 X) - mean(X dN) (mean(w^2 X^2) + 2 mean(X Y)))
+
     Args:
-        b_X, b_r, b_Y, b_y, b_xy, b_w, rows: Of `inner_gradient`; X, and dN, are zero where there is no token.
-        b_dN: [BV, BT] of N times its factor.
-        b_seen: [BV, BT] what a step along N adds to the loss.
+        b_X, b_r, b_Y, b_y, b_xy: Of `inner_gradient`, zero where there is no token.
+        b_ww, ww: w^2 [1, BV] and its mean.
+        b_dN: [BT, BV] of N times its factor, zero where there is no token.
+        b_seen: [BT, BV] what a step along N adds to the loss.
         b_col: [BT] factors; None: 1.
 
     Returns:
-        dY, dZ: [BV, BT].
+        dY, dZ: [BT, BV].
         <seen, N>, N times its factor, and the gradient of that: [BT].
     """
-    b_N = gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, 0)
-    b_m, b_a, b_n, b_step = sums_of_four(b_dN, b_X * b_dN, b_N * b_dN, b_N * b_seen, 0)
+    b_N = (b_Y - b_y[:, None] - b_X * b_xy[:, None]) * b_r[:, None]
+    b_N = inside(b_N, D, 1)
+    b_wwX = b_ww * b_X
+    b_m, b_a, b_n, b_wm, b_wa, b_step, b_wx, b_wxx = tl.reduce(
+        (b_dN, b_X * b_dN, b_N * b_dN, b_ww * b_dN, b_wwX * b_dN, b_N * b_seen, b_wwX, b_wwX * b_X), 1, add_eight
+    )
     b_dcol = b_n
+    b_factor = tl.full(b_r.shape, 1.0 / D, tl.float32)
     if b_col is not None:
-        b_m, b_a, b_n, b_step = b_m * b_col, b_a * b_col, b_n * b_col, b_step * b_col
-        b_dN *= b_col[None, :]
-    b_m, b_a, b_n = b_m * (1.0 / D), b_a * (1.0 / D), b_n * (1.0 / D)
-    b_dY = inside((b_dN - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0)
-    b_dX = b_w * b_w * b_dY - (b_dN * b_xy[None, :] + b_Y * b_a[None, :]) * b_r[None, :]
-    b_m, b_a = sums_of_two(b_dX, b_X * b_dX, 0)
-    b_m, b_a = b_m * (1.0 / D), b_a * (1.0 / D) + b_n
-    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0), b_step, b_dcol
+        b_factor *= b_col
+        b_step *= b_col
+        b_dN *= b_col[:, None]
+    b_m, b_a, b_n, b_wm, b_wa = b_m * b_factor, b_a * b_factor, b_n * b_factor, b_wm * b_factor, b_wa * b_factor
+    b_wx, b_wxx = b_wx * (1.0 / D), b_wxx * (1.0 / D)
+    b_mean = b_r * (b_wm - b_m * (ww + b_xy) - b_a * (b_wx + b_y))
+    b_along = b_r * (b_wa - b_m * b_wx - b_a * (b_wxx + 2.0 * b_xy)) + b_n
+    b_dY = inside((b_dN - b_m[:, None] - b_X * b_a[:, None]) * b_r[:, None], D, 1)
+    b_dX = b_ww * b_dY - (b_dN * b_xy[:, None] + b_Y * b_a[:, None]) * b_r[:, None]
+    return b_dY, inside((b_dX - b_mean[:, None] - b_X * b_along[:, None]) * b_r[:, None], D, 1), b_step, b_dcol
 
 
 @triton.jit

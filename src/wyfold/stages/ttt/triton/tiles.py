@@ -69,14 +69,6 @@ def parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
-    """Of a mini-batch's tokens, and of its last. They are loaded a mini-batch ahead."""
-    last = t + tl.minimum(rows, BT) - 1
-    e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
-    return load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, BT), e_last.to(tl.float32)
-
-
-@triton.jit
 def closing_step(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
     """Step size of the last of a mini-batch's tokens, zero where there are none."""
     last = t + tl.minimum(rows, BT) - 1
@@ -92,24 +84,6 @@ def segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.
     p_last = p_eta + b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
     b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
     return b_e, tl.load(p_last, mask=o_t < rows, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_in_turn(p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Rows of k and of q by turns: one product of the state with both.   [2 BT, BD]"""
-    o_r = tl.arange(0, 2 * BT)
-    m_k, o_t = (o_r % 2 == 0)[:, None], (o_r // 2).to(tl.int64)[:, None]
-    o_w = tl.arange(0, BD).to(tl.int64)[None, :]
-    p_k += b * s_k[0] + t * s_k[1] + i_h * s_k[2]
-    p_q += b * s_q[0] + t * s_q[1] + i_h * s_q[2]
-    p = tl.where(m_k, p_k + o_t * s_k[1] + o_w * s_k[3], p_q + o_t * s_q[1] + o_w * s_q[3])
-    return tl.load(p, mask=(o_t < rows) & (o_w < D), other=0.0)
-
-
-@triton.jit
-def by_turns(b_x):
-    """Even and odd columns of a tile.   [BD, 2 BT] -> [BD, BT] twice"""
-    return tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
 
 
 @triton.jit
@@ -183,23 +157,30 @@ def in_rows(b_x, p, nothing, BT: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def add_writes(b_S, b_c, b_N, b_k, SLABS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """S + N^T k and c + sum(N) of a state in slabs, S [SLABS, R, BD] and c [SLABS, R, BT], each of whose columns is c.
+def add_writes(b_S, b_c, b_N, b_more, b_k, SLABS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """S + N^T k and c + sum(N) + more of a state in slabs, S [SLABS, R, BD] and c [SLABS, R, BT] of equal columns.
 
     A sum over tokens is a product with ones: it lies where c does and needs no exchange. Of bfloat16 operands it takes
-    N in two parts, since c is to be better than an operand.
+    the summands in two parts, since c is to be better than an operand. more: [BD], or None.
     """
     R: tl.constexpr = b_S.shape[1]
     BT: tl.constexpr = b_N.shape[0]
     b_ones = tl.full((SLABS, BT, BT), 1.0, OP)
+    b_added = b_N
+    if b_more is not None:
+        b_added = b_N + tl.where((tl.arange(0, BT) == 0)[:, None], b_more[None, :], 0.0)
     if OP == tl.bfloat16:
-        b_high, b_low = bf16_parts(b_N)
+        b_high, b_low = bf16_parts(b_added)
         b_high = tl.reshape(tl.trans(b_high), (SLABS, R, BT))
         b_low = tl.reshape(tl.trans(b_low), (SLABS, R, BT))
         b_c = tl.dot(b_low, b_ones, tl.dot(b_high, b_ones, b_c))
+        if b_more is not None:
+            b_high = tl.reshape(tl.trans(b_N.to(tl.bfloat16)), (SLABS, R, BT))
     else:
-        b_high = tl.reshape(tl.trans(b_N), (SLABS, R, BT))
+        b_high = tl.reshape(tl.trans(b_added), (SLABS, R, BT))
         b_c = mm(b_high, b_ones, b_c, OP, PRECISION)
+        if b_more is not None:
+            b_high = tl.reshape(tl.trans(b_N), (SLABS, R, BT))
     return mm(b_high, slabs(b_k, SLABS), b_S, OP, PRECISION), b_c
 
 

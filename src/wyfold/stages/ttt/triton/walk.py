@@ -153,7 +153,7 @@ def wyfold_ttt_triton(
         b_Z = in_rows(b_Z, p_c, nothing, BT, BD)
         b_N = inner_gradient_of_steps(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
         store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
-        b_S, b_c = add_writes(b_S, b_c, b_N * -e_last, b_k, SLABS, OP, PRECISION)
+        b_S, b_c = add_writes(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
         b_k, b_v, e_last = b_next_k, b_next_v, next_e_last
     b_S, b_c = tl.reshape(b_S, (BD, BD)), beside(tl.reshape(b_c, (BD, BT)))
     leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
