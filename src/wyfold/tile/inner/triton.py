@@ -42,40 +42,12 @@ def inside(b_x, D: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def normalise(b_z, b_mean, eps, D: tl.constexpr, AXIS: tl.constexpr):
-    """x = (z - mean) r with r = (var z + eps)^(-1/2), given the mean [BT].   A tile and [BT]"""
-    b_x = inside(b_z - tl.expand_dims(b_mean, AXIS), D, AXIS)
-    b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=AXIS) * (1.0 / D) + eps)
-    return b_x * tl.expand_dims(b_r, AXIS), b_r
+def inner_gradient(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
+    """Gradient of the inner loss of every token at one state, rows [BT, BV], times the tokens' factors.
 
+        X, r = normalise(Z)        Y = w (w X + t)        N = r (Y - mean Y - X mean(X Y))
 
-@triton.jit
-def inner_gradient(b_Z, b_mean, b_t, b_w, rows, eps, D: tl.constexpr, AXIS: tl.constexpr):
-    """Gradient of the inner loss of every token at one state.
-
-        X, r = normalise(Z)        Y = w (w X + t)        N = r (Y - mean Y - X mean(X Y)), zero where there is no token
-
-    Args:
-        b_Z, b_mean: Prediction, and its mean [BT].
-        b_t: u - v + k.
-        rows: Tokens of the mini-batch.
-
-    Returns:
-        N, X: Tiles.
-        r, mean of Y, mean of X Y: [BT].
-    """
-    b_X, b_r = normalise(b_Z, b_mean, eps, D, AXIS)
-    b_Y = b_w * (b_w * b_X + b_t)
-    b_y, b_xy = sums_of_two(b_Y, b_X * b_Y, AXIS)
-    b_y, b_xy = b_y * (1.0 / D), b_xy * (1.0 / D)
-    return gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, AXIS), b_X, b_r, b_y, b_xy
-
-
-@triton.jit
-def inner_gradient_of_steps(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
-    """N of `inner_gradient` alone, rows [BT, BV], times the tokens' factors: as few exchanges between threads as it takes.
-
-    With d = Z - mean Z, the means of Y and of X Y are sums over d that need no r, all added at once:
+    With d = Z - mean Z the other means are made of sums that need no r, all added at once:
 
         mean Y = r mean(w^2 d) + mean(w t)        mean(X Y) = r^2 mean(w^2 d^2) + r mean(w t d)
         N = d (r^2 w^2 - r^2 mean(X Y)) + r (w t - mean Y)
@@ -83,6 +55,10 @@ def inner_gradient_of_steps(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
     Args:
         b_wt, b_ww: w (u - v + k), and w^2 [1, BV].
         b_factor: [BT], zero where there is no token.
+
+    Returns:
+        N, X: Tiles.
+        r, mean Y, mean(X Y): [BT].
     """
     b_d = inside(b_Z - (tl.sum(b_Z, axis=1) * (1.0 / D))[:, None], D, 1)
     b_wwd = b_ww * b_d
@@ -93,14 +69,7 @@ def inner_gradient_of_steps(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
     b_factor *= b_r
     b_rr = b_r * b_factor
     b_N = b_d * (b_rr[:, None] * b_ww - (b_rr * b_xy)[:, None]) + (b_factor[:, None] * b_wt - (b_factor * b_y)[:, None])
-    return inside(b_N, D, 1)
-
-
-@triton.jit
-def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr, AXIS: tl.constexpr):
-    """N = r (Y - mean Y - X mean(X Y)), zero where there is no token."""
-    b_N = (b_Y - tl.expand_dims(b_y, AXIS) - b_X * tl.expand_dims(b_xy, AXIS)) * tl.expand_dims(b_r, AXIS)
-    return inside(tl.where(tl.expand_dims(tl.arange(0, b_X.shape[1 - AXIS]) < rows, AXIS), b_N, 0.0), D, AXIS)
+    return inside(b_N, D, 1), b_d * b_r[:, None], b_r, b_y, b_xy
 
 
 @triton.jit
@@ -117,7 +86,7 @@ def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_seen, b_col, 
         mean(X dX) = r (mean(w^2 X dN) - mean dN mean(w^2 X) - mean(X dN) (mean(w^2 X^2) + 2 mean(X Y)))
 
     Args:
-        b_X, b_r, b_Y, b_y, b_xy: Of `inner_gradient`, zero where there is no token.
+        b_X, b_r, b_Y, b_y, b_xy: Of `inner_gradient`; X and r are zero where there is no token.
         b_ww, ww: w^2 [1, BV] and its mean.
         b_dN: [BT, BV] of N times its factor, zero where there is no token.
         b_seen: [BT, BV] what a step along N adds to the loss.

@@ -50,14 +50,16 @@ __all__ = [
 ]
 
 
-def empty(q: Tensor, v: Tensor, segments: int) -> Borders:
-    """Borders, unwritten."""
-    HV, D = v.shape[2:]
+def empty(q: Tensor, v: Tensor, segments: int, backward: bool) -> Borders:
+    """Borders, unwritten; with all that a backward takes of them, or what the outputs do."""
+    B, T, HV, D = v.shape
     dtype = workspace(q.dtype)
     return Borders(
         v.new_empty(v.shape, dtype=dtype),
         v.new_empty(segments * HV, D, D, dtype=dtype),
         v.new_empty(segments * HV, D, dtype=torch.float32),
+        v.new_empty(v.shape, dtype=dtype) if backward else None,
+        v.new_empty(B, T, HV, 4, dtype=torch.float32) if backward else None,
     )
 
 
@@ -113,7 +115,7 @@ def ttt_bwd(
         dentering: Written.
     """
     left = replayed(x, borders, do, grid, chunk_size, scale, eps)
-    walk_back(x, left, dleaving, grid, chunk_size, scale, found.col, dentering)
+    walk_back(x, borders, left, dleaving, grid, chunk_size, scale, found.col, dentering)
     for index, dx in enumerate((found.w, found.u)):
         torch.sum(left.read[index], 0, out=dx)
         dx.add_(left.stepped[index].sum(0))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.stages.ttt import States, Tokens
+from wyfold.stages.ttt import Borders, States, Tokens
 from wyfold.stages.ttt.triton.launch import Replayed, arranged
 from wyfold.stages.ttt.triton.tiles import (
     add_writes,
@@ -36,6 +36,7 @@ from wyfold.tile.inner.triton import inner_gradient_bwd
 
 def walk_back(
     x: Tokens,
+    borders: Borders,
     left: Replayed,
     dleaving: States,
     grid: ChunkGrid,
@@ -54,22 +55,25 @@ def walk_back(
         x.q.stride(),
         x.k,
         x.k.stride(),
+        x.v,
+        x.v.stride(),
         x.w,
         x.w.stride(),
+        x.u,
+        x.u.stride(),
         x.eta,
         x.eta.stride(),
         x.col,
         strides(x.col),
-        left.X,
-        left.E,
+        borders.X,
         left.dO,
         left.dN,
-        left.X.stride(),
-        left.r,
-        left.y,
-        left.xy,
+        left.dZ,
+        left.dZ.stride(),
+        borders.rows,
+        strides(borders.rows),
         left.step,
-        left.r.stride(),
+        left.step.stride(),
         left.dS,
         left.dc,
         left.stepped,
@@ -100,20 +104,23 @@ def wyfold_ttt_bwd_triton(
     s_q,
     p_k,
     s_k,
+    p_v,
+    s_v,
     p_w,
     s_w,
+    p_u,
+    s_u,
     p_eta,
     s_eta,
     p_col,
     s_col,
     p_X,
-    p_E,
     p_dO,
     p_dN,
+    p_dZ,
     s_tile,
-    p_r,
-    p_y,
-    p_xy,
+    p_rows,
+    s_rows,
     p_step,
     s_row,
     p_dstates,
@@ -157,7 +164,7 @@ def wyfold_ttt_bwd_triton(
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     nothing = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w = parameter(p_w, s_w, i_hv, D, BD)
+    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
     b_ww = (b_w * b_w)[None, :]
     ww = tl.sum(b_w * b_w) * (1.0 / D)
     b_dS, b_dc = enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
@@ -170,12 +177,12 @@ def wyfold_ttt_bwd_triton(
     t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
     b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
     b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-    b_E = load_tokens(p_E, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
-        p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
+        p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
     )
     if p_col is not None:
         b_col = load_token_scalars(p_col, s_col, b, t_i, i_hv, rows, BT)
@@ -187,12 +194,12 @@ def wyfold_ttt_bwd_triton(
         t_next = t_i - left
         b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, left, D, BT, BD)
         b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, left, D, BT, BD)
-        b_next_E = load_tokens(p_E, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
-            p_r, p_y, p_xy, s_row, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
+            p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
         )
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
@@ -206,7 +213,8 @@ def wyfold_ttt_bwd_triton(
             OP,
             PRECISION,
         )
-        b_X, b_E = b_X.to(tl.float32), b_E.to(tl.float32)
+        b_X = b_X.to(tl.float32)
+        b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_seen * e_last, 0.0)
         b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
             b_X,
@@ -222,7 +230,7 @@ def wyfold_ttt_bwd_triton(
             D,
         )
         b_dS, b_dc = add_writes(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
-        store_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
+        store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * b_dY, D, BT, BD)
         store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
         if p_dcol is not None:
@@ -230,7 +238,7 @@ def wyfold_ttt_bwd_triton(
             b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, left, BT)
         b_dw += (b_w[None, :] * b_X + b_E) * b_dY
         b_du += b_dY
-        b_k, b_q, b_E, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_E, b_next_X, b_next_dO, b_next_dN
+        b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), beside(tl.reshape(b_dc, (BD, BT)))
     leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
@@ -239,10 +247,8 @@ def wyfold_ttt_bwd_triton(
 
 @triton.jit
 def _left_by_the_walk(
-    p_r,
-    p_y,
-    p_xy,
-    s_row,
+    p_rows,
+    s_rows,
     p_dc,
     p_eta,
     s_eta,
@@ -268,9 +274,9 @@ def _left_by_the_walk(
     b_sum = tl.load(p_dc + i_sum * D + o_v, mask=(o_v < D) & (rows > 0), other=0.0)
     e_last = closing_step(p_eta, s_eta, b, t, i_hv, rows, BT)
     return (
-        load_token_scalars(p_r, s_row, b, t, i_hv, rows, BT),
-        load_token_scalars(p_y, s_row, b, t, i_hv, rows, BT),
-        load_token_scalars(p_xy, s_row, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows, s_rows, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows + 2, s_rows, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows + 1, s_rows, b, t, i_hv, rows, BT),
         b_sum,
         e_last,
     )

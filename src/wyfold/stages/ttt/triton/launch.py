@@ -22,23 +22,18 @@ class Replayed(NamedTuple):
     """What a backward's launches leave for each other.
 
     Attributes:
-        X: [B, T, HV, D] normalised prediction; then its place is dZ's.
-        E: [B, T, HV, D] its error, w X + u - (v - k).
         dO: [B, T, HV, D].
         dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
-        r, y, xy, step: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; <dS1^T k + dc1, N>.
+        dZ: [B, T, HV, D].
+        step: [B, T, HV] float32, <dS1^T k + dc1, N>.
         dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.
         dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
         read, stepped: [w and u, segments or N, HV, D] float32, shares of dw and du.
     """
 
-    X: Tensor
-    E: Tensor
     dO: Tensor
     dN: Tensor
-    r: Tensor
-    y: Tensor
-    xy: Tensor
+    dZ: Tensor
     step: Tensor
     dS: Tensor
     dc: Tensor

@@ -16,9 +16,7 @@ from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_t
 from wyfold.tile.inner.triton import read_steps, residual_norm
 
 
-def outputs(
-    x: Tokens, borders: Borders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor
-) -> None:
+def outputs(x: Tokens, borders: Borders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
     """Write o, zero past the last boundary."""
     config, fixed = arranged(x, grid, chunk_size, "outputs")
     launched(
@@ -34,7 +32,9 @@ def outputs(
         x.u.stride(),
         x.eta,
         x.eta.stride(),
-        *borders,
+        borders.N,
+        borders.S,
+        borders.c,
         borders.N.stride(),
         o,
         o.stride(),

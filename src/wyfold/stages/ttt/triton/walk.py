@@ -20,10 +20,11 @@ from wyfold.stages.ttt.triton.tiles import (
     parameter,
     slabs,
     store_column,
+    store_rows,
 )
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import load_token_scalars, load_tokens, sequence_span, store_tile, store_tokens, strides
-from wyfold.tile.inner.triton import inner_gradient_of_steps
+from wyfold.tile.inner.triton import inner_gradient
 
 
 def walk(
@@ -59,6 +60,9 @@ def walk(
         borders.N.stride(),
         borders.S,
         borders.c,
+        borders.X,
+        borders.rows,
+        strides(borders.rows),
         grid.cu,
         grid.first,
         grid.tokens,
@@ -95,6 +99,9 @@ def wyfold_ttt_triton(
     s_N,
     p_S,
     p_c,
+    p_X,
+    p_rows,
+    s_rows,
     p_cu,
     p_first,
     T,
@@ -151,8 +158,11 @@ def wyfold_ttt_triton(
         b_wt = b_w[None, :] * (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_Z = mm(b_S, slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
         b_Z = in_rows(b_Z, p_c, nothing, BT, BD)
-        b_N = inner_gradient_of_steps(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
+        b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
         store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
+        if p_X is not None:
+            store_tokens(p_X, s_N, b, t_i, i_hv, 0, rows, b_X, D, BT, BD)
+            store_rows(p_rows, s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
         b_S, b_c = add_writes(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
         b_k, b_v, e_last = b_next_k, b_next_v, next_e_last
     b_S, b_c = tl.reshape(b_S, (BD, BD)), beside(tl.reshape(b_c, (BD, BT)))
