@@ -173,13 +173,11 @@ def wyfold_ttt_bwd_triton(
     # A sum for every place in a mini-batch: no thread has to give another one a number until the end.
     b_dw, b_du = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BD), tl.float32)
     o_t = tl.arange(0, BT)
-    # Everything of a mini-batch is asked for during the one before it.
+    # What a mini-batch begins with is asked for during the one before it.
     t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
     b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
-    b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
     b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
-    b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
         p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
@@ -190,13 +188,14 @@ def wyfold_ttt_bwd_triton(
         i = steps - 1 - j
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
+        # Needed late.
+        b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+        b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
         left = tl.where(i > 0, BT, 0)
         t_next = t_i - left
         b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, left, D, BT, BD)
-        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, left, D, BT, BD)
         b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
-        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
             p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
@@ -206,13 +205,6 @@ def wyfold_ttt_bwd_triton(
             store_tile(p_dstates, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
 
         b_seen = in_rows(mm(b_dS, slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, nothing, BT, BD)
-        b_dS = mm(
-            tl.reshape(tl.trans(b_dO.to(tl.float32) * scale), (SLABS, BD // SLABS, BT)),
-            slabs(b_q, SLABS),
-            b_dS,
-            OP,
-            PRECISION,
-        )
         b_X = b_X.to(tl.float32)
         b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_seen * e_last, 0.0)
@@ -229,6 +221,13 @@ def wyfold_ttt_bwd_triton(
             b_col if p_col is not None else None,
             D,
         )
+        b_dS = mm(
+            tl.reshape(tl.trans(b_dO.to(tl.float32) * scale), (SLABS, BD // SLABS, BT)),
+            slabs(b_q, SLABS),
+            b_dS,
+            OP,
+            PRECISION,
+        )
         b_dS, b_dc = add_writes(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
         store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * b_dY, D, BT, BD)
@@ -238,7 +237,7 @@ def wyfold_ttt_bwd_triton(
             b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, left, BT)
         b_dw += (b_w[None, :] * b_X + b_E) * b_dY
         b_du += b_dY
-        b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
+        b_k, b_v, b_X, b_dN = b_next_k, b_next_v, b_next_X, b_next_dN
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), beside(tl.reshape(b_dc, (BD, BT)))
     leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)

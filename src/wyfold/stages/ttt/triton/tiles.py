@@ -126,7 +126,7 @@ def store_share(p_share, i, i_hv, count, b_dw, b_du, HV: tl.constexpr, D: tl.con
 
 @triton.jit
 def store_rows(p, strides, b, t, h, rows, b_x, b_y, b_z, BT: tl.constexpr):
-    """Write three numbers [BT] of every token to a contiguous [B, T, HV, 4]: one way through shared memory, not three."""
+    """Write three numbers [BT] of every token to a contiguous [B, T, HV, 4]: one way through shared memory for all."""
     b_all = tl.join(tl.join(b_x, b_z), tl.join(b_y, b_y))
     o_t, o_i, o_j = tl.arange(0, BT)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
     offsets = b * strides[0] + (t + o_t.to(tl.int64)) * strides[1] + h * strides[2] + o_i * 2 + o_j

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
