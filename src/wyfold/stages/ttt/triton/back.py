@@ -173,10 +173,12 @@ def wyfold_ttt_bwd_triton(
     # A sum for every place in a mini-batch: no thread has to give another one a number until the end.
     b_dw, b_du = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BD), tl.float32)
     o_t = tl.arange(0, BT)
-    # What a mini-batch begins with is asked for during the one before it.
+    # Everything of a mini-batch is asked for during the one before it.
     t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
     b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
     b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+    b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
@@ -188,13 +190,12 @@ def wyfold_ttt_bwd_triton(
         i = steps - 1 - j
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
-        # Needed late.
-        b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-        b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
         left = tl.where(i > 0, BT, 0)
         t_next = t_i - left
         b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, left, D, BT, BD)
         b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, left, D, BT, BD)
+        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
         b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
@@ -237,7 +238,7 @@ def wyfold_ttt_bwd_triton(
             b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, left, BT)
         b_dw += (b_w[None, :] * b_X + b_E) * b_dY
         b_du += b_dY
-        b_k, b_v, b_X, b_dN = b_next_k, b_next_v, b_next_X, b_next_dN
+        b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), beside(tl.reshape(b_dc, (BD, BT)))
     leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)

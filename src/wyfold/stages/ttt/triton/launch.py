@@ -1,4 +1,4 @@
-"""What the four launches have in common: their segments, configurations and workspaces."""
+"""What the launches have in common: their segments, configurations and workspaces."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Replayed(NamedTuple):
 
 
 def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
-    """What the configurations of all launches depend on: the walk, of the backward again, back, and the gradients."""
+    """What the configurations of all launches depend on, in the order of `LAUNCHES`."""
     return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
 
 
 def arranged(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
-    """A launch's configuration, and the constexprs and options that all four have."""
+    """A launch's configuration, and the constexprs and options that all of them have."""
     HV, D = x.v.shape[2:]
     key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
     config = tuned("ttt.triton", key, x.q.device)

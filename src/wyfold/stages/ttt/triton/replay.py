@@ -129,6 +129,7 @@ def wyfold_ttt_replay_triton(
     b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
     b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
     b_steps, _ = read_steps(b_e, b_e_last, "r", BT)
 
@@ -142,7 +143,7 @@ def wyfold_ttt_replay_triton(
         b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
     _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], None, eps, D, 1)
-    b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+    b_do = b_do.to(tl.float32)
     b_dO = residual_norm_bwd(b_XO, b_rO, b_w[None, :], b_do, ON_Q, D, 1)
     store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, b_dO, D, SEGMENT, BD)
     store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=0), tl.sum(b_do, axis=0), HV, D, BD)
