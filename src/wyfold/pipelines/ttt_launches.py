@@ -1,6 +1,6 @@
 """TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
 
-    forward     walk
+    forward     walk, outputs
     backward    walk (unless its borders were kept), replay, walk back, gradients
 
 Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels.
@@ -30,16 +30,16 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
             _pass_through(States(t.state, t.bias), final)
         return
     leaving = _outside(options, *final) if options.final_state else States(None, None)
-    _walk(t, options, leaving, result.o, Borders(*saved) if saved else None)
+    _walk(t, options, leaving, result.o, Borders(*saved) if saved else _borders(t, options, False))
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
     if not (options.save and options.keep_states):
         return []
-    found = _borders(t, options)
+    found = [x for x in _borders(t, options, True) if x is not None]
     # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
-    return list(found) if t.cu_seqlens is None else [x.zero_() for x in found]
+    return found if t.cu_seqlens is None else [x.zero_() for x in found]
 
 
 def backward(
@@ -65,7 +65,7 @@ def backward(
         return
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    borders = Borders(*saved) if saved else _borders(t, options)
+    borders = Borders(*saved) if saved else _borders(t, options, True)
     if not saved:
         _walk(t, options, States(None, None), None, borders)
     dw_wide, db_wide = (dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db))
@@ -93,17 +93,17 @@ def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
     return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
 
 
-def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders | None) -> None:
+def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders) -> None:
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
     numbers = options.chunk_size, options.scale, options.eps
     _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, o, borders)
 
 
-def _borders(t: TTTTensors, options: TTTOptions) -> Borders:
+def _borders(t: TTTTensors, options: TTTOptions, backward: bool) -> Borders:
     """Unwritten."""
     stage, (B, T) = _stage(options), t.v.shape[:2]
     packed = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
-    found: Borders = stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, packed))
+    found: Borders = stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, packed), backward)
     return found
 
 

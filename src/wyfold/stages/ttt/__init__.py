@@ -122,14 +122,18 @@ class TokenGradients(NamedTuple):
 
 
 class Borders(NamedTuple):
-    """What a walk over whole calls leaves for a backward.
+    """What a walk over whole calls leaves for what is parallel over segments.
 
     Attributes:
         N: [B, T, HV, D] inner gradients, times their factors.
         S: [segments * HV, D, D] V-first, state entering a segment.
         c: [segments * HV, D] float32, its bias.
+        X: [B, T, HV, D] normalised predictions; None where no backward follows.
+        rows: [B, T, HV, 4] float32. Reciprocal deviation of Z, mean X Y, mean Y; or None.
     """
 
     N: Tensor
     S: Tensor
     c: Tensor
+    X: Tensor | None
+    rows: Tensor | None

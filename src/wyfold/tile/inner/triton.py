@@ -18,19 +18,18 @@ def sums_of_two(a, b, AXIS: tl.constexpr):
 
 
 @triton.jit
-def sums_of_four(a, b, c, d, AXIS: tl.constexpr):
-    """Likewise of four."""
-    return tl.reduce((a, b, c, d), AXIS, add_four)
-
-
-@triton.jit
 def add_two(a, b, x, y):
     return a + x, b + y
 
 
 @triton.jit
-def add_four(a, b, c, d, x, y, z, w):
-    return a + x, b + y, c + z, d + w
+def add_eight(a, b, c, d, e, f, g, h, a1, b1, c1, d1, e1, f1, g1, h1):
+    return a + a1, b + b1, c + c1, d + d1, e + e1, f + f1, g + g1, h + h1
+
+
+@triton.jit
+def add_five(a, b, c, d, e, x, y, z, w, v):
+    return a + x, b + y, c + z, d + w, e + v
 
 
 @triton.jit
@@ -43,72 +42,79 @@ def inside(b_x, D: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def normalise(b_z, b_mean, eps, D: tl.constexpr, AXIS: tl.constexpr):
-    """x = (z - mean) r with r = (var z + eps)^(-1/2), given the mean [BT].   A tile and [BT]"""
-    b_x = inside(b_z - tl.expand_dims(b_mean, AXIS), D, AXIS)
-    b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=AXIS) * (1.0 / D) + eps)
-    return b_x * tl.expand_dims(b_r, AXIS), b_r
+def inner_gradient(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
+    """Gradient of the inner loss of every token at one state, rows [BT, BV], times the tokens' factors.
 
+        X, r = normalise(Z)        Y = w (w X + t)        N = r (Y - mean Y - X mean(X Y))
 
-@triton.jit
-def inner_gradient(b_Z, b_mean, b_t, b_w, rows, eps, D: tl.constexpr, AXIS: tl.constexpr):
-    """Gradient of the inner loss of every token at one state.
+    With d = Z - mean Z the other means are made of sums that need no r, all added at once:
 
-        X, r = normalise(Z)        Y = w (w X + t)        N = r (Y - mean Y - X mean(X Y)), zero where there is no token
+        mean Y = r mean(w^2 d) + mean(w t)        mean(X Y) = r^2 mean(w^2 d^2) + r mean(w t d)
+        N = d (r^2 w^2 - r^2 mean(X Y)) + r (w t - mean Y)
 
     Args:
-        b_Z, b_mean: Prediction, and its mean [BT].
-        b_t: u - v + k.
-        rows: Tokens of the mini-batch.
+        b_wt, b_ww: w (u - v + k), and w^2 [1, BV].
+        b_factor: [BT], zero where there is no token.
 
     Returns:
         N, X: Tiles.
-        r, mean of Y, mean of X Y: [BT].
+        r, mean Y, mean(X Y): [BT].
     """
-    b_X, b_r = normalise(b_Z, b_mean, eps, D, AXIS)
-    b_Y = b_w * (b_w * b_X + b_t)
-    b_y, b_xy = sums_of_two(b_Y, b_X * b_Y, AXIS)
-    b_y, b_xy = b_y * (1.0 / D), b_xy * (1.0 / D)
-    return gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, AXIS), b_X, b_r, b_y, b_xy
+    b_d = inside(b_Z - (tl.sum(b_Z, axis=1) * (1.0 / D))[:, None], D, 1)
+    b_wwd = b_ww * b_d
+    b_dd, b_y, b_yy, b_xy, b_t = tl.reduce((b_d * b_d, b_wwd, b_wwd * b_d, b_wt * b_d, b_wt), 1, add_five)
+    b_r = tl.rsqrt(b_dd * (1.0 / D) + eps)
+    b_y = (b_r * b_y + b_t) * (1.0 / D)
+    b_xy = (b_r * b_r * b_yy + b_r * b_xy) * (1.0 / D)
+    b_factor *= b_r
+    b_rr = b_r * b_factor
+    b_N = b_d * (b_rr[:, None] * b_ww - (b_rr * b_xy)[:, None]) + (b_factor[:, None] * b_wt - (b_factor * b_y)[:, None])
+    return inside(b_N, D, 1), b_d * b_r[:, None], b_r, b_y, b_xy
 
 
 @triton.jit
-def gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D: tl.constexpr, AXIS: tl.constexpr):
-    """N = r (Y - mean Y - X mean(X Y)), zero where there is no token."""
-    b_N = (b_Y - tl.expand_dims(b_y, AXIS) - b_X * tl.expand_dims(b_xy, AXIS)) * tl.expand_dims(b_r, AXIS)
-    return inside(tl.where(tl.expand_dims(tl.arange(0, b_X.shape[1 - AXIS]) < rows, AXIS), b_N, 0.0), D, AXIS)
-
-
-@triton.jit
-def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_w, b_dN, b_seen, b_col, rows, D: tl.constexpr):
-    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BV, BT]; N is times the token's factor wherever it went.
+def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_seen, b_col, D: tl.constexpr):
+    """Adjoint of `inner_gradient` in Y and in Z, of tiles [BT, BV]; N is times the token's factor wherever it went.
 
         dY = r (dN - mean dN - X mean(X dN))
         dX = w^2 dY - r (dN mean(X Y) + Y mean(X dN))
         dZ = r (dX - mean dX - X (mean(X dX) + mean(N dN)))
 
+    dX is linear in dN, so that its two means are made of sums over dN, and all sums are added at once:
+
+        mean dX = r (mean(w^2 dN) - mean dN (mean w^2 + mean(X Y)) - mean(X dN) (mean(w^2 X) + mean Y))
+        mean(X dX) = r (mean(w^2 X dN) - mean dN mean(w^2 X) - mean(X dN) (mean(w^2 X^2) + 2 mean(X Y)))
+
     Args:
-        b_X, b_r, b_Y, b_y, b_xy, b_w, rows: Of `inner_gradient`; X, and dN, are zero where there is no token.
-        b_dN: [BV, BT] of N times its factor.
-        b_seen: [BV, BT] what a step along N adds to the loss.
+        b_X, b_r, b_Y, b_y, b_xy: Of `inner_gradient`; X and r are zero where there is no token.
+        b_ww, ww: w^2 [1, BV] and its mean.
+        b_dN: [BT, BV] of N times its factor, zero where there is no token.
+        b_seen: [BT, BV] what a step along N adds to the loss.
         b_col: [BT] factors; None: 1.
 
     Returns:
-        dY, dZ: [BV, BT].
+        dY, dZ: [BT, BV].
         <seen, N>, N times its factor, and the gradient of that: [BT].
     """
-    b_N = gradient_of(b_X, b_r, b_Y, b_y, b_xy, rows, D, 0)
-    b_m, b_a, b_n, b_step = sums_of_four(b_dN, b_X * b_dN, b_N * b_dN, b_N * b_seen, 0)
+    b_N = (b_Y - b_y[:, None] - b_X * b_xy[:, None]) * b_r[:, None]
+    b_N = inside(b_N, D, 1)
+    b_wwX = b_ww * b_X
+    b_m, b_a, b_n, b_wm, b_wa, b_step, b_wx, b_wxx = tl.reduce(
+        (b_dN, b_X * b_dN, b_N * b_dN, b_ww * b_dN, b_wwX * b_dN, b_N * b_seen, b_wwX, b_wwX * b_X), 1, add_eight
+    )
     b_dcol = b_n
+    b_factor = tl.full(b_r.shape, 1.0 / D, tl.float32)
     if b_col is not None:
-        b_m, b_a, b_n, b_step = b_m * b_col, b_a * b_col, b_n * b_col, b_step * b_col
-        b_dN *= b_col[None, :]
-    b_m, b_a, b_n = b_m * (1.0 / D), b_a * (1.0 / D), b_n * (1.0 / D)
-    b_dY = inside((b_dN - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0)
-    b_dX = b_w * b_w * b_dY - (b_dN * b_xy[None, :] + b_Y * b_a[None, :]) * b_r[None, :]
-    b_m, b_a = sums_of_two(b_dX, b_X * b_dX, 0)
-    b_m, b_a = b_m * (1.0 / D), b_a * (1.0 / D) + b_n
-    return b_dY, inside((b_dX - b_m[None, :] - b_X * b_a[None, :]) * b_r[None, :], D, 0), b_step, b_dcol
+        b_factor *= b_col
+        b_step *= b_col
+        b_dN *= b_col[:, None]
+    b_m, b_a, b_n, b_wm, b_wa = b_m * b_factor, b_a * b_factor, b_n * b_factor, b_wm * b_factor, b_wa * b_factor
+    b_wx, b_wxx = b_wx * (1.0 / D), b_wxx * (1.0 / D)
+    b_mean = b_r * (b_wm - b_m * (ww + b_xy) - b_a * (b_wx + b_y))
+    b_along = b_r * (b_wa - b_m * b_wx - b_a * (b_wxx + 2.0 * b_xy)) + b_n
+    b_dY = inside((b_dN - b_m[:, None] - b_X * b_a[:, None]) * b_r[:, None], D, 1)
+    b_dX = b_ww * b_dY - (b_dN * b_xy[:, None] + b_Y * b_a[:, None]) * b_r[:, None]
+    return b_dY, inside((b_dX - b_mean[:, None] - b_X * b_along[:, None]) * b_r[:, None], D, 1), b_step, b_dcol
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the four launches have in common: their segments, configurations and workspaces."""
+"""What the launches have in common: their segments, configurations and workspaces."""
 
 from __future__ import annotations
 
@@ -15,30 +15,25 @@ from wyfold.tile.dot.triton import operand, precision
 SEGMENT = 64
 """Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
 
-LAUNCHES = ("walk", "replay", "back", "gradients")
+LAUNCHES = ("walk", "outputs", "replay", "back", "gradients")
 
 
 class Replayed(NamedTuple):
     """What a backward's launches leave for each other.
 
     Attributes:
-        X: [B, T, HV, D] normalised prediction; then its place is dZ's.
-        E: [B, T, HV, D] its error, w X + u - (v - k).
         dO: [B, T, HV, D].
         dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
-        r, y, xy, step: [B, T, HV] float32. Reciprocal deviation of Z, mean Y, mean X Y; <dS1^T k + dc1, N>.
+        dZ: [B, T, HV, D].
+        step: [B, T, HV] float32, <dS1^T k + dc1, N>.
         dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.
         dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
         read, stepped: [w and u, segments or N, HV, D] float32, shares of dw and du.
     """
 
-    X: Tensor
-    E: Tensor
     dO: Tensor
     dN: Tensor
-    r: Tensor
-    y: Tensor
-    xy: Tensor
+    dZ: Tensor
     step: Tensor
     dS: Tensor
     dc: Tensor
@@ -47,12 +42,12 @@ class Replayed(NamedTuple):
 
 
 def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
-    """What the configurations of all launches depend on: the walk, of the backward again, back, and the gradients."""
+    """What the configurations of all launches depend on, in the order of `LAUNCHES`."""
     return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
 
 
 def arranged(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
-    """A launch's configuration, and the constexprs and options that all four have."""
+    """A launch's configuration, and the constexprs and options that all of them have."""
     HV, D = x.v.shape[2:]
     key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
     config = tuned("ttt.triton", key, x.q.device)

@@ -11,10 +11,10 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.stages.ttt import Borders, Tokens
 from wyfold.stages.ttt.triton.launch import SEGMENT, Replayed, arranged
-from wyfold.stages.ttt.triton.tiles import pairs, parameter, rows_of_state, segment_steps, store_share
+from wyfold.stages.ttt.triton.tiles import pairs, parameter, read_rows, rows_of_state, segment_steps, store_share
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_token_scalars, store_tokens
-from wyfold.tile.inner.triton import inner_gradient, read_steps, residual_norm, residual_norm_bwd
+from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
+from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bwd
 
 
 def replayed(
@@ -24,11 +24,11 @@ def replayed(
     HV, D = x.v.shape[2:]
     config, fixed = arranged(x, grid, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
-    X, E, dO, dN = (torch.empty_like(borders.N) for _ in range(4))
-    r, y, xy, step = x.v.new_empty(4, *x.v.shape[:3], dtype=wide).unbind()
+    dO, dN, dZ = (torch.empty_like(borders.N) for _ in range(3))
+    step = x.v.new_empty(x.v.shape[:3], dtype=wide)
     dc = x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide)
     read, stepped = (x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences))
-    left = Replayed(X, E, dO, dN, r, y, xy, step, torch.empty_like(borders.S), dc, read, stepped)
+    left = Replayed(dO, dN, dZ, step, torch.empty_like(borders.S), dc, read, stepped)
     launched(
         wyfold_ttt_replay_triton,
         tiles,
@@ -36,8 +36,6 @@ def replayed(
         x.q.stride(),
         x.k,
         x.k.stride(),
-        x.v,
-        x.v.stride(),
         x.w,
         x.w.stride(),
         x.u,
@@ -46,16 +44,12 @@ def replayed(
         x.eta.stride(),
         do,
         do.stride(),
-        *borders,
-        left.X,
-        left.E,
+        borders.N,
+        borders.S,
+        borders.c,
         left.dO,
         left.dN,
-        left.X.stride(),
-        left.r,
-        left.y,
-        left.xy,
-        left.r.stride(),
+        left.dO.stride(),
         left.dc,
         left.read,
         grid.cu,
@@ -80,8 +74,6 @@ def wyfold_ttt_replay_triton(
     s_q,
     p_k,
     s_k,
-    p_v,
-    s_v,
     p_w,
     s_w,
     p_u,
@@ -93,15 +85,9 @@ def wyfold_ttt_replay_triton(
     p_N,
     p_S,
     p_c,
-    p_X,
-    p_E,
     p_dO,
     p_dN,
     s_tile,
-    p_r,
-    p_y,
-    p_xy,
-    s_row,
     p_dc,
     p_share,
     p_cu,
@@ -127,7 +113,7 @@ def wyfold_ttt_replay_triton(
 ):
     """One program owns the tokens of a segment of one value head. Products over keys go BK channels at a time.
 
-    Z = k S + c - (closed steps * (k k^T + 1)) N           O = s q S + c - (steps * (s q k^T + 1)) N
+    O = s q S + c - (steps * (s q k^T + 1)) N
     dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -143,40 +129,21 @@ def wyfold_ttt_replay_triton(
     b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
     b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+    b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD)
     b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
-    b_steps, b_closed = read_steps(b_e, b_e_last, "r", BT)
+    b_steps, _ = read_steps(b_e, b_e_last, "r", BT)
 
     if BK == BD:
         b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
         b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
-        b_pairs, b_Z = mm(b_k, tl.trans(b_k), None, OP, PRECISION), mm(b_k, tl.trans(b_S), None, OP, PRECISION)
-    else:
-        b_pairs = pairs(p_k, s_k, p_k, s_k, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
-        b_Z = rows_of_state(p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
-    b_pairs = (b_pairs + 1.0) * -b_closed
-    b_Z += b_c[None, :]
-    b_Z = mm(b_pairs, b_N, b_Z, OP, PRECISION)
-    b_t = b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32)
-    b_mean = tl.sum(b_Z, axis=1) * (1.0 / D)
-    _, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_mean, b_t, b_w[None, :], rows, eps, D, 1)
-    store_tokens(p_X, s_tile, b, t, i_hv, 0, rows, b_X, D, SEGMENT, BD)
-    store_tokens(p_E, s_tile, b, t, i_hv, 0, rows, b_w[None, :] * b_X + b_t, D, SEGMENT, BD)
-    store_token_scalars(p_r, s_row, b, t, i_hv, rows, b_r, SEGMENT)
-    store_token_scalars(p_y, s_row, b, t, i_hv, rows, b_y, SEGMENT)
-    store_token_scalars(p_xy, s_row, b, t, i_hv, rows, b_xy, SEGMENT)
-
-    if BK == BD:
-        b_pairs, b_O = mm(b_q, tl.trans(b_k), None, OP, PRECISION), mm(b_q, tl.trans(b_S), None, OP, PRECISION)
+        b_O = read_rows(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
         b_pairs = pairs(p_q, s_q, p_k, s_k, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
         b_O = rows_of_state(p_q, s_q, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
-    b_pairs = (b_pairs * scale + 1.0) * -b_steps
-    b_O = b_O * scale + b_c[None, :]
-    b_O = mm(b_pairs, b_N, b_O, OP, PRECISION)
+        b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
     _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], None, eps, D, 1)
-    b_do = load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+    b_do = b_do.to(tl.float32)
     b_dO = residual_norm_bwd(b_XO, b_rO, b_w[None, :], b_do, ON_Q, D, 1)
     store_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, b_dO, D, SEGMENT, BD)
     store_share(p_share, i_c, i_hv, chunks, tl.sum(b_do * b_XO, axis=0), tl.sum(b_do, axis=0), HV, D, BD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.tile.dot.triton import mm
+from wyfold.tile.dot.triton import bf16_parts, mm
 from wyfold.tile.index.triton import load_tile, load_token_scalars, load_tokens
 from wyfold.tile.state.triton import load_state, store_state
 
@@ -69,11 +69,11 @@ def parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def step_sizes(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
-    """Of a mini-batch's tokens, and of its last. They are loaded a mini-batch ahead."""
+def closing_step(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
+    """Step size of the last of a mini-batch's tokens, zero where there are none."""
     last = t + tl.minimum(rows, BT) - 1
     e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
-    return load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, BT), e_last.to(tl.float32)
+    return e_last.to(tl.float32)
 
 
 @triton.jit
@@ -84,24 +84,6 @@ def segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.
     p_last = p_eta + b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
     b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
     return b_e, tl.load(p_last, mask=o_t < rows, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_in_turn(p_k, s_k, p_q, s_q, b, t, i_h, rows, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Rows of k and of q by turns: one product of the state with both.   [2 BT, BD]"""
-    o_r = tl.arange(0, 2 * BT)
-    m_k, o_t = (o_r % 2 == 0)[:, None], (o_r // 2).to(tl.int64)[:, None]
-    o_w = tl.arange(0, BD).to(tl.int64)[None, :]
-    p_k += b * s_k[0] + t * s_k[1] + i_h * s_k[2]
-    p_q += b * s_q[0] + t * s_q[1] + i_h * s_q[2]
-    p = tl.where(m_k, p_k + o_t * s_k[1] + o_w * s_k[3], p_q + o_t * s_q[1] + o_w * s_q[3])
-    return tl.load(p, mask=(o_t < rows) & (o_w < D), other=0.0)
-
-
-@triton.jit
-def by_turns(b_x):
-    """Even and odd columns of a tile.   [BD, 2 BT] -> [BD, BT] twice"""
-    return tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
 
 
 @triton.jit
@@ -140,3 +122,89 @@ def store_share(p_share, i, i_hv, count, b_dw, b_du, HV: tl.constexpr, D: tl.con
     """What a sequence or a segment gives to dw and du.   [2, count, HV, D]"""
     store_row(p_share, i * HV + i_hv, b_dw, D, BD)
     store_row(p_share, (count + i) * HV + i_hv, b_du, D, BD)
+
+
+@triton.jit
+def store_rows(p, strides, b, t, h, rows, b_x, b_y, b_z, BT: tl.constexpr):
+    """Write three numbers [BT] of every token to a contiguous [B, T, HV, 4]: one way through shared memory for all."""
+    b_all = tl.join(tl.join(b_x, b_z), tl.join(b_y, b_y))
+    o_t, o_i, o_j = tl.arange(0, BT)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
+    offsets = b * strides[0] + (t + o_t.to(tl.int64)) * strides[1] + h * strides[2] + o_i * 2 + o_j
+    tl.store(p + offsets, b_all, mask=tl.broadcast_to(o_t < rows, (BT, 2, 2)))
+
+
+@triton.jit
+def store_column(p, i, b_x, D: tl.constexpr, BD: tl.constexpr):
+    """Write the first column of a tile [BD, n] to row i of a contiguous [rows, D]."""
+    o_v, o_t = tl.arange(0, BD)[:, None], tl.arange(0, b_x.shape[1])[None, :]
+    tl.store(p + i * D + o_v + o_t * 0, b_x, mask=(o_v < D) & (o_t == 0))
+
+
+@triton.jit
+def beside(b_x):
+    """The first column of a tile.   [BD, n] -> [BD]"""
+    return tl.sum(tl.where(tl.arange(0, b_x.shape[1])[None, :] == 0, b_x, 0.0), axis=1)
+
+
+@triton.jit
+def slabs(b_x, SLABS: tl.constexpr):
+    """A tile as the right operand of a state in slabs: every warp multiplies its own by all of it.   [SLABS, n, m]"""
+    return tl.broadcast_to(b_x[None, :, :], (SLABS, b_x.shape[0], b_x.shape[1]))
+
+
+@triton.jit
+def in_rows(b_x, p, nothing, BT: tl.constexpr, BD: tl.constexpr):
+    """What a state in slabs predicts, [SLABS, BD / SLABS, BT], as rows that lie among the threads as loaded ones do.
+
+    What a product returns has the matrix unit's layout, in which a row's sums cross the warps, and all that it meets
+    would get it too. Here it is what a load that never happens has in place of memory, so that it gets a load's: a
+    row is a few lanes' own. nothing: 0, which the compiler must not know. p: any float32 pointer.   [BT, BD]
+    """
+    b_x = tl.reshape(tl.permute(b_x, (2, 0, 1)), (BT, BD))
+    offsets = tl.arange(0, BT)[:, None] * BD + tl.arange(0, BD)[None, :]
+    return tl.load(p + offsets, mask=tl.full((BT, BD), 0, tl.int32) + nothing > 0, other=b_x)
+
+
+@triton.jit
+def add_writes(b_S, b_c, b_N, b_more, b_k, SLABS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """S + N^T k and c + sum(N) + more of a state in slabs, S [SLABS, R, BD] and c [SLABS, R, BT] of equal columns.
+
+    A sum over tokens is a product with ones: it lies where c does and needs no exchange. Of bfloat16 operands it takes
+    the summands in two parts, since c is to be better than an operand. more: [BD], or None.
+    """
+    R: tl.constexpr = b_S.shape[1]
+    BT: tl.constexpr = b_N.shape[0]
+    b_ones = tl.full((SLABS, BT, BT), 1.0, OP)
+    b_added = b_N
+    if b_more is not None:
+        b_added = b_N + tl.where((tl.arange(0, BT) == 0)[:, None], b_more[None, :], 0.0)
+    if OP == tl.bfloat16:
+        b_high, b_low = bf16_parts(b_added)
+        b_high = tl.reshape(tl.trans(b_high), (SLABS, R, BT))
+        b_low = tl.reshape(tl.trans(b_low), (SLABS, R, BT))
+        b_c = tl.dot(b_low, b_ones, tl.dot(b_high, b_ones, b_c))
+        if b_more is not None:
+            b_high = tl.reshape(tl.trans(b_N.to(tl.bfloat16)), (SLABS, R, BT))
+    else:
+        b_high = tl.reshape(tl.trans(b_added), (SLABS, R, BT))
+        b_c = mm(b_high, b_ones, b_c, OP, PRECISION)
+        if b_more is not None:
+            b_high = tl.reshape(tl.trans(b_N), (SLABS, R, BT))
+    return mm(b_high, slabs(b_k, SLABS), b_S, OP, PRECISION), b_c
+
+
+@triton.jit
+def read_rows(
+    b_q,
+    b_k,
+    b_S,
+    b_c,
+    b_N,
+    b_steps,
+    scale,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a segment's tokens read, s q S + c - (steps * (s q k^T + 1)) N, whole tiles at once.   [SEGMENT, BD]"""
+    b_pairs, b_O = mm(b_q, tl.trans(b_k), None, OP, PRECISION), mm(b_q, tl.trans(b_S), None, OP, PRECISION)
+    return mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
