@@ -90,8 +90,9 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     states, first = _between(call)
     dST = None if dST is None else _in_place(dST)
     shares = call.stage.recurrent_bwd(
-        *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0
-    )
+        *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
+        call.stage.BLOCK, call.stage.RUN,
+    )  # fmt: skip
     call.stage.gather(*call.inputs[:2], *call.inputs[3:], shares, call.grid, options, wanted)
     return found
 
