@@ -222,7 +222,7 @@ def wyfold_recurrent_triton(
             p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i + 1, i_h, i_hv, column, i + 1 < length,
             K, V, BK, BV, GATE,
         )  # fmt: skip
-        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta)
+        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST)
         if p_o is not None:
             store_token_row(p_o, s_o, b, t + i, i_hv, column, b_o * scale, V, BV)
         if p_states is not None:
