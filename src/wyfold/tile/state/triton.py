@@ -98,7 +98,7 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
 
 
 @triton.jit
-def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, V_FIRST: tl.constexpr):
+def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
     """Adjoint of `token_step` in one tile of value rows; what sums over them all is this tile's share.
 
     Args:
@@ -111,11 +111,11 @@ def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, V_FIRST: tl.constexpr):
         Gradients of the decayed state [BV, BK], of q and k [BK], of v [BV], of beta, and S dS summed over value rows,
         [BK], of which a gate's gradient is made.
     """
-    b_e = b_v - key_sum(b_S * b_k[None, :], V_FIRST)
+    b_e = b_v - tl.sum(b_S * b_k[None, :], axis=1)
     b_y = b_e * beta
     b_dS = tl.fma(b_do[:, None], b_q[None, :], b_dS)
     b_dq = tl.fma(b_k, tl.sum(b_y * b_do, axis=0), tl.sum(b_S * b_do[:, None], axis=0))
-    b_dn = key_sum(b_dS * b_k[None, :], V_FIRST)
+    b_dn = tl.sum(b_dS * b_k[None, :], axis=1)
     b_de = b_dn * beta
     b_dk = tl.sum(b_dS * b_y[:, None] - b_S * b_de[:, None], axis=0)
     b_dS = tl.fma(b_de[:, None], b_k[None, :] * -1.0, b_dS)

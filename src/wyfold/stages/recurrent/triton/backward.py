@@ -254,7 +254,7 @@ def wyfold_recurrent_bwd_triton(
                 )  # fmt: skip
                 b_do = load_token_row(p_do, s_do, b, t + i, i_hv, column, i < length, V, BV).to(tl.float32) * scale
                 b_S = tl.load(p_run + (i - first) * (BV * BK)) * decay
-                b_dS, b_dq, b_dk, b_dv, dbeta, b_SdS = token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, V_FIRST)
+                b_dS, b_dq, b_dk, b_dv, dbeta, b_SdS = token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta)
                 i_row = (i_v * tokens + b * T + t + i) * HV + i_hv
                 tl.store(p_dq + i_row * K + o_k, b_dq, mask=o_k < K)
                 tl.store(p_dk + i_row * K + o_k, b_dk, mask=o_k < K)
