@@ -153,8 +153,7 @@ def test_examples_print_what_they_say(module: str):
     assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
 
 
-def test_readme_runs():
-    code = "\n".join(
-        re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    )
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_a_page_of_examples_runs(page: str):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+    exec(compile("\n".join(blocks), page, "exec"), {})

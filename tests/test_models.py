@@ -363,6 +363,59 @@ def test_a_seed_repeats_the_draws(model, ids):
     assert torch.equal(drawn, first)
 
 
+def test_packed_prompts_are_continued_as_if_alone():
+    """Prompts of any lengths, read together; longer ones in pieces. Draws are those of a prompt that is alone."""
+    torch.manual_seed(3)
+    config = DecoderConfig(hidden_size=16, num_layers=3, pattern="gdn attention ttt_linear", num_heads=2, head_dim=8)
+    model = Decoder(config).double()
+    prompts = [torch.randint(256, (1, length)) for length in (3, 150, 1, 70)]
+    layout = SequenceLayout.from_lengths([prompt.shape[1] for prompt in prompts])
+    for options in ({"temperature": 0}, {"seed": 5, "temperature": 0.9, "top_k": 40}):
+        together = model.stream(torch.cat(prompts, 1), 6, layout=layout, shared_draws=True, **options)
+        rows = torch.stack(list(together), 1)
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert torch.equal(model.generate(prompt, 6, **options)[0, prompt.shape[1] :], row)
+
+
+def test_a_prompt_without_tokens_is_refused(model):
+    layout = SequenceLayout.from_lengths([3, 0, 2])
+    with pytest.raises(ValueError, match=r"^Decoder.generate: layout must have prompts of at least one token, got"):
+        model.stream(torch.zeros(1, 5, dtype=torch.int64), 3, layout=layout)
+
+
+@torch.no_grad()
+def test_pools_hold_what_a_cache_holds():
+    """Prompts of any lengths and single tokens, through slots in any order, beside sequences that are not called."""
+    config = DecoderConfig(hidden_size=16, num_layers=3, pattern="gdn kda delta_net", num_heads=2, head_dim=8)
+    model, lengths = Decoder(config), [5, 0, 33]
+    layout, ids = SequenceLayout.from_lengths(lengths), torch.randint(256, (1, 38))
+    cache, pools = model.new_cache(3), model.new_pools(7)
+    before = pools.nbytes
+    for pool in pools.layers:
+        pool.conv.fill_(torch.nan), pool.state.fill_(torch.nan)
+    slots, fresh = torch.tensor([4, 1, 6]), torch.zeros(3, dtype=torch.bool)
+    expected, _ = model(ids, layout=layout, cache=cache)
+    got, _ = model(ids, layout=layout, cache=pools.at(slots, fresh))
+    assert torch.equal(got, expected)
+    for _ in range(3):
+        token = torch.randint(256, (3, 1))
+        expected, _ = model(token, cache=cache)
+        got, _ = model(token, cache=pools.at(slots))
+        assert torch.equal(got, expected)
+    for layer, pool in zip(cache.layers, pools.layers, strict=True):
+        assert torch.equal(pool.state[slots].mT, layer["state"]) and torch.equal(pool.conv[slots], layer["conv"])
+        assert pool.state[[0, 2, 3, 5]].isnan().all() and pool.conv[[0, 2, 3, 5]].isnan().all()
+    assert pools.nbytes == before
+
+
+def test_pools_are_for_the_delta_family_and_without_a_gradient(model):
+    with pytest.raises(ValueError, match=r"Decoder.new_pools: pattern must hold layers of the delta family alone, got"):
+        model.new_pools(3)
+    own = Decoder(DecoderConfig(hidden_size=16, num_layers=1, pattern="gdn", num_heads=2, head_dim=8))
+    with pytest.raises(ValueError, match="must not require a gradient"):
+        own(torch.zeros(1, 1, dtype=torch.int64), cache=own.new_pools(1).at())
+
+
 def test_a_stream_is_what_generate_collects(model, ids):
     tokens = list(model.stream(ids, 9, seed=5, temperature=0.7))
     assert len(tokens) == 9 and all(token.shape == (2,) for token in tokens)

@@ -16,7 +16,9 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wyfold import layers
-from wyfold.layers.cache import DecodingCache, LayerCache
+from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay import Replay
 from wyfold.stages import table
 
 MIXERS: dict[str, type[nn.Module]] = {
@@ -41,6 +44,7 @@ ALIASES = {"gdn": "gated_delta_net"}
 
 IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
 PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activations do not grow with it
+PREFILL_GRID = 64  # packed prompts are cut at multiples of it, where a cut changes no state
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
@@ -198,7 +202,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         *,
         layout: SequenceLayout | None = None,
-        cache: DecodingCache | None = None,
+        cache: DecodingCache | PooledCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of each next token, and their loss.
 
@@ -207,7 +211,7 @@ class Decoder(nn.Module):
             labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to
                 learn, as at the end of a packed document. Rows past the layout's last boundary never count.
             layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
-            cache: From `new_cache`; ids go on where it stands, and it moves on.
+            cache: From `new_cache`, or to serve from `new_pools(..).at`; ids go on where it stands, and it moves on.
 
         Returns:
             logits: [B, T, vocab_size], dtype of the parameters.
@@ -227,6 +231,17 @@ class Decoder(nn.Module):
     def new_cache(self, batch_size: int) -> DecodingCache:
         """A cache with which `batch_size` sequences start."""
         return DecodingCache([{} for _ in self.blocks], batch_size)
+
+    def new_pools(self, slots: int) -> DecodingPools:
+        """Room for the states of so many sequences, updated in place by calls that name their slots.
+
+        Raises:
+            ValueError: a layer is not of the delta family.
+        """
+        for name, block in zip(self.config.layers, self.blocks, strict=True):
+            if not hasattr(block.mixer, "new_pool"):
+                raise ValueError(f"Decoder.new_pools: pattern must hold layers of the delta family alone, got {name}")
+        return DecodingPools([block.mixer.new_pool(slots) for block in self.blocks])  # type: ignore[operator,union-attr]
 
     def generate(
         self,
@@ -268,15 +283,18 @@ class Decoder(nn.Module):
         seed: int | None = None,
         generator: torch.Generator | None = None,
         stop: int | None = None,
+        layout: SequenceLayout | None = None,
+        shared_draws: bool = False,
     ) -> Iterator[Tensor]:
         """Tokens that follow the prompts, each as soon as it is drawn.
 
         Prompts are read in pieces of 2,048 tokens by the chunk forms, so a long one takes no more activations than a
         piece; each token is one step of the recurrences. Attention without a window keeps every key; nothing else
-        that is kept grows.
+        that is kept grows. On a GPU, a model of the delta family alone keeps its states in pools that are updated in
+        place, and from the third token on a step is the replay of a CUDA graph.
 
         Args:
-            ids: [B, T] integer. Prompts of one length, at least one token.
+            ids: [B, T] integer. Prompts of one length, at least one token; or of any lengths, packed [1, T].
             max_new_tokens: Most tokens to draw.
             temperature: Logits are divided by it; 0 takes the likeliest token.
             top_k: Draw among the k likeliest.
@@ -284,17 +302,24 @@ class Decoder(nn.Module):
             seed: Of the draws; None draws from `generator`, or from PyTorch's own.
             generator: On the device of the model.
             stop: Token that ends a row; the stream ends when every row has drawn it.
+            layout: Boundaries of packed prompts, none of them empty. Waits for its device once.
+            shared_draws: Every row draws by the same random numbers, those of a prompt that is alone: what follows a
+                prompt does not depend on the others.
 
         Yields:
-            token: [B] int64.
+            token: [N] int64, N = B, or the number of packed prompts.
 
         Raises:
             TypeError, ValueError: naming the argument, before anything runs.
         """
         name = "Decoder.generate"
-        self._check(ids, None, None)
+        self._check(ids, layout, None)
+        check.flag(name, shared_draws=shared_draws)
         if ids.shape[1] == 0:
             raise ValueError(f"{name}: ids must hold at least one token, got {list(ids.shape)}")
+        lengths = None if layout is None else layout.lengths.tolist()
+        if lengths is not None and min(lengths, default=0) == 0:
+            raise ValueError(f"{name}: layout must have prompts of at least one token, got lengths {lengths}")
         check.integer(name, "max_new_tokens", max_new_tokens, least=0)
         if check.number(name, "temperature", temperature) < 0:
             raise ValueError(f"{name}: temperature must be at least 0, got {temperature}")
@@ -308,24 +333,58 @@ class Decoder(nn.Module):
             generator = torch.Generator(ids.device).manual_seed(check.integer(name, "seed", seed, least=0))
         if stop is not None:
             check.integer(name, "stop", stop, least=0)
-        draw = _Draw(temperature, top_k, top_p, generator)
-        return self._stream(ids, max_new_tokens, draw, stop)
+        draw = _Draw(temperature, top_k, top_p, generator, shared_draws)
+        return self._stream(ids, lengths, max_new_tokens, draw, stop)
 
     @torch.inference_mode()
-    def _stream(self, ids: Tensor, max_new_tokens: int, draw: _Draw, stop: int | None) -> Iterator[Tensor]:
-        cache = self.new_cache(ids.shape[0])
-        for piece in ids.split(PREFILL_TOKENS, dim=1):
-            hidden = self._hidden(piece, None, cache)
-        stopped = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    def _stream(
+        self, ids: Tensor, lengths: list[int] | None, max_new_tokens: int, draw: _Draw, stop: int | None
+    ) -> Iterator[Tensor]:
+        N = ids.shape[0] if lengths is None else len(lengths)
+        pooled = ids.device.type == "cuda" and self.backend != "eager" and self._is_pooled
+        cache: DecodingCache | PooledCache = self.new_pools(N).at() if pooled else self.new_cache(N)
+        step: Callable[[Tensor], Tensor] = partial(self._step, cache)
+        if pooled:
+            step = Replay(step)
+        logits = self._logits(self._read(ids, lengths, cache))
+        stopped = torch.zeros(N, dtype=torch.bool, device=ids.device)
         for remaining in range(max_new_tokens, 0, -1):
-            token = draw(self._logits(hidden[:, -1]))
+            token = draw(logits)
             if stop is not None:
                 token = torch.where(stopped, stop, token)
                 stopped = stopped | (token == stop)
             yield token
             if remaining == 1 or (stop is not None and bool(stopped.all())):
                 return
-            hidden = self._hidden(token[:, None], None, cache)
+            logits = step(token)
+
+    def _step(self, cache: DecodingCache | PooledCache, token: Tensor) -> Tensor:
+        """Logits [N, vocab_size] behind one more token [N] of each sequence."""
+        return self._logits(self._hidden(token[:, None], None, cache)[:, -1])
+
+    def _read(self, ids: Tensor, lengths: list[int] | None, cache: DecodingCache | PooledCache) -> Tensor:
+        """Hidden states [N, hidden_size] behind the prompts, which are read piece by piece."""
+        if lengths is None:
+            for part in ids.split(PREFILL_TOKENS, dim=1):
+                hidden = self._hidden(part, None, cache)
+            return hidden[:, -1]
+        begins = [0, *accumulate(lengths)]
+        share = max(PREFILL_GRID, PREFILL_TOKENS // len(lengths) // PREFILL_GRID * PREFILL_GRID)
+        behind = ids.new_empty(len(lengths), self.config.hidden_size, dtype=self.embedding.weight.dtype)
+        for first in range(0, max(lengths), share):
+            sizes = [min(max(length - first, 0), share) for length in lengths]
+            rows = [ids[:, begin + first : begin + first + size] for begin, size in zip(begins, sizes) if size]
+            layout = SequenceLayout.from_lengths(sizes, device=ids.device)
+            hidden = self._hidden(torch.cat(rows, 1), layout, cache)
+            ended = [n for n, size in enumerate(sizes) if size and first + size == lengths[n]]
+            ends = list(accumulate(sizes))
+            behind[ended] = hidden[0, [ends[n] - 1 for n in ended]]
+        return behind
+
+    @property
+    def _is_pooled(self) -> bool:
+        """Whether every layer can keep its states in a pool."""
+        return all(hasattr(block.mixer, "new_pool") for block in self.blocks)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
@@ -373,7 +432,7 @@ class Decoder(nn.Module):
             raise ValueError(f"Decoder.load: {path} must hold what {CONFIG_FILE} describes; {error}") from error
         return model
 
-    def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | None) -> None:
+    def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> None:
         B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
@@ -384,17 +443,19 @@ class Decoder(nn.Module):
             raise ValueError(f"Decoder: ids must be [1, T] = {wanted} for its layout, got {list(ids.shape)}")
         if cache is None:
             return
-        if not isinstance(cache, DecodingCache):
-            raise TypeError(f"Decoder: cache must be a DecodingCache or None, got {type(cache).__name__}")
+        if not isinstance(cache, DecodingCache | PooledCache):
+            raise TypeError(
+                f"Decoder: cache must be a DecodingCache, a PooledCache or None, got {type(cache).__name__}"
+            )
         if len(cache.layers) != len(self.blocks):
             raise ValueError(f"Decoder: cache must have {len(self.blocks)} layers, got {len(cache.layers)}")
         N = B if layout is None else layout.max_seqs
         if cache.batch_size != N:
             raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
 
-    def _hidden(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | None) -> Tensor:
+    def _hidden(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> Tensor:
         x = self.embedding(ids)
-        caches = [None] * len(self.blocks) if cache is None else cache.layers
+        caches: Sequence[Any] = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             x = block(x, layout, layer_cache)
         return self.norm(x)
@@ -413,7 +474,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
 
-    def forward(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | LayerPool | None) -> Tensor:
         x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -439,6 +500,7 @@ class _Draw:
     top_k: int | None
     top_p: float | None
     generator: torch.Generator | None
+    shared: bool = False
 
     def __call__(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
@@ -451,7 +513,11 @@ class _Draw:
             # A token stays while those before it hold less than top_p, so the likeliest always does.
             before = probability.cumsum(dim=-1) - probability
             probability = torch.where(before < self.top_p, probability, 0)
-        rank = torch.multinomial(probability, 1, generator=self.generator)
+        if self.shared:  # what torch.multinomial does for one row, its random numbers for all of them
+            waiting = torch.empty_like(probability[:1]).exponential_(generator=self.generator)
+            rank = (probability / waiting).argmax(dim=-1, keepdim=True)
+        else:
+            rank = torch.multinomial(probability, 1, generator=self.generator)
         return tokens.gather(1, rank)[:, 0]
 
 

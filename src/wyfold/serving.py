@@ -1,5 +1,6 @@
 """Operators for serving: states in a pool of slots, updated in place, without a gradient."""
 
+from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
 from wyfold.ops.serving import decode, decode_packed, prefill, verify
 
-__all__ = ["decode", "decode_packed", "prefill", "verify"]
+__all__ = ["conv1d_prefill", "conv1d_update", "decode", "decode_packed", "prefill", "verify"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import wyfold
 from wyfold.cli import bench, cases, contenders, main, memory, peers, race, tables, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.contenders import Contender, Judge
@@ -42,6 +43,39 @@ def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = T
 
 
 # --- the whole command -----------------------------------------------------------------------------------------------
+
+
+def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, monkeypatch):
+    """Ours in place; a peer's token form makes new states of the same ones. Neither has a backward here."""
+    pool_of: list[int] = []
+    decode = contenders.serving.decode
+
+    def decoded(**given):
+        pool_of.append(given["pool"].data_ptr())
+        return decode(**given)
+
+    monkeypatch.setattr(contenders.serving, "decode", decoded)
+    case = dataclasses.replace(CASE, op="decode_kda", shape=Shape(3, 1, 1, 2, 8, 8), mode="fwd")
+    arguments = case.arguments()
+    states = arguments["initial_state"].clone()
+    token = cases.OPS[case.op]
+    peer = peers.Peer(
+        "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
+    )
+    track = race.Track(1, 3, graph=False, cold=False)
+    rows = race.race([case], [peer], [], track)
+    assert [row["ran"] for row in rows] == ["wyfold.serving.decode", "token form"]
+    assert all(row["correct"] and row["milliseconds"] for row in rows)
+    assert rows[0]["launches"]["forward"] == (
+        "prepare (wyfold.stages.prepare.eager)",
+        "recurrent (wyfold.stages.recurrent.eager)",
+    )
+    assert len(set(pool_of)) > 1, "what is checked is not what is timed"
+    assert torch.equal(arguments["initial_state"], states)
+    read = sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor))
+    assert rows[0]["floor"]["bytes"] == read + arguments["v"].nbytes + states.nbytes
+    both = dataclasses.replace(case, mode="fwdbwd")
+    assert race.race([both], [], [], race.Track(1, 1, graph=False, cold=False))[0]["refused"] == "has no backward"
 
 
 def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):

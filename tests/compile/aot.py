@@ -120,6 +120,10 @@ class Served:
         return f"serving.{self.operator} {self.stored}"
 
     def run(self) -> None:
+        if self.operator == "conv1d_update":
+            pool = torch.zeros(2, 512, 3, dtype=getattr(torch, self.stored))
+            serving.conv1d_update(torch.randn(1, 512), pool, torch.randn(512, 4), activation="silu", backend="triton")
+            return
         tokens = (torch.randn(1, 1, 1, 16) for _ in range(3))
         pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
         operator = getattr(serving, self.operator)
@@ -328,10 +332,14 @@ CALLS = (
 )
 """What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype."""
 
+STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
+"""With states on the way, which cost shared memory beside that of the tokens in flight."""
+
 OWN = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
+        *(Call("chunk_kda", options=STATES, packed=True, heads=heads) for heads in (2, 128)),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
     )
@@ -357,7 +365,7 @@ WIDE = (
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
-SERVED = (Served("prefill", "bfloat16"),)
+SERVED = (Served("prefill", "bfloat16"), Served("conv1d_update", "bfloat16"))
 """For kernels that the differentiable operators have no use for."""
 
 

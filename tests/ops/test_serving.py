@@ -91,6 +91,34 @@ def test_decode_takes_the_options_of_the_recurrent_call(name: str, backend: str,
     assert torch.equal(o, expected) and torch.equal(pool[:4], state) and torch.equal(pool[4:], before[4:])
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_and_prompts_take_them_too(name: str, backend: str, device):
+    """Whatever the gate, a token is drafted as it is trained on token by token, and a prompt is read as in chunks."""
+    drawn_with, given = OPTIONS[name]
+    a = drawn("kda", device, backend, N=2, T=3, **drawn_with) | given
+    before, columns = a_pool(device), torch.arange(6, device=device).view(2, 3)
+    pool = before.clone()
+    o = serving.verify(**a, pool=pool, state_indices=columns, state_v_first=False)
+    expected, state = alone("kda", a, before[[0, 3]])
+    assert torch.equal(o, expected) and torch.equal(pool[[2, 5]], state)
+    pool = before.clone()
+    o = serving.prefill(**a, pool=pool, state_v_first=False)
+    expected, state = wyfold.chunk_kda(**a, initial_state=before[:2], output_final_state=True)
+    assert torch.equal(o, expected) and torch.equal(pool[:2], state)
+
+
+def test_a_checkpoint_that_is_not_reached_is_not_stored(backend: str, device):
+    """Its row may name any slot: rows are as many as a packing could fill."""
+    a, pool, between = drawn("gated_delta_rule", device, backend, N=1, T=70), a_pool(device), a_pool(device, 5)
+    before = between.clone()
+    serving.prefill(
+        **a, pool=pool, cu_seqlens=torch.tensor([0, 31, 70], device=device), state_v_first=False, checkpoint_every=32,
+        checkpoint_pool=between, checkpoint_indices=index(3, 1, device=device),
+    )  # fmt: skip
+    assert not torch.equal(between[3], before[3])
+    assert torch.equal(between[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+
+
 def test_rows_and_slots_permuted(rule: str, backend: str, device):
     """Neither a row's place nor its slot's number changes a bit."""
     a, before = drawn(rule, device, backend), a_pool(device)

@@ -24,6 +24,9 @@ OPS = {
     "recurrent_gdn": "fused_recurrent_gated_delta_rule",
     "recurrent_kda": "fused_recurrent_kda",
     "recurrent_ttt": "fused_recurrent_ttt_linear",
+    "decode_delta_rule": "fused_recurrent_delta_rule",
+    "decode_gdn": "fused_recurrent_gated_delta_rule",
+    "decode_kda": "fused_recurrent_kda",
     "solve": "solve_tril",
     "kkt": "chunk_scaled_dot_kkt",
     "conv": "causal_conv1d",
@@ -32,7 +35,10 @@ OPS = {
     "gdn_gate": "fused_gdn_gate",
     "kda_gate": "fused_kda_gate",
 }
-"""What the command line calls an operator -> its public name, also the name of its subject."""
+"""What the command line calls an operator -> its public name, also the name of its subject.
+
+Decoding is the token form from states to states; ours is `wyfold.serving.decode`, in place.
+"""
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "fast": lambda x: -5 * torch.special.ndtr(x),  # uniform, mean -2.5 per token
@@ -60,8 +66,11 @@ PINNED = {
     "ttt": Shape(4, 4096, 32, 32, 64, 64),
     "short": Shape(1, sum(SHORT_LENGTHS), 32, 32, 128, 128),
     "dense": Shape(SEQUENCES, 128, 32, 32, 128, 128),
+    "token64": Shape(64, 1, 32, 32, 128, 128),
+    "token1024": Shape(1024, 1, 32, 32, 128, 128),
 }
-"""Shapes by name. `short` is packed, many sequences of 1 to 200 tokens; `dense` is what it is compared with."""
+"""Shapes by name. `short` is packed, many sequences of 1 to 200 tokens; `dense` is what it is compared with; the last
+two are one token of many sequences, for decoding."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,22 @@ class Case:
     @property
     def recurrence(self) -> bool:
         """Whether it is one of the rules, in either form, whose accuracy has absolute targets."""
-        return self.op.removeprefix("recurrent_") in (*DELTA_RULES, "ttt")
+        return self.kind in (*DELTA_RULES, "ttt")
+
+    @property
+    def kind(self) -> str:
+        """The rule, whatever the form; of other operators the name."""
+        return self.op.removeprefix("recurrent_").removeprefix("decode_")
+
+    @property
+    def decoding(self) -> bool:
+        """Whether states come and go."""
+        return self.op.startswith("decode_")
 
     @property
     def family(self) -> str:
         """Of the inputs, which sets the absolute targets: what forgets as little as "uniform+" rounds as often."""
-        rule = self.op.removeprefix("recurrent_") in DELTA_RULES
+        rule = self.kind in DELTA_RULES
         return "uniform+" if rule and self.gate in (NO_GATE, "slow") else self.subject.family
 
     @property
@@ -133,8 +152,7 @@ class Case:
     def arguments(self) -> Arguments:
         """Keyword arguments of the operator, the same whenever they are drawn on one kind of device."""
         tensors = _Tensors(self)
-        kind = self.op.removeprefix("recurrent_")  # both forms on the same tensors
-        draw: Callable[[], Arguments] = getattr(tensors, "rule" if kind in DELTA_RULES else kind)
+        draw: Callable[[], Arguments] = getattr(tensors, "rule" if self.kind in DELTA_RULES else self.kind)
         return draw()
 
     def incoming(self, arguments: Arguments) -> Tensor:
@@ -155,7 +173,7 @@ class Case:
             return read + written
         gradients = sum(_bytes(x) for x in tensors if x.is_floating_point())
         states = 0
-        if self.op.removeprefix("recurrent_") in DELTA_RULES:
+        if self.kind in DELTA_RULES:
             states = self.token_heads * self.shape.K * self.shape.V * 2 // 64
         return 2 * read + 2 * written + gradients + 2 * states
 
@@ -164,7 +182,8 @@ class Case:
         like = arguments.get("v", next(iter(arguments.values())))
         if self.op == "kkt":
             return int(arguments["beta"].numel()) * self.chunk * 4
-        return int(like.numel()) * (4 if self.op.endswith("_gate") else like.element_size())
+        states = _bytes(arguments["initial_state"]) if self.decoding else 0
+        return int(like.numel()) * (4 if self.op.endswith("_gate") else like.element_size()) + states
 
 
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
@@ -228,6 +247,9 @@ class _Tensors:
         drawn["beta"] = self.per_token(s.HV).sigmoid_()
         if case.norm == "inside":
             drawn["use_qk_l2norm_in_kernel"] = True
+        if case.decoding:
+            state = self.normal(s.B, s.HV, s.K, s.V)
+            drawn |= {"initial_state": state.div_(s.K**0.5), "output_final_state": True}
         return drawn | self.packing()
 
     def packing(self) -> Arguments:

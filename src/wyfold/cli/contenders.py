@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import wyfold
+from wyfold import serving
 from wyfold.cli.cases import DELTA_RULES, OPS, Case, gradient_name, leaves
 from wyfold.cli.peers import Adapter, Peer
 from wyfold.cli.subjects import NARROW, PER_TOKEN, Arguments, Named, bound, widened
@@ -17,7 +18,7 @@ from wyfold.reference.error import Verdict, judge, rms
 
 OURS = "wyfold"
 TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})
-HEAD_AXIS = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "eta": 2, "A": 2, "o": 2, "y": 2, "w": 0, "b": 0}
+HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "w": 0, "b": 0, "initial_state": 1}
 KEY_HEADS = frozenset({"q", "k"})
 """Tensors with a row per key head; the others of `HEAD_AXIS` have one per value head."""
 
@@ -79,8 +80,22 @@ def _ours(case: Case, flag: str) -> Contender:
     flags: Arguments = {flag: True} if flag else {}
     if case.backend:
         flags["backend"] = case.backend
+    if case.decoding:
+        return Contender(
+            OURS,
+            "wyfold.serving.decode",
+            lambda arguments: serving.decode(**_served(arguments | flags)),
+            lambda arguments: {"pool": arguments["initial_state"].clone()},
+            backward=False,
+        )
     name = f"wyfold.{case.subject.operator}" + (f", {flag}" if flag else "")
     return Contender(OURS, name, lambda arguments: case.subject.ours(arguments | flags)[0])
+
+
+def _served(arguments: Arguments) -> Arguments:
+    """What `serving.decode` is given: the states as a pool, which it updates in place."""
+    rest = {name: x for name, x in arguments.items() if name not in ("initial_state", "output_final_state")}
+    return {"g": None, "pool": arguments["initial_state"], "state_v_first": False} | rest
 
 
 def _theirs(peer: Peer, adapter: Adapter) -> Contender:
@@ -134,7 +149,10 @@ def plan(contender: Contender, case: Case, arguments: Arguments) -> dict[str, An
     if contender.name != OURS:
         return {}
     asked = {"backend": case.backend} if case.backend else {}
-    found = wyfold.explain(getattr(wyfold, OPS[case.op]), **(arguments | asked))
+    if case.decoding:
+        found = wyfold.explain(serving.decode, **_served(arguments | asked))
+    else:
+        found = wyfold.explain(getattr(wyfold, OPS[case.op]), **(arguments | asked))
     return {
         "backend": found.backend,
         "forward": found.forward,

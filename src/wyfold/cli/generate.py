@@ -3,7 +3,9 @@
 The prompt is read by the chunk forms, in pieces of 2,048 bytes; then each byte costs one step of the recurrence. What
 the model remembers of the text has a fixed size: a state for each delta-rule or TTT layer, a window of keys for each
 attention layer. `wyfold train` gives attention a window always; a model made otherwise, whose attention has none, keeps
-every key, and its memory grows with the text. The text goes to standard output, the speed to standard error.
+every key, and its memory grows with the text. The lines of a file of prompts are continued together. On a GPU a model
+of the delta family alone keeps its states in pools and replays each step as a CUDA graph. The text goes to standard
+output, the speed to standard error.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run of `wyfold train`, or a checkpoint in it")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="text to continue (default: what standard input holds)")
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="continue each line of this file in turn")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="continue each line of this file")
+    parser.add_argument(
+        "--batch", type=whole(1), default=64, help="lines of --prompts continued together (default: %(default)s)"
+    )
     parser.add_argument("--max-bytes", type=whole(0), default=400, help="bytes to add (default: %(default)s)")
     parser.add_argument(
         "--temperature",
@@ -85,8 +90,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
     prompts = _prompts(args)
     with _destination(args.out) as out:
-        for prompt in prompts:
-            speak(model, prompt, sampling, out)
+        if len(prompts) == 1:
+            speak(model, prompts[0], sampling, out)
+        else:
+            for first in range(0, len(prompts), args.batch):
+                speak_together(model, prompts[first : first + args.batch], sampling, out)
     return DONE
 
 
@@ -126,6 +134,47 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> Non
     out.flush()
     rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} tokens/s" if count > 1 else ""
     print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
+
+
+def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out: TextIO) -> None:
+    """Write every prompt and its continuation to `out` once all are there, and the speed of all to standard error.
+
+    All rows are drawn by the same random numbers, so a prompt's text is what it would be alone.
+    """
+    from wyfold import SequenceLayout
+
+    device = model.embedding.weight.device
+    ids = torch.tensor([list(b"".join(prompts))], device=device)
+    layout = SequenceLayout.from_lengths([len(prompt) for prompt in prompts], device=device)
+    start = first = time.perf_counter()
+    drawn = []
+    for token in model.stream(
+        ids,
+        sampling.max_bytes,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        layout=layout,
+        shared_draws=True,
+    ):
+        drawn.append(token)
+        if len(drawn) == 1:
+            token.cpu()  # waits until it is there
+            first = time.perf_counter()
+    rows = torch.stack(drawn, 1).tolist() if drawn else [[] for _ in prompts]
+    seconds = time.perf_counter() - first
+    for prompt, row in zip(prompts, rows, strict=True):
+        out.write((prompt + bytes(row)).decode("utf-8", "replace") + "\n")
+    out.flush()
+    count = len(prompts) * (len(drawn) - 1)
+    rate = f", the first in {first - start:.2f} s, then {count / seconds:,.0f} tokens/s" if count > 0 else ""
+    print(f"{len(prompts)} prompts, {len(drawn)} bytes each{rate}{_memory(device)}", file=sys.stderr)
+
+
+def _memory(device: torch.device) -> str:
+    """Most that PyTorch's allocator held on a GPU, in words."""
+    return f"; at most {torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB" if device.type == "cuda" else ""
 
 
 def _prompts(args: argparse.Namespace) -> list[bytes]:

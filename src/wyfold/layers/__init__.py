@@ -1,7 +1,7 @@
 """The papers' sequence-mixing layers around the operators, and the cache they decode with."""
 
 from wyfold.layers.attention import SoftmaxAttention
-from wyfold.layers.cache import DecodingCache, LayerCache
+from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
@@ -12,11 +12,13 @@ from wyfold.layers.ttt_linear import TTTLinear
 __all__ = [
     "DecayParameters",
     "DecodingCache",
+    "DecodingPools",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerCache",
+    "LayerPool",
     "ShortConvolution",
     "SoftmaxAttention",
     "TTTLinear",

@@ -5,12 +5,15 @@ It starts empty, and each call replaces its tensors by their successors without 
 the dict is a snapshot to return to. A `DecodingCache` holds one per layer of a model.
 
 The dict's size does not grow with the tokens seen, softmax attention without a window excepted.
+
+To serve, a layer of the delta family keeps many sequences in a `LayerPool` instead, each in a slot, and updates those
+that a call names in place; no gradient passes. `DecodingPools` holds one per layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,6 +76,66 @@ class DecodingCache:
         for layer in self.layers:
             for name, x in layer.items():
                 layer[name] = change(x)
+
+
+class LayerPool(NamedTuple):
+    """What a layer remembers of many sequences, and which of them a call is for; updated in place.
+
+    Attributes:
+        conv: [slots, D, W-1] latest inputs of the short convolution.
+        state: [slots, HV, V, K] states, V-first.
+        slots: [N] int32 or int64 slot of each sequence of a call; None: sequence n is in slot n.
+        given: [N] bool, False where a sequence starts, whatever its slot holds; None: everywhere True.
+    """
+
+    conv: Tensor
+    state: Tensor
+    slots: Tensor | None = None
+    given: Tensor | None = None
+
+
+class PooledCache(NamedTuple):
+    """The pools of a model's layers for one call of N = batch_size sequences; from `DecodingPools.at`."""
+
+    layers: tuple[LayerPool, ...]
+    batch_size: int
+
+
+class DecodingPools:
+    """The pools of a model's layers, zeros at first. What one call wrote the next one finds; nothing else is allocated.
+
+    Args:
+        layers: One `LayerPool` per layer, all of so many slots.
+
+    Example:
+        >>> import torch
+        >>> from wyfold.models import Decoder, DecoderConfig
+        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn", num_heads=2, head_dim=16))
+        >>> pools = model.new_pools(8)
+        >>> with torch.no_grad():
+        ...     _ = model(torch.randint(256, (2, 9)), cache=pools.at(torch.tensor([5, 0])))
+        >>> [bool(state.any()) for state in pools.layers[0].state]
+        [True, False, False, False, False, True, False, False]
+    """
+
+    def __init__(self, layers: Sequence[LayerPool]):
+        self.layers = tuple(layers)
+
+    def at(self, slots: Tensor | None = None, has_initial_state: Tensor | None = None) -> PooledCache:
+        """The `cache=` of a call.
+
+        Args:
+            slots: [N] int32 or int64, distinct; one that is none is skipped, and its rows of the output mean nothing.
+                None: every slot, in order.
+            has_initial_state: [N] bool. False: the sequence starts, whatever its slot holds.
+        """
+        N = self.layers[0].state.shape[0] if slots is None else slots.shape[0]
+        return PooledCache(tuple(pool._replace(slots=slots, given=has_initial_state) for pool in self.layers), N)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pools hold."""
+        return sum(pool.conv.nbytes + pool.state.nbytes for pool in self.layers)
 
 
 def sequences(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.cache import LayerCache, LayerPool, sequences
 from wyfold.layers.conv import ShortConvolution
+from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.ops.serving import decode, prefill
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.stages import table
@@ -79,14 +82,24 @@ class DeltaMixer(nn.Module):
         """What the rule read, normed; [B, T, HV, V] both."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+    def new_pool(self, slots: int) -> LayerPool:
+        """Room for so many sequences, on the layer's device; states are float32, or as wide as the layer."""
+        check.integer(type(self).__name__, "slots", slots, least=1)
+        weight = self.conv.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        state = weight.new_zeros(slots, self.num_v_heads, self.head_v_dim, self.head_dim, dtype=wide)
+        return LayerPool(weight.new_zeros(slots, weight.shape[0], weight.shape[1] - 1), state)
+
+    def forward(
+        self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | LayerPool | None = None
+    ) -> Tensor:
         """Mixed sequences.
 
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
             cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict
-                starts.
+                starts. Or a `LayerPool`, updated in place, without a gradient.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -94,6 +107,8 @@ class DeltaMixer(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
+        if isinstance(cache, LayerPool):
+            return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, layout, cache, ("conv", "state"))
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
@@ -117,6 +132,33 @@ class DeltaMixer(nn.Module):
         )
         if cache is not None:
             cache["state"] = state
+        return self.out(self.read_out(o, x).flatten(2))
+
+    def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
+        """`forward` from the slots of a pool and into them."""
+        sequences(type(self).__name__, x, self.hidden_size, layout, None, ())
+        where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
+        packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
+        convolve, rule = (conv1d_prefill, prefill) if packed else (conv1d_update, decode)
+        activation = self.conv.activation
+        qkv = convolve(
+            self.qkv(x), pool.conv, self.conv.weight, self.conv.bias, activation=activation, **where, **packed
+        )
+        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
+        o = rule(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            beta=self.beta(x),
+            **{"g": None} | self.gate_arguments(x),
+            pool=pool.state,
+            state_v_first=True,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            **where,
+            **packed,
+        )
         return self.out(self.read_out(o, x).flatten(2))
 
 

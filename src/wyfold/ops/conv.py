@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_call import packed_boundaries
+from wyfold.pipelines.conv_serving import one_row
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, legal_boundaries
 from wyfold.runtime.register import once_differentiable, register
@@ -90,7 +91,7 @@ def causal_conv1d(
     check.floating(_NAME, x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
     check.alike(_NAME, "device", x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
     rows = {"x": x, "residual": residual}
-    copies = tuple(name for name, t in rows.items() if t is not None and not _one_row(t))
+    copies = tuple(name for name, t in rows.items() if t is not None and not one_row(t))
     dtypes = table.dtypes(x, weight, bias, residual, initial_state)
     plan = table.plan(
         _NAME,
@@ -105,12 +106,6 @@ def causal_conv1d(
     tensors = _Tensors(x, weight, bias, residual, initial_state, cu)
     y, final_state = _Conv.apply(*tensors, output_final_state, activation is not None, plan.backend)
     return y, final_state if output_final_state else None
-
-
-def _one_row(x: Tensor) -> bool:
-    """Whether all tokens of [B, T, D] lie one after another at one distance, so that none has to move."""
-    B, T, _ = x.shape
-    return B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
 
 
 class _Tensors(NamedTuple):

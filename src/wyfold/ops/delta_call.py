@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,20 +88,23 @@ def call_delta(
 
 
 MOST_DECISIONS = 4096
-_decisions: dict[tuple[Any, ...], DeltaOptions] = {}
+_decisions: dict[tuple[Any, ...], Any] = {}
 """What calls asked for came to: checks and plans look at metadata, and are the same for the same metadata."""
 
 
-def decided(key: tuple[Any, ...] | None, decide: Callable[[], DeltaOptions]) -> DeltaOptions:
+Decision = TypeVar("Decision", DeltaOptions, str)
+
+
+def decided(key: tuple[Any, ...] | None, decide: Callable[[], Decision]) -> Decision:
     """What `decide` says, asked once for every key; None is no key."""
-    options = None if key is None else _decisions.get(key)
-    if options is None:
-        options = decide()
+    found: Decision | None = None if key is None else _decisions.get(key)
+    if found is None:
+        found = decide()
         if key is not None:
             if len(_decisions) >= MOST_DECISIONS:
                 _decisions.clear()
-            _decisions[key] = options
-    return options
+            _decisions[key] = found
+    return found
 
 
 def _decided_by(

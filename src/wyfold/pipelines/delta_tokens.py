@@ -90,9 +90,12 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     states, first = _between(call)
     dST = None if dST is None else _in_place(dST)
     shares = call.stage.recurrent_bwd(
-        *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0
-    )
-    call.stage.gather(*call.inputs[:2], *call.inputs[3:], shares, call.grid, options, wanted)
+        *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
+        call.stage.BLOCK, call.stage.RUN,
+    )  # fmt: skip
+    # As the parameters' shares of a gate's gradient are added up, so the gate has to be read: in one layout.
+    gate = None if t.g is None else _in_place(t.g)
+    call.stage.gather(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from wyfold.pipelines.delta import walk
@@ -101,8 +102,14 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
         stage.leave_each(states, slots, s.pool, grid, s.o)
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
-    if s.checkpoints is not None and states.shape[0]:
-        stage.leave(states, Slots(None, None, s.checkpoint_source, pad=s.pad), s.checkpoints)
+    if s.checkpoints is not None and s.checkpoint_source is not None and states.shape[0]:
+        between = s.checkpoint_source
+        if grid.cu is not None:
+            # Rows that no boundary was completed for are nobody's, whatever slot they name.
+            completed = (grid.cu[: grid.sequences + 1].diff() // options.checkpoint_every).sum()
+            row = torch.arange(states.shape[0], device=states.device)
+            between = torch.where((row < completed)[:, None], between, s.pad)
+        stage.leave(states, Slots(None, None, between, pad=s.pad), s.checkpoints)
 
 
 def _serve_fake(*arguments: Any) -> None:

@@ -61,6 +61,7 @@ STAGES = (
     "slots",
     "ttt",
     "conv",
+    "conv_slots",
     "norm",
     "gate",
     "kkt",

@@ -23,7 +23,7 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.launch import tuned
 from wyfold.stages.conv import ConvGradients
 from wyfold.tile.activation.triton import silu, silu_bwd
-from wyfold.tile.taps.triton import tap_products, taps, taps_bwd, zeros
+from wyfold.tile.taps.triton import load_row, load_taps, tap_products, taps, taps_bwd, zeros
 
 NEVER = tl.constexpr(1 << 62)
 
@@ -217,17 +217,12 @@ def _sequence(p_cu, t, n, N, T, last, length):
 
 
 @triton.jit
-def _load(p, o, mask):
-    return tl.load(p + o, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _input(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d):
     """Input at token t of sequence n, from the state it came with if that is before its start."""
-    b_x = _load(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
+    b_x = load_row(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
     if p_state is not None:
         o_state = n * s_state[0] + o_d * s_state[1] + (S + t - start) * s_state[2]
-        b_x = tl.where(t < start, _load(p_state, o_state, m_d & (t < start) & (n < N)), b_x)
+        b_x = tl.where(t < start, load_row(p_state, o_state, m_d & (t < start) & (n < N)), b_x)
     return b_x
 
 
@@ -242,25 +237,12 @@ def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl
 
 
 @triton.jit
-def _filter(p_w, s_w, p_bias, o_d, m_d, W: tl.constexpr):
-    """Taps, oldest first, and the bias, zeros where there is none."""
-    w: tl.tuple = ()
-    for i in tl.static_range(W):
-        w = w + (_load(p_w, o_d * s_w[0] + i * s_w[1], m_d),)
-    if p_bias is not None:
-        bias = _load(p_bias, o_d, m_d)
-    else:
-        bias = o_d * 0.0
-    return w, bias
-
-
-@triton.jit
 def _rows(p, s_rows, t, limit, o_d, m_d, BT: tl.constexpr):
     """BT neighbouring tokens, each a row, zeros from `limit` on."""
     rows: tl.tuple = ()
     for i in tl.static_range(BT):
         if p is not None:
-            rows = rows + (_load(p, (t + i) * s_rows[0] + o_d * s_rows[1], m_d & (t + i < limit)),)
+            rows = rows + (load_row(p, (t + i) * s_rows[0] + o_d * s_rows[1], m_d & (t + i < limit)),)
         else:
             rows = rows + (o_d * 0.0,)
     return rows
@@ -305,7 +287,7 @@ def wyfold_conv_triton(
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
     if i_program < spans:
-        w, b_bias = _filter(p_w, s_w, p_bias, o_d, m_d, W)
+        w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
         t = i_program * groups * BT
         n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
         window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
@@ -350,7 +332,7 @@ def wyfold_conv_triton(
 def _left(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
     """Gradient of the input at t of sequence n through the state that left, of which it is entry S - (end - t)."""
     c = S - (end - t)
-    return _load(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
+    return load_row(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
 
 
 @triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
@@ -365,7 +347,7 @@ def wyfold_conv_bwd_triton(
     m_d = o_d < D
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
-    w, b_bias = _filter(p_w, s_w, p_bias, o_d, m_d, W)
+    w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
     if i_program < spans:
         first = i_program * (groups * BT - (W - 1))
         limit = tl.minimum(first + groups * BT - (W - 1), T)

@@ -51,7 +51,7 @@ def row_sum(b_x):
     `tl.sum` first adds what one thread holds, and that follows from how wide its loads are, so from the alignment of
     the tensor they read. Here neighbours are added, level by level: of two numbers there is one sum.
     """
-    for _ in tl.static_range(_levels(b_x.shape[1])):
+    for _ in tl.static_range(levels(b_x.shape[1])):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)), axis=2)
     return b_x
 
@@ -59,7 +59,7 @@ def row_sum(b_x):
 @triton.jit
 def column_sum(b_x):
     """Sum of each column, in one order like `row_sum`.   [BR, BW] -> [1, BW]"""
-    for _ in tl.static_range(_levels(b_x.shape[0])):
+    for _ in tl.static_range(levels(b_x.shape[0])):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2, b_x.shape[1])), axis=1)
     return b_x
 
@@ -67,7 +67,7 @@ def column_sum(b_x):
 @triton.jit
 def vector_sum(b_x):
     """Sum of a vector, in one order like `row_sum`.   [BW] -> one number"""
-    for _ in tl.static_range(_levels(b_x.shape[0]) - 1):
+    for _ in tl.static_range(levels(b_x.shape[0]) - 1):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2)), axis=1)
     return tl.sum(b_x, axis=0)
 
@@ -79,6 +79,6 @@ def normalised(b_x, eps: tl.constexpr = 1e-6):
 
 
 @triton.constexpr_function
-def _levels(width):
+def levels(width):
     """Binary logarithm of a power of two."""
     return int(width).bit_length() - 1

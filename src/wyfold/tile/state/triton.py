@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.norm.triton import vector_sum
+from wyfold.tile.norm.triton import levels, vector_sum
 
 
 @triton.jit
@@ -56,7 +56,22 @@ def slot_offsets(
 
 
 @triton.jit
-def token_step(b_S, decay, b_q, b_k, b_v, beta):
+def key_sum(b_x, V_FIRST: tl.constexpr):
+    """Sum of every value row over K, pair by pair in one order, whatever lays the tile out.   [BV, BK] -> [BV]
+
+    Which pairs come first follows how states are stored, since a thread holds neighbours there: of one value row in
+    [V, K], so neighbours in K are added before lanes are crossed; of several in [K, V], so halves of K are.
+    """
+    for _ in tl.static_range(levels(b_x.shape[1]) - 1):
+        if V_FIRST:
+            b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)), axis=2)
+        else:
+            b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0], 2, b_x.shape[1] // 2)), axis=1)
+    return tl.sum(b_x, axis=1)
+
+
+@triton.jit
+def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
     """One token of the recurrence: decay, correct, read.
 
         S^T <- decay S^T        y = beta (v - S^T k)        o = S^T q + (q.k) y        S^T <- S^T + y k^T
@@ -69,16 +84,17 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta):
         b_q, b_k: [BK] float32.
         b_v: [BV] float32.
         beta: One number.
+        V_FIRST: How states are stored.
 
     Returns:
         S: [BV, BK].
         o: [BV] before scale.
     """
     b_S = b_S * decay
-    b_Sk = tl.sum(b_S * b_k[None, :], axis=1)
-    b_Sq = tl.sum(b_S * b_q[None, :], axis=1)
-    b_y = (b_v - b_Sk) * beta
-    return tl.fma(b_y[:, None], b_k[None, :], b_S), tl.fma(b_y, vector_sum(b_q * b_k), b_Sq)
+    qk = vector_sum(b_q * b_k)
+    b_Sq = key_sum(b_S * b_q[None, :], V_FIRST)
+    b_y = (b_v - key_sum(b_S * b_k[None, :], V_FIRST)) * beta
+    return tl.fma(b_y[:, None], b_k[None, :], b_S), tl.fma(b_y, qk, b_Sq)
 
 
 @triton.jit

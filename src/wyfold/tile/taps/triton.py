@@ -10,6 +10,25 @@ import triton.language as tl
 
 
 @triton.jit
+def load_row(p, o, mask):
+    """One row, float32, zeros where the mask is not.   [BD]"""
+    return tl.load(p + o, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_taps(p_w, s_w, p_bias, o_d, m_d, W: tl.constexpr):
+    """Taps, oldest first, and the bias, zeros where there is none."""
+    w: tl.tuple = ()
+    for i in tl.static_range(W):
+        w = w + (load_row(p_w, o_d * s_w[0] + i * s_w[1], m_d),)
+    if p_bias is not None:
+        bias = load_row(p_bias, o_d, m_d)
+    else:
+        bias = o_d * 0.0
+    return w, bias
+
+
+@triton.jit
 def taps(window, w, W: tl.constexpr):
     """sum_i w[i] window[i], last tap first; both are tuples of W rows."""
     y = window[W - 1] * w[W - 1]

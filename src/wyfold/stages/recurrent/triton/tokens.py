@@ -1,0 +1,92 @@
+"""What the launches have in common: how a token is read and seen, and what decides how they are compiled."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.launch import dtype_word
+from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.decay.triton import gate_kind, load_token_gate, token_decay
+from wyfold.tile.index.triton import load_token_number, load_token_row
+from wyfold.tile.norm.triton import normalised
+
+CLEARED: tl.constexpr = tl.constexpr(16)
+"""Rows of output that a program without a state zeroes at a time."""
+
+ROUNDING = {"enable_fp_fusion": False}
+"""Every rounding is written out: no compilation of these lines may round otherwise than another."""
+
+WIDE = torch.float32
+
+
+def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool) -> str:
+    """What a launch configuration depends on: how states are stored, their widths, the gate's kind."""
+    order = "VK" if v_first else "KV"
+    return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}"
+
+
+@triton.jit
+def load_token(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    here,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """One token as it lies in memory, all of it asked for before anything waits: q, k [BK], v [BV], gate, strength.
+
+    Unless it is here, nothing is read.
+    """
+    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, here, K, BK)
+    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, here, K, BK)
+    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, here, V, BV)
+    x = load_token_gate(p_g, s_g, b, t, i_hv, here, GATE, K, BK)
+    beta = 1.0
+    if p_beta is not None:
+        beta = load_token_number(p_beta, s_beta, b, t, i_hv, here)
+    return b_q, b_k, b_v, x, beta
+
+
+@triton.jit
+def seen(
+    b_q,
+    b_k,
+    b_v,
+    x,
+    beta,
+    rate,
+    bias,
+    lower_bound,
+    clamp,
+    beta_most,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    LOGIT: tl.constexpr,
+):
+    """A token as the recurrence sees it: q and k normalised, v, decay of the state, write strength; float32."""
+    b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
+    if NORM:
+        b_k, b_q = normalised(b_k), normalised(b_q)
+    if LOGIT:
+        beta = sigmoid(beta) * beta_most
+    return b_q, b_k, b_v, token_decay(x, rate, bias, lower_bound, clamp, GATE, ACTIVATION), beta
