@@ -3,9 +3,9 @@
     with patch(model):
         model(input_ids, position_ids=...)
 
-Rebound are names: the functions that a modelling file calls (transformers 5.15 and later) or keeps on its layers (4.57 to
-5.14), and `forward` of the class that hands positions to the layers. Parameters, configurations, and with them loading
-and saving stay as they are.
+Rebound are names: the functions that a modelling file calls (transformers 5.15 and later) or keeps on its layers (4.57
+to 5.14), and `forward` of the class that hands positions to the layers. Parameters, configurations, and with them
+loading and saving stay as they are.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _patch_layers(patched: Patch, calls: Calls, target: object, packing: bool) -
     family = calls.family
     if not isinstance(target, nn.Module):
         raise ValueError(
-            f"patch: target must be a model with transformers {patched.report.version}, whose layers keep the functions "
-            f"themselves, got {target!r}"
+            f"patch: target must be a model with transformers {patched.report.version}, whose layers keep the "
+            f"functions themselves, got {target!r}"
         )
     for path, layer in layers_of(target, family):
         for purpose, name in ON_LAYERS.items():
@@ -182,8 +182,8 @@ def _hear_positions(patched: Patch, calls: Calls, owner: Any, stock: Callable[..
         finally:
             calls.boundaries.current = None
 
-    name = getattr(owner, "__name__", type(owner).__name__)
-    told = Replaced(calls.family.name, f"{where}.{name}" if not bound else where, "forward", "boundaries for all layers")
+    place = where if bound else f"{where}.{owner.__name__}"
+    told = Replaced(calls.family.name, place, "forward", "boundaries for all layers")
     patched._rebind(owner, "forward", forward, told)
 
 

@@ -1,8 +1,8 @@
 """What stands where the models' own functions stood: their calling conventions, Wyfold's operators.
 
 A call is served, or it is refused before any work with the operator's own reason. `on_unsupported="stock"` hands a
-refused call on to the function that stood there before, and counts it under that reason; a packed call never, since that
-function would mix the documents.
+refused call on to the function that stood there before, and counts it under that reason; a packed call never, since
+that function would mix the documents.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Calls:
                     output_final_state=True,
                     activation=activation,
                 )
-                conv_state.copy_(latest)  # the cache's own storage is what the model goes on from
+                # The model goes on from the cache's own storage.
+                conv_state.copy_(latest)  # type: ignore[arg-type]  # asked for, so there
                 return y.transpose(1, 2)
 
             def theirs() -> Any:
