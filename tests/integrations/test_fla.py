@@ -351,7 +351,7 @@ def test_a_real_fla_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.
         assert not hasattr(importlib.import_module("fla.ops"), "real")
     assert importlib.import_module("fla.ops") is real
     for name in ("fla", "fla.ops"):
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
     with pytest.raises(TypeError, match="force must be True or False"):
         fla.install(force=1)  # type: ignore[arg-type]
     fla.uninstall()
