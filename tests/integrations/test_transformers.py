@@ -225,6 +225,19 @@ def test_positions_that_do_not_restart_are_left_alone(qwen: Any, ids: Tensor):
     assert patched.report.served
 
 
+def test_one_graph_of_everything(qwen: Any, ids: Tensor):
+    """Given boundaries can be compiled with the model; positions alone have to be read, which no graph can."""
+    torch.compiler.reset()
+    with torch.no_grad(), patch(qwen, norm=True) as patched:
+        for inputs in ({}, {"cu_seq_lens_q": boundaries(LENGTHS)}):
+            whole = torch.compile(qwen, backend="eager", fullgraph=True)
+            expected = qwen(ids[:1], use_cache=False, **inputs).logits
+            counted = dict(patched.report.calls)
+            assert far(whole(ids[:1], use_cache=False, **inputs).logits, expected) < SEPARATE
+            assert dict(patched.report.calls) == counted
+    torch.compiler.reset()
+
+
 def test_without_packing_only_functions_are_replaced(qwen: Any, ids: Tensor):
     with torch.no_grad(), patch(qwen, packing=False) as patched:
         assert not any(name == "forward" for *_, name, _ in patched.report.replaced)

@@ -21,7 +21,8 @@ Call = dict[str, Any]
 def settled(op: str, call: Call) -> Call:
     """The keywords of a model's forward, made consistent.
 
-    A call without packed documents is returned as it came. Reading positions waits for the device once.
+    A call without packed documents is returned as it came. Reading positions waits for the device once. Inside compiled
+    code given boundaries are believed, since nothing can be read there; positions alone break the graph.
 
     Args:
         op: Who asks, for messages.
@@ -53,13 +54,10 @@ def settled(op: str, call: Call) -> Call:
         if starts is None or int(starts.sum()) == B:
             return call
         boundaries = _boundaries(starts)
-    _refuse_cache_and_padding(op, call, cached, mask)
-    given = _given_starts(op, boundaries, B, T)
-    if starts is not None and not torch.equal(starts, given):
-        raise ValueError(
-            f"{op}: position_ids must begin again where cu_seq_lens_q or seq_idx has a boundary and nowhere else, got "
-            f"{int(starts.sum())} documents by position and {int(given.sum())} by boundary; give one of the two"
-        )
+    _refuse_cache(op, call, cached)
+    given = _given_starts(boundaries, B, T)
+    if not torch.compiler.is_compiling():
+        _check_contents(op, boundaries, starts, given, mask)
     whole_mask = {} if mask is None else {"attention_mask": None}
     restarted = {} if positions is not None else {"position_ids": _positions(given)}
     return {**call, **whole_mask, **restarted, "cu_seq_lens_q": boundaries, "use_cache": False}
@@ -108,17 +106,10 @@ def _boundaries(starts: Tensor) -> Tensor:
     return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
 
 
-def _given_starts(op: str, boundaries: Tensor, B: int, T: int) -> Tensor:
-    """[B, T] bool, from boundaries that end where the batch does."""
-    cu = legal_boundaries(op, boundaries, B * T)
-    if int(cu[-1]) != B * T:
-        raise ValueError(f"{op}: cu_seq_lens_q must end at B * T = {B * T}, got {int(cu[-1])}")
-    starts = torch.zeros(B * T, dtype=torch.bool)
-    starts[cu[:-1][cu.diff() > 0]] = True
-    starts = starts.view(B, T)
-    if not bool(starts[:, 0].all()):
-        raise ValueError(f"{op}: cu_seq_lens_q must have a boundary where a row of the batch begins")
-    return starts.to(boundaries.device)
+def _given_starts(boundaries: Tensor, B: int, T: int) -> Tensor:
+    """[B, T] bool of boundaries; an empty document at the end falls beside the batch."""
+    starts = torch.zeros(B * T + 1, dtype=torch.bool, device=boundaries.device)
+    return starts.index_fill(0, boundaries[:-1].clamp(0, B * T).long(), True)[: B * T].view(B, T)
 
 
 def _positions(starts: Tensor) -> Tensor:
@@ -127,15 +118,30 @@ def _positions(starts: Tensor) -> Tensor:
     return token - torch.where(starts, token, 0).cummax(1).values
 
 
-def _refuse_cache_and_padding(op: str, call: Call, cached: bool, mask: Tensor | None) -> None:
+def _refuse_cache(op: str, call: Call, cached: bool) -> None:
     if cached or call.get("use_cache"):
         raise ValueError(
             f"{op}: use_cache must be False with packed documents, got {'a cache' if cached else True}; a row of "
             "several documents has no one state to go on from"
         )
+
+
+def _check_contents(op: str, boundaries: Tensor, starts: Tensor | None, given: Tensor, mask: Tensor | None) -> None:
+    """Boundaries are boundaries of this batch, positions say the same, and no token is padding."""
+    tokens = given.numel()
+    last = int(legal_boundaries(op, boundaries, tokens)[-1])
+    if last != tokens:
+        raise ValueError(f"{op}: cu_seq_lens_q must end at B * T = {tokens}, got {last}")
+    if not bool(given[:, 0].all()):
+        raise ValueError(f"{op}: cu_seq_lens_q must have a boundary where a row of the batch begins")
     if mask is not None and not bool((mask != 0).all()):
         raise ValueError(
             f"{op}: attention_mask must be None or all ones with packed documents, got padding; leave the padding out"
+        )
+    if starts is not None and not torch.equal(starts, given):
+        raise ValueError(
+            f"{op}: position_ids must begin again where cu_seq_lens_q or seq_idx has a boundary and nowhere else, got "
+            f"{int(starts.sum())} documents by position and {int(given.sum())} by boundary; give one of the two"
         )
 
 
