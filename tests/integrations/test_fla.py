@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -355,3 +356,17 @@ def test_a_real_fla_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(TypeError, match="force must be True or False"):
         fla.install(force=1)  # type: ignore[arg-type]
     fla.uninstall()
+
+
+def test_the_migration_table_names_what_there_is(no_real_fla: None):
+    """Every old name is in the stand-in, is the drop-in of its row, and has a new one."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(fla\.[\w.]+)` \| `(\w+)` \| `wyfold\.([\w.]+)` \|$", page, re.M)
+    assert {name for _, name, _ in rows} == set(fla.__all__) - {"StandIn", "install", "uninstall"}
+    with fla.install():
+        for old, name, new in rows:
+            module, _, attribute = old.rpartition(".")
+            assert getattr(importlib.import_module(module), attribute) is getattr(fla, name), old
+            found: Any = wyfold
+            for part in new.split("."):
+                found = getattr(found, part)
