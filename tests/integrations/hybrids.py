@@ -27,11 +27,19 @@ GDN = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear")
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+PICKS = {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
+PICKING = ("qwen4_exp", "glm5_next")
+"""Types whose attention picks its tokens from the whole row."""
+
+BOUNDED = ("bailing_hybrid", "glm5_next")
+"""Types with log decays from -5 to 0, by a sigmoid: small ones take a bias."""
 
 
 def hybrid(family: str, **changes: Any) -> Any:
-    """A causal language model of three layers, attention in the middle; OLMo's has K 16 and V 32.
+    """A causal language model of three layers, attention in the middle; OLMo's has K 16, V 32. GLM's is without a head.
 
     Its states fade within tens of tokens, where fresh ones of some families fade within one: documents that leak show.
     """
@@ -40,7 +48,9 @@ def hybrid(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                parameter.uniform_(-4, -1)
+                parameter.uniform_(-1, 0) if family in BOUNDED else parameter.uniform_(-4, -1)
+            elif name.endswith("dt_bias") and family in BOUNDED:
+                parameter.fill_(-6)
     return model.eval()
 
 
@@ -60,7 +70,22 @@ def _made(family: str, changes: dict[str, Any]) -> Any:
     if family == "olmo_hybrid":
         widths = {"linear_num_value_heads": 2, "linear_value_head_dim": 32}
         return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**{**qwen, **widths, **changes}))
-    attention = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    latent = {**SIZES, **EXPERTS, **LATENT}
     heads = {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 2}
-    config = transformers.KimiLinearConfig(**{**SIZES, **EXPERTS, **attention, **heads, **changes})
+    if family == "bailing_hybrid":
+        groups = {"num_local_experts": 4, "head_dim": 16, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}
+        config = transformers.BailingHybridConfig(**{**latent, **groups, "first_k_dense_replace": 1, **changes})
+        return transformers.BailingHybridForCausalLM(config)
+    if family == "qwen4_exp":
+        index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+        streams = {"indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": []}
+        config = transformers.Qwen4ExpTextConfig(**{**qwen, **experts, **PICKS, **index, **streams, **changes})
+        return transformers.Qwen4ExpForCausalLM(config)
+    if family == "glm5_next":
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextConfig, Glm5NextTextModel
+
+        index = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4, "q_lora_rank": 16}
+        widths = {**heads, **PICKS, "qk_rope_head_dim": 0, "n_routed_experts": 4, "hc_mult": 2}
+        return Glm5NextTextModel(Glm5NextTextConfig(**{**latent, **index, **widths, **changes}))
+    config = transformers.KimiLinearConfig(**{**latent, **heads, **changes})
     return transformers.KimiLinearForCausalLM(config)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.hybrids import FAMILIES, hybrid
+from tests.integrations.hybrids import FAMILIES, PICKING, hybrid
 from torch import Tensor, nn
 
 from wyfold.integrations.transformers import families, patch
@@ -124,6 +124,30 @@ def test_sixteen_bits_lose_what_the_stock_code_loses(model: Any, ids: Tensor):
             model.float()
             model.load_state_dict(hybrid(model.config.model_type.removesuffix("_text")).state_dict())
     assert (ours - exact).norm() < 1.5 * (stock - exact).norm()
+
+
+@pytest.mark.parametrize("family", PICKING)
+def test_models_that_pick_their_tokens(family: str, ids: Tensor):
+    """Their delta-rule layers are served; several documents in a row are refused, whoever says so."""
+    model = hybrid(family)
+
+    def states() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        last = model(ids, use_cache=False)[0]
+        (last * weights[ids][..., : last.shape[-1]]).sum().backward()
+        return last.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    weights = torch.randn(64, 64)
+    stock, gradients = states()
+    with patch(model, norm=True) as patched:
+        ours, our_gradients = states()
+        for inputs in ({"position_ids": positions(LENGTHS)}, {"cu_seq_lens_q": boundaries(LENGTHS)}):
+            with pytest.raises(ValueError, match="documents must come in rows of their own"):
+                model(ids[:1], **inputs)
+    assert far(ours, stock) < STOCK
+    differences = worst(our_gradients, gradients)
+    assert max(differences.values()) < STOCK, differences
+    assert {name for (_, name, _) in patched.report.calls} == {"chunk", "conv", "norm"} and not patched.report.stock
 
 
 # --- packed documents ------------------------------------------------------------------------------------------------

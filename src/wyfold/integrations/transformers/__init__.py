@@ -88,11 +88,12 @@ def patch(
     belong to the layers of one model, which has to be given.
 
     Args:
-        target: A model; names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear");
-            None for every one of these that is imported.
+        target: A model; names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid",
+            "kimi_linear", "bailing_hybrid", "glm5_next"); None for every one of these that is imported.
         packing: Keep documents apart that are packed into a row by `position_ids` that begin again, by `cu_seq_lens_q`
             or by `seq_idx`: attention, convolution and recurrence get the same boundaries, and no cache is kept.
-            Reading positions waits for the device once per forward.
+            Reading positions waits for the device once per forward. Refused are packed documents of "qwen4_exp" and
+            "glm5_next", whose attention picks its tokens from the whole row.
         norm: Replace the gated norm too.
         on_unsupported: "raise", or "stock": such a call runs the model's own code, and the report says why and
             how often. Calls with packed documents always raise.
@@ -172,6 +173,11 @@ def _hear_positions(patched: Patch, calls: Calls, owner: Any, stock: Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         model, given = (owner, args) if bound else (args[0], args[1:])
         call = settled(op, {**dict(zip(names if bound else names[1:], given)), **kwargs})
+        if call.get("cu_seq_lens_q") is not None and not calls.family.separable:
+            raise ValueError(
+                f"{op}: documents must come in rows of their own, got several in one; the attention of this type picks "
+                "its tokens from the whole row"
+            )
         if not bound:
             return stock(model, **call)
         if call.get("cu_seq_lens_q") is not None:

@@ -24,6 +24,8 @@ class Family:
         norm: Class of the gated norm behind the recurrence.
         channel: Whether the decay is one per key channel (KDA), or one per head (GDN).
         rounds: Whether the norm rounds to its input's dtype before the weight.
+        separable: Whether the other layers can keep documents of one row apart; an attention that picks its tokens by
+            an index over the whole row cannot.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Family:
     norm: str
     channel: bool = False
     rounds: bool = True
+    separable: bool = True
 
     @property
     def module_name(self) -> str:
@@ -82,8 +85,13 @@ FAMILIES = {
         Family("qwen3_next", "Qwen3NextModel", "Qwen3NextRMSNormGated"),
         Family("qwen3_5", "Qwen3_5TextModel", "Qwen3_5RMSNormGated"),
         Family("qwen3_5_moe", "Qwen3_5MoeTextModel", "Qwen3_5MoeRMSNormGated"),
+        Family("qwen4_exp", "Qwen4ExpTextModel", "Qwen4ExpTextRMSNormGated", separable=False),
         Family("olmo_hybrid", "OlmoHybridModel", "OlmoHybridRMSNormGated"),
         Family("kimi_linear", "KimiLinearModel", "KimiLinearRMSNormGated", channel=True, rounds=False),
+        Family("bailing_hybrid", "BailingHybridModel", "BailingHybridRMSNormGated", channel=True, rounds=False),
+        Family(
+            "glm5_next", "Glm5NextTextModel", "Glm5NextTextRMSNormGated", channel=True, rounds=False, separable=False
+        ),
     )
 }
 
