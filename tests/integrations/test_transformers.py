@@ -175,6 +175,20 @@ def test_documents_packed_by_boundaries_are_separate(model: Any, ids: Tensor):
             assert far(model(ids[:1], **inputs).logits, alone) < SEPARATE, inputs
 
 
+def test_what_the_flattening_collator_makes_is_understood(qwen: Any, ids: Tensor):
+    """All of its keywords at once; the loss is the mean over what separate documents are asked."""
+    from transformers import DataCollatorWithFlattening
+
+    parts = ids[0].split([20, 15, T - 35])
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": part.tolist()} for part in parts])
+    with torch.no_grad(), patch(qwen):
+        loss = qwen(**batch).loss
+        alone = [(qwen(part[None], labels=part[None]).loss, part.numel() - 1) for part in parts]
+    mean = sum(loss * n for loss, n in alone) / sum(n for _, n in alone)
+    assert far(loss, mean) < SEPARATE
+
+
 def test_every_row_of_a_batch_may_be_packed(qwen: Any, ids: Tensor):
     other = [T - 20, 20]
     rows = torch.cat([positions(LENGTHS), positions(other)])
