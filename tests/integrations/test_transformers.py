@@ -8,6 +8,7 @@ import torch
 from tests.integrations.hybrids import FAMILIES, PICKING, hybrid
 from torch import Tensor, nn
 
+from wyfold import UnsupportedError
 from wyfold.integrations.transformers import families, patch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -33,6 +34,59 @@ def qwen() -> Any:
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(64, (2, T), generator=torch.Generator().manual_seed(1))
+
+
+class OldLayer(nn.Module):
+    """Calls the way the layers of 5.14 do: through attributes, the convolution by name, and no keywords handed on."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.conv_weight, self.proj = nn.Parameter(torch.randn(96, 4) / 2), nn.Linear(32, 96 + 4, bias=False)
+        self.causal_conv1d_fn = None
+        self.causal_conv1d_update = module.causal_conv1d_update
+        self.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
+        self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, gates = self.proj(x).split([96, 4], -1)
+        qkv = qkv.transpose(1, 2)
+        if self.causal_conv1d_fn is not None:
+            weight = self.conv_weight
+            qkv = self.causal_conv1d_fn(x=qkv, weight=weight, bias=None, activation="silu", seq_idx=None)
+        else:
+            padded = nn.functional.conv1d(qkv, self.conv_weight[:, None], padding=3, groups=96)
+            qkv = nn.functional.silu(padded[..., : qkv.shape[-1]])
+        q, k, v = (part.unflatten(-1, (2, 16)) for part in qkv.transpose(1, 2).split(32, -1))
+        g, beta = -nn.functional.softplus(gates[..., :2]), gates[..., 2:].sigmoid()
+        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+        o, _ = self.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
+        return x + o.flatten(2)
+
+
+class OldModel(nn.Module):
+    def __init__(self, module: Any):
+        super().__init__()
+        self.layers = nn.ModuleList([OldLayer(module), OldLayer(module)])
+        self.gradient_checkpointing = False
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+        for layer in self.layers:
+            inputs_embeds = layer(inputs_embeds)
+        return inputs_embeds
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> OldModel:
+    """A model as versions up to 5.14 had them; that the real ones behave so was seen on 4.57.1, 5.2.0 and 5.14.1."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    module: Any = ModuleType("transformers.models.old.modeling_old")
+    module.is_fast_path_available = False
+    monkeypatch.setitem(families.FAMILIES, "old", families.Family("old", "OldModel", "OldNorm"))
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    for part in (OldLayer, OldModel):
+        monkeypatch.setattr(part, "__module__", module.__name__)
+    return OldModel(modeling_qwen3_5)
 
 
 def positions(lengths: list[int]) -> Tensor:
@@ -348,6 +402,21 @@ def test_a_patch_that_fails_leaves_nothing(qwen: Any):
         patch("qwen3_5").undo()
 
 
+def test_a_version_that_keeps_its_functions_elsewhere_is_refused(
+    qwen: Any, old: OldModel, monkeypatch: pytest.MonkeyPatch
+):
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+
+    del old.layers[0].chunk_gated_delta_rule, old.layers[1].chunk_gated_delta_rule
+    with pytest.raises(UnsupportedError, match="no layer of OldModel keeps chunk_gated_delta_rule"):
+        patch(old)
+    monkeypatch.delattr(module, "torch_chunk_gated_delta_rule")
+    before = module.causal_conv1d_fn
+    with pytest.raises(UnsupportedError, match="has no torch_chunk_gated_delta_rule; known are"):
+        patch(qwen)
+    assert module.causal_conv1d_fn is before
+
+
 def test_saving_and_loading_are_the_models_own(qwen: Any, ids: Tensor, tmp_path: Any):
     import transformers
 
@@ -377,59 +446,6 @@ def test_targets(qwen: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 # --- up to 5.14: the layers keep the functions -----------------------------------------------------------------------
-
-
-class OldLayer(nn.Module):
-    """Calls the way the layers of 5.14 do: through attributes, the convolution by name, and no keywords handed on."""
-
-    def __init__(self, module: Any):
-        super().__init__()
-        self.conv_weight, self.proj = nn.Parameter(torch.randn(96, 4) / 2), nn.Linear(32, 96 + 4, bias=False)
-        self.causal_conv1d_fn = None
-        self.causal_conv1d_update = module.causal_conv1d_update
-        self.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
-        self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv, gates = self.proj(x).split([96, 4], -1)
-        qkv = qkv.transpose(1, 2)
-        if self.causal_conv1d_fn is not None:
-            weight = self.conv_weight
-            qkv = self.causal_conv1d_fn(x=qkv, weight=weight, bias=None, activation="silu", seq_idx=None)
-        else:
-            padded = nn.functional.conv1d(qkv, self.conv_weight[:, None], padding=3, groups=96)
-            qkv = nn.functional.silu(padded[..., : qkv.shape[-1]])
-        q, k, v = (part.unflatten(-1, (2, 16)) for part in qkv.transpose(1, 2).split(32, -1))
-        g, beta = -nn.functional.softplus(gates[..., :2]), gates[..., 2:].sigmoid()
-        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-        o, _ = self.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
-        return x + o.flatten(2)
-
-
-class OldModel(nn.Module):
-    def __init__(self, module: Any):
-        super().__init__()
-        self.layers = nn.ModuleList([OldLayer(module), OldLayer(module)])
-        self.gradient_checkpointing = False
-
-    def forward(self, inputs_embeds: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        for layer in self.layers:
-            inputs_embeds = layer(inputs_embeds)
-        return inputs_embeds
-
-
-@pytest.fixture
-def old(monkeypatch: pytest.MonkeyPatch) -> OldModel:
-    """A model as versions up to 5.14 had them; that the real ones behave so was seen on 4.57.1, 5.2.0 and 5.14.1."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    module: Any = ModuleType("transformers.models.old.modeling_old")
-    module.is_fast_path_available = False
-    monkeypatch.setitem(families.FAMILIES, "old", families.Family("old", "OldModel", "OldNorm"))
-    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
-    for part in (OldLayer, OldModel):
-        monkeypatch.setattr(part, "__module__", module.__name__)
-    return OldModel(modeling_qwen3_5)
 
 
 def test_functions_that_layers_keep_are_replaced_on_them(old: OldModel):

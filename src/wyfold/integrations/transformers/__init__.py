@@ -22,6 +22,7 @@ from wyfold.integrations.transformers.families import FAMILIES, ON_LAYERS, Famil
 from wyfold.integrations.transformers.packing import settled
 from wyfold.integrations.transformers.report import Replaced, Report
 from wyfold.runtime import check
+from wyfold.runtime.check import UnsupportedError
 
 __all__ = ["FAMILIES", "Family", "Patch", "Replaced", "Report", "patch"]
 
@@ -104,6 +105,7 @@ def patch(
     Raises:
         TypeError: target is neither a model nor names.
         ValueError: an unknown type, nothing to patch, or a patch of the same names holds already.
+        UnsupportedError: this version of transformers keeps its functions elsewhere.
 
     While it holds, a patched model raises ValueError on packed documents together with a cache or with padding, on
     positions that contradict given boundaries, and on padding on the right where a cache is filled, which the CPU and
@@ -134,6 +136,9 @@ def _patch_module(patched: Patch, calls: Calls, packing: bool) -> None:
     """Since 5.15: the names a modelling file looks up at every call."""
     family = calls.family
     module = family.module
+    missing = [name for name in (*family.functions.values(), family.model, family.norm) if not hasattr(module, name)]
+    if missing:
+        raise _unknown(patched, f"{module.__name__} has no {', '.join(missing)}")
     for purpose, name in family.functions.items():
         stock = getattr(module, name)
         told = Replaced(family.name, module.__name__, name, calls.by(purpose))
@@ -151,7 +156,10 @@ def _patch_layers(patched: Patch, calls: Calls, target: object, packing: bool) -
             f"patch: target must be a model with transformers {patched.report.version}, whose layers keep the "
             f"functions themselves, got {target!r}"
         )
-    for path, layer in layers_of(target, family):
+    layers = list(layers_of(target, family))
+    if not layers:
+        raise _unknown(patched, f"no layer of {type(target).__name__} keeps {ON_LAYERS['chunk']}")
+    for path, layer in layers:
         for purpose, name in ON_LAYERS.items():
             if name in vars(layer):
                 stock = vars(layer)[name]
@@ -161,6 +169,11 @@ def _patch_layers(patched: Patch, calls: Calls, target: object, packing: bool) -
         for path, part in target.named_modules():
             if type(part).__name__ == family.model:
                 _hear_positions(patched, calls, part, part.forward, path or type(part).__name__)
+
+
+def _unknown(patched: Patch, what: str) -> UnsupportedError:
+    reason = f"{what}; known are 4.57 to 5.23"
+    return UnsupportedError("patch: this version cannot be patched", {f"transformers {patched.report.version}": reason})
 
 
 def _hear_positions(patched: Patch, calls: Calls, owner: Any, stock: Callable[..., Any], where: str) -> None:
