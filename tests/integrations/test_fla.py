@@ -15,6 +15,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold.integrations import fla
+from wyfold.integrations.fla import pieces
 from wyfold.layers import GatedRMSNorm
 
 T, H, HV, K, V = 21, 2, 4, 16, 24
@@ -214,6 +215,8 @@ def test_kkt_takes_sums_to_base_two(packed: bool, float64_bounds: Any):
     found = fla.chunk_scaled_dot_kkt_fwd(k, torch.cat(sums, 1) / math.log(2), beta, cu, C, torch.float64)
     expected = wyfold.chunk_scaled_dot_kkt(k, beta, g, chunk_size=C, cu_seqlens=cu)
     float64_bounds.output("J", found, expected)
+    # A chunk's first decay cancels in J, so that J does not show it; it must not cost digits all the same.
+    float64_bounds.output("g", pieces.per_token(torch.cat(sums, 1) / math.log(2), cu, C), g)
     plain = fla.chunk_scaled_dot_kkt_fwd(k, None, beta, cu, C, torch.float64)
     assert torch.equal(plain, wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=C, cu_seqlens=cu))
 

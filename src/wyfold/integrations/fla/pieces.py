@@ -39,13 +39,13 @@ def chunk_scaled_dot_kkt_fwd(
     """
     if beta is None:
         raise ValueError("chunk_scaled_dot_kkt_fwd: beta must be given, got None")
-    per_token = None if g is None else _per_token(g, cu_seqlens, chunk_size)
+    decay = None if g is None else per_token(g, cu_seqlens, chunk_size)
     return solve.chunk_scaled_dot_kkt(
-        k, beta, per_token, chunk_size=chunk_size, cu_seqlens=cu_seqlens, output_dtype=output_dtype
+        k, beta, decay, chunk_size=chunk_size, cu_seqlens=cu_seqlens, output_dtype=output_dtype
     )
 
 
-def _per_token(summed: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:
+def per_token(summed: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:
     """Natural log decays [B, T, HV] of sums within chunks to base 2."""
     T = summed.shape[1]
     token = torch.arange(T, device=summed.device)
