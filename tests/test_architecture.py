@@ -474,7 +474,7 @@ def test_importing_needs_nothing_but_torch_and_starts_no_device():
                 if root not in allowed and root not in sys.stdlib_module_names:
                     raise ImportError(f"import wyfold wants {name}")
         sys.meta_path.insert(0, Refuse())
-        import wyfold
+        import wyfold, wyfold.integrations.fla, wyfold.integrations.transformers
         assert not torch.cuda.is_initialized()
     """)
 

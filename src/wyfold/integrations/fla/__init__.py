@@ -1,0 +1,208 @@
+"""fla's names for this family of operators, on Wyfold: switching a script is one import.
+
+    from wyfold.integrations.fla import chunk_gated_delta_rule     # was: from fla.ops.gated_delta_rule import ...
+
+Names, order of arguments, keywords and defaults are those of fla-core 0.6.0; docs/migration.md says what differs. For
+code that imports `fla` itself, `install()` puts a stand-in of that name among Python's modules, where no real one is.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+
+from wyfold.integrations.fla.modules import FusedRMSNormGated, L2Norm, ShortConvolution
+from wyfold.integrations.fla.pieces import (
+    causal_conv1d,
+    chunk_scaled_dot_kkt_fwd,
+    fused_gdn_gate,
+    fused_kda_gate,
+    l2norm,
+    rms_norm_gated,
+    solve_tril,
+)
+from wyfold.integrations.fla.recurrences import (
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_gdn,
+    chunk_kda,
+    chunk_ttt_linear,
+    fused_chunk_ttt_linear,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
+    fused_recurrent_kda,
+)
+from wyfold.runtime import check
+
+__all__ = [
+    "FusedRMSNormGated",
+    "L2Norm",
+    "ShortConvolution",
+    "StandIn",
+    "causal_conv1d",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_kda",
+    "chunk_scaled_dot_kkt_fwd",
+    "chunk_ttt_linear",
+    "fused_chunk_ttt_linear",
+    "fused_gdn_gate",
+    "fused_kda_gate",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
+    "install",
+    "l2norm",
+    "rms_norm_gated",
+    "solve_tril",
+    "uninstall",
+]
+
+VERSION = "0.6.0"
+"""Of fla-core, whose names these are."""
+
+_Names = dict[str, object]
+
+_DELTA: _Names = {"chunk_delta_rule": chunk_delta_rule, "fused_recurrent_delta_rule": fused_recurrent_delta_rule}
+_GDN: _Names = {
+    "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "chunk_gdn": chunk_gdn,
+    "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "fused_recurrent_gdn": fused_recurrent_gdn,
+}
+_KDA: _Names = {"chunk_kda": chunk_kda, "fused_recurrent_kda": fused_recurrent_kda}
+_TTT: _Names = {"chunk_ttt_linear": chunk_ttt_linear, "fused_chunk_ttt_linear": fused_chunk_ttt_linear}
+_CONV: _Names = {"ShortConvolution": ShortConvolution, "causal_conv1d": causal_conv1d}
+_NORM: _Names = {"FusedRMSNormGated": FusedRMSNormGated, "rms_norm_gated": rms_norm_gated}
+_L2: _Names = {"L2Norm": L2Norm, "l2norm": l2norm}
+
+MODULES: dict[str, _Names] = {
+    "fla": {},
+    "fla.ops": {**_DELTA, **_GDN, **_KDA},
+    "fla.ops.delta_rule": _DELTA,
+    "fla.ops.delta_rule.chunk": _DELTA,
+    "fla.ops.delta_rule.fused_recurrent": _DELTA,
+    "fla.ops.gated_delta_rule": _GDN,
+    "fla.ops.gated_delta_rule.chunk": _GDN,
+    "fla.ops.gated_delta_rule.fused_recurrent": _GDN,
+    "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": fused_gdn_gate},
+    "fla.ops.kda": _KDA,
+    "fla.ops.kda.chunk": _KDA,
+    "fla.ops.kda.fused_recurrent": _KDA,
+    "fla.ops.kda.gate": {"fused_kda_gate": fused_kda_gate},
+    "fla.ops.ttt": _TTT,
+    "fla.ops.ttt.chunk": _TTT,
+    "fla.ops.ttt.fused_chunk": _TTT,
+    "fla.ops.utils": {"solve_tril": solve_tril},
+    "fla.ops.utils.solve_tril": {"solve_tril": solve_tril},
+    "fla.ops.common": {},
+    "fla.ops.common.chunk_scaled_dot_kkt": {"chunk_scaled_dot_kkt_fwd": chunk_scaled_dot_kkt_fwd},
+    "fla.modules": {
+        "FusedRMSNormGated": FusedRMSNormGated,
+        "L2Norm": L2Norm,
+        "ShortConvolution": ShortConvolution,
+    },
+    "fla.modules.causal_conv1d": _CONV,
+    "fla.modules.conv": _CONV,
+    "fla.modules.convolution": _CONV,
+    "fla.modules.fused_norm_gate": _NORM,
+    "fla.modules.l2norm": _L2,
+    "fla.modules.norm": {"FusedRMSNormGated": FusedRMSNormGated, "L2Norm": L2Norm},
+}
+"""Modules of the stand-in, parents first, and their names; old paths of fla included. All else is an ImportError."""
+
+
+class StandIn:
+    """A stand-in that is in place; also a context that takes it away at its end.
+
+    Attributes:
+        modules: Names in `sys.modules` that are Wyfold's now.
+    """
+
+    def __init__(self) -> None:
+        self._real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "fla"}
+        made = {name: _made(name, names) for name, names in MODULES.items()}
+        for name, module in made.items():
+            parent, _, child = name.rpartition(".")
+            if parent:
+                vars(made[parent]).setdefault(child, module)  # a function of that name comes first, as it does in fla
+        for name in self._real:
+            del sys.modules[name]
+        sys.modules.update(made)
+        self.modules = tuple(made)
+
+    def uninstall(self) -> None:
+        """Take it away, and put back what it shadowed; a second time does nothing."""
+        global _standing
+        if _standing is not self:
+            return
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+            del sys.modules[name]
+        sys.modules.update(self._real)
+        _standing = None
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.uninstall()
+
+
+_standing: StandIn | None = None
+
+
+def install(force: bool = False) -> StandIn:
+    """Let `import fla` find Wyfold.
+
+    Code that was imported before has its functions already and keeps them.
+
+    Args:
+        force: Do so even where a real fla is installed, which is then shadowed until `uninstall`.
+
+    Returns:
+        The stand-in: `.uninstall()`, and a context manager that does so at its end. It is there once; asked again, it
+        is returned again.
+
+    Raises:
+        TypeError: force is no flag.
+        ImportError: a real fla can be imported, and force is not given.
+
+    Example:
+        >>> import wyfold.integrations.fla
+        >>> with wyfold.integrations.fla.install():
+        ...     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        >>> chunk_gated_delta_rule is wyfold.integrations.fla.chunk_gated_delta_rule
+        True
+    """
+    global _standing
+    check.flag("install", force=force)
+    if _standing is None:
+        if not force and ("fla" in sys.modules or importlib.util.find_spec("fla") is not None):
+            raise ImportError(
+                "install: a real fla is installed, and is not shadowed unasked; import from wyfold.integrations.fla, "
+                "or install(force=True)",
+                name="fla",
+            )
+        _standing = StandIn()
+    return _standing
+
+
+def uninstall() -> None:
+    """Take the stand-in away, if it is there."""
+    if _standing is not None:
+        _standing.uninstall()
+
+
+def _made(name: str, names: _Names) -> ModuleType:
+    """A module that holds the names, and nothing that could be found on a disk beneath it."""
+    module = ModuleType(name, f"{name}, as far as Wyfold stands in for it (wyfold.integrations.fla).")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    module.__path__ = []
+    module.__package__ = name
+    vars(module).update(names, __all__=list(names), __version__=f"{VERSION}+wyfold")
+    return module

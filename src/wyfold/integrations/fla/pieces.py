@@ -1,0 +1,135 @@
+"""What layers put around a recurrence, and the triangular steps inside it, under fla's names."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wyfold.integrations.fla.recurrences import Result, no_context
+from wyfold.ops import conv, gates, norm, solve
+from wyfold.runtime.check import UnsupportedError
+from wyfold.runtime.layout import SequenceLayout
+
+
+def solve_tril(
+    A: Tensor,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.float32,
+) -> Tensor:
+    """`wyfold.solve_tril`; output_dtype=None keeps A's dtype, as it does there."""
+    return solve.solve_tril(A, cu_seqlens=cu_seqlens, output_dtype=output_dtype or A.dtype)
+
+
+def chunk_scaled_dot_kkt_fwd(
+    k: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    output_dtype: torch.dtype = torch.float32,
+    chunk_indices: Tensor | None = None,
+) -> Tensor:
+    """`wyfold.chunk_scaled_dot_kkt`.
+
+    Args:
+        g: [B, T, HV]. As there: sums within chunks, base 2. Wyfold's own operator takes a natural log per token.
+    """
+    if beta is None:
+        raise ValueError("chunk_scaled_dot_kkt_fwd: beta must be given, got None")
+    decay = None if g is None else per_token(g, cu_seqlens, chunk_size)
+    return solve.chunk_scaled_dot_kkt(
+        k, beta, decay, chunk_size=chunk_size, cu_seqlens=cu_seqlens, output_dtype=output_dtype
+    )
+
+
+def per_token(summed: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:
+    """Natural log decays [B, T, HV] of sums within chunks to base 2."""
+    T = summed.shape[1]
+    token = torch.arange(T, device=summed.device)
+    position = token if cu_seqlens is None else SequenceLayout(cu_seqlens, T).positions
+    before = torch.cat([torch.zeros_like(summed[:, :1]), summed[:, :-1]], 1)
+    first = (position % chunk_size == 0)[None, :, None]
+    return torch.where(first, summed, summed - before) * math.log(2)
+
+
+def fused_gdn_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`wyfold.fused_gdn_gate`."""
+    return gates.fused_gdn_gate(g, A_log, dt_bias, output_dtype)
+
+
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`wyfold.fused_kda_gate`."""
+    return gates.fused_kda_gate(g, A_log, dt_bias, lower_bound, output_dtype)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """`wyfold.l2norm`."""
+    return norm.l2norm(x, eps, output_dtype)
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`wyfold.rms_norm_gated`; a residual stream inside the norm is refused."""
+    if residual is not None or prenorm:
+        raise UnsupportedError(
+            "rms_norm_gated: residual and prenorm are not offered",
+            {"wyfold": "add the residual before the norm; one addition, the same numbers"},
+        )
+    weight = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device) if weight is None else weight
+    return norm.rms_norm_gated(x, g, weight, bias, activation=activation, eps=eps)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+) -> Result:
+    """`wyfold.causal_conv1d`, with states of W columns, [N, D, W].
+
+    Args:
+        backend: Whose kernel fla would take; Wyfold has its own choice.
+    """
+    no_context("causal_conv1d", cp_context)
+    D, W = weight.shape
+    if initial_state is None and output_final_state:
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = x.new_zeros(N, D, W)
+    return conv.causal_conv1d(
+        x,
+        weight,
+        bias,
+        residual=residual,
+        initial_state=initial_state,
+        output_final_state=bool(output_final_state),
+        activation=activation,
+        cu_seqlens=cu_seqlens,
+    )

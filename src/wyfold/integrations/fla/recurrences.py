@@ -1,0 +1,357 @@
+"""Delta rules and TTT-Linear under fla's names, with fla's order of arguments and its keywords.
+
+What every one of them does is in the docstring of the operator it calls; a docstring here says what differs. An
+argument that only tells fla how to go about its work is taken and not used; one that Wyfold cannot honour is refused
+where it is given, and a keyword neither of them has is a TypeError.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from wyfold.ops import delta_rule, gated_delta_rule, kda, ttt_linear
+from wyfold.runtime.check import UnsupportedError
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+) -> Result:
+    """`wyfold.chunk_delta_rule`; float32 is computed, not refused."""
+    o, state = delta_rule.chunk_delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+    )[:2]
+    return o, state
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """`wyfold.fused_recurrent_delta_rule`; beta is one number per head, not a vector over value channels."""
+    o, state = delta_rule.fused_recurrent_delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )[:2]
+    return o, state
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int | None = None,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """`wyfold.chunk_gated_delta_rule`; A_log and dt_bias without `use_gate_in_kernel` are refused, not ignored."""
+    no_context("chunk_gated_delta_rule", cp_context)
+    o, state = gated_delta_rule.chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=_v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+    )[:2]
+    return o, state
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """`wyfold.fused_recurrent_gated_delta_rule`; gk, a decay per key channel, makes it KDA; gv is refused."""
+    op = "fused_recurrent_gated_delta_rule"
+    if gv is not None:
+        raise UnsupportedError(f"{op}: gv is not offered", {"wyfold": "a decay per value channel has no chunk form"})
+    if gk is not None and use_gate_in_kernel:
+        raise ValueError(f"{op}: gk must come with use_gate_in_kernel=False, got use_gate_in_kernel=True")
+    state_v_first = _v_first(op, state_v_first, transpose_state_layout)
+    if gk is not None:
+        o, state = kda.fused_recurrent_kda(
+            q,
+            k,
+            v,
+            gk if g is None else gk + g[..., None],
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            A_log=A_log,
+            dt_bias=dt_bias,
+        )[:2]
+        return o, state
+    o, state = gated_delta_rule.fused_recurrent_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )[:2]
+    return o, state
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int | None = None,
+    chunk_indices: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """`wyfold.chunk_kda`; with `safe_gate` ready-made gates below the bound are raised to it.
+
+    Intermediate states are refused: fla's are those that enter each chunk, Wyfold's those after every n tokens.
+    """
+    no_context("chunk_kda", cp_context)
+    if return_intermediate_states:
+        raise UnsupportedError(
+            "chunk_kda: return_intermediate_states is not offered under fla's name",
+            {"wyfold": "wyfold.chunk_kda returns states after every n tokens, fla those that enter each chunk"},
+        )
+    o, state = kda.chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=_v_first("chunk_kda", state_v_first, transpose_state_layout),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+    )[:2]
+    return o, state
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """`wyfold.fused_recurrent_kda`, with a backward; A_log and dt_bias without `use_gate_in_kernel` are refused."""
+    o, state = kda.fused_recurrent_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=_v_first("fused_recurrent_kda", state_v_first, transpose_state_layout),
+        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+    )[:2]
+    return o, state
+
+
+def chunk_ttt_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = 16,
+    initial_state: Tensor | None = None,
+    initial_state_bias: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`wyfold.chunk_ttt_linear`; packed sequences have a backward, and padding never counts."""
+    return ttt_linear.chunk_ttt_linear(
+        q,
+        k,
+        v,
+        w,
+        b,
+        eta,
+        scale=scale,
+        eps=eps,
+        chunk_size=chunk_size,
+        initial_state=initial_state,
+        initial_state_bias=initial_state_bias,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+fused_chunk_ttt_linear = chunk_ttt_linear
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def no_context(op: str, cp_context: object) -> None:
+    """Refuse context parallelism, which fla's callers name even where they do not use it."""
+    if cp_context is not None:
+        raise UnsupportedError(f"{op}: cp_context is not offered", {"wyfold": "no context parallelism in this version"})
+
+
+def _v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """The layout of states, under its new or its old name."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError(f"{op}: state_v_first must come without its old name transpose_state_layout, got both")
+    warnings.warn("transpose_state_layout is called state_v_first now", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout

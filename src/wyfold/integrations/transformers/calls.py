@@ -1,0 +1,200 @@
+"""What stands where the models' own functions stood: their calling conventions, Wyfold's operators.
+
+A call is served, or it is refused before any work with the operator's own reason. `on_unsupported="stock"` hands a
+refused call on to the function that stood there before, and counts it under that reason; a packed call never, since
+that function would mix the documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from wyfold.integrations.transformers.families import Family
+from wyfold.integrations.transformers.report import Report
+from wyfold.ops.conv import causal_conv1d
+from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
+from wyfold.ops.norm import rms_norm_gated
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Boundaries:
+    """[N+1] int32 of the call that runs, for layers that hand no keywords on; None outside of one."""
+
+    current: Tensor | None = None
+
+
+@dataclass
+class Calls:
+    """Makes replacements for one model type.
+
+    Attributes:
+        family: The model type.
+        report: Where calls are counted.
+        fall_back: Whether a refused call goes to the stock function.
+        boundaries: Where a call's boundaries are, if not among its keywords.
+    """
+
+    family: Family
+    report: Report
+    fall_back: bool
+    boundaries: Boundaries
+
+    def replacing(self, purpose: str, stock: Function | None) -> Function:
+        """The function for "chunk", "recurrent", "conv" or "conv_update"."""
+        makers = {"conv": self._conv, "conv_update": self._conv_update}
+        maker = makers.get(purpose)
+        return maker(stock) if maker else self._rule(purpose, stock)
+
+    def by(self, purpose: str) -> str:
+        """Name of the operator that serves."""
+        return f"wyfold.{causal_conv1d.__name__ if 'conv' in purpose else self._operator(purpose).__name__}"
+
+    def _operator(self, purpose: str) -> Function:
+        chunk, recurrent = (
+            (chunk_kda, fused_recurrent_kda)
+            if self.family.channel
+            else (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
+        )
+        return chunk if purpose == "chunk" else recurrent
+
+    def _serve(self, name: str, ours: Callable[[], Any], stock: Callable[[], Any] | None, packed: bool) -> Any:
+        """Ours; where it refuses and that is allowed, the stock function's."""
+        try:
+            result = ours()
+        except ValueError as refusal:  # operators check before they work, so nothing has been done
+            if not self.fall_back or stock is None or packed:
+                raise
+            self.report.count(self.family.name, name, str(refusal))
+            return stock()
+        self.report.count(self.family.name, name)
+        return result
+
+    def _rule(self, purpose: str, stock: Function | None) -> Function:
+        operator = self._operator(purpose)
+
+        def rule(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            g: Tensor,
+            beta: Tensor,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **model_kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            cu = self._packed(model_kwargs)
+            tensors = query, key, value, g, beta
+            if cu is not None and (initial_state is not None or output_final_state):
+                raise ValueError(
+                    f"patch: {self.family.name} must be called with use_cache=False for packed documents, got a cache"
+                )
+
+            def ours() -> tuple[Tensor, Tensor | None]:
+                laid = tensors if cu is None else tuple(x.flatten(0, 1)[None] for x in tensors)
+                o, state = operator(
+                    *laid,
+                    initial_state=initial_state,
+                    output_final_state=output_final_state,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                    cu_seqlens=cu,
+                )
+                return o if cu is None else o.view(value.shape), state
+
+            def theirs() -> Any:
+                return stock(  # type: ignore[misc]  # called only where there is one
+                    query,
+                    key,
+                    value,
+                    g=g,
+                    beta=beta,
+                    initial_state=initial_state,
+                    output_final_state=output_final_state,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                    **model_kwargs,
+                )
+
+            return self._serve(purpose, ours, theirs if stock else None, cu is not None)
+
+        return rule
+
+    def _conv(self, stock: Function | None) -> Function:
+        def conv(
+            x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **model_kwargs: Any
+        ) -> Tensor:
+            cu = self._packed(model_kwargs)
+
+            def ours() -> Tensor:
+                B, D, L = x.shape
+                rows = x.transpose(1, 2)
+                laid = rows if cu is None else rows.reshape(1, B * L, D)
+                y, _ = causal_conv1d(laid, weight, bias, activation=activation, cu_seqlens=cu)
+                return y.reshape(B, L, D).transpose(1, 2)
+
+            def theirs() -> Any:
+                return stock(x, weight, bias, activation=activation, **model_kwargs)  # type: ignore[misc]
+
+            return self._serve("conv", ours, theirs if stock else None, cu is not None)
+
+        return conv
+
+    def _conv_update(self, stock: Function | None) -> Function:
+        def conv_update(
+            x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+        ) -> Tensor:
+            def ours() -> Tensor:
+                y, latest = causal_conv1d(
+                    x.transpose(1, 2),
+                    weight,
+                    bias,
+                    initial_state=conv_state,
+                    output_final_state=True,
+                    activation=activation,
+                )
+                # The model goes on from the cache's own storage.
+                conv_state.copy_(latest)  # type: ignore[arg-type]  # asked for, so there
+                return y.transpose(1, 2)
+
+            def theirs() -> Any:
+                return stock(x, conv_state, weight, bias, activation)  # type: ignore[misc]
+
+            return self._serve("conv_update", ours, theirs if stock else None, False)
+
+        return conv_update
+
+    def norm(self, stock: Function) -> Function:
+        """`forward` of the gated norm's class."""
+
+        def forward(module: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            def ours() -> Tensor:
+                return rms_norm_gated(
+                    hidden_states,
+                    gate,
+                    module.weight,  # type: ignore[arg-type]  # a parameter
+                    activation=getattr(module, "activation", "silu"),  # up to 5.14 the class had no choice
+                    eps=module.variance_epsilon,  # type: ignore[arg-type]  # a number
+                    round_before_weight=self.family.rounds,
+                )
+
+            return self._serve("norm", ours, lambda: stock(module, hidden_states, gate), False)
+
+        return forward
+
+    def _packed(self, model_kwargs: dict[str, Any]) -> Tensor | None:
+        """A call's boundaries, under whichever name they came."""
+        for name in ("cu_seqlens", "cu_seq_lens_q"):
+            if model_kwargs.get(name) is not None:
+                return model_kwargs[name]
+        if model_kwargs.get("seq_idx") is not None:
+            raise ValueError(
+                f"patch: {self.family.name} must be patched with packing=True to take seq_idx, got packing=False"
+            )
+        return self.boundaries.current

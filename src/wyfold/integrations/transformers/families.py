@@ -1,0 +1,133 @@
+"""Model types of transformers that have delta-rule layers, and what their modelling files call things."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+_ROOT = "transformers.models"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type.
+
+    Attributes:
+        name: As the folder under `transformers.models` has it.
+        model: Class that owns the decoder layers and is handed positions.
+        norm: Class of the gated norm behind the recurrence.
+        channel: Whether the decay is one per key channel (KDA), or one per head (GDN).
+        rounds: Whether the norm rounds to its input's dtype before the weight.
+        separable: Whether the other layers can keep documents of one row apart; an attention that picks its tokens by
+            an index over the whole row cannot.
+    """
+
+    name: str
+    model: str
+    norm: str
+    channel: bool = False
+    rounds: bool = True
+    separable: bool = True
+
+    @property
+    def module_name(self) -> str:
+        return f"{_ROOT}.{self.name}.modeling_{self.name}"
+
+    @property
+    def loaded(self) -> bool:
+        return self.module_name in sys.modules
+
+    @property
+    def module(self) -> ModuleType:
+        return importlib.import_module(self.module_name)
+
+    @property
+    def on_layers(self) -> bool:
+        """Whether this version of transformers keeps the functions as attributes of each layer.
+
+        Up to 5.14 a layer chose them when it was made; since 5.15 they are looked up in the module at every call.
+        """
+        return "is_fast_path_available" in vars(self.module)
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """What a call is for -> the module's name of it, since 5.15."""
+        chunk, recurrent = (
+            ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+            if self.channel
+            else ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+        )
+        return {
+            "chunk": chunk,
+            "recurrent": recurrent,
+            "conv": "causal_conv1d_fn",
+            "conv_update": "causal_conv1d_update",
+        }
+
+
+ON_LAYERS = {
+    "chunk": "chunk_gated_delta_rule",
+    "recurrent": "recurrent_gated_delta_rule",
+    "conv": "causal_conv1d_fn",
+    "conv_update": "causal_conv1d_update",
+}
+"""What a call is for -> the layer's attribute, up to 5.14; there were no KDA models then."""
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("qwen3_next", "Qwen3NextModel", "Qwen3NextRMSNormGated"),
+        Family("qwen3_5", "Qwen3_5TextModel", "Qwen3_5RMSNormGated"),
+        Family("qwen3_5_moe", "Qwen3_5MoeTextModel", "Qwen3_5MoeRMSNormGated"),
+        Family("qwen4_exp", "Qwen4ExpTextModel", "Qwen4ExpTextRMSNormGated", separable=False),
+        Family("olmo_hybrid", "OlmoHybridModel", "OlmoHybridRMSNormGated"),
+        Family("kimi_linear", "KimiLinearModel", "KimiLinearRMSNormGated", channel=True, rounds=False),
+        Family("bailing_hybrid", "BailingHybridModel", "BailingHybridRMSNormGated", channel=True, rounds=False),
+        Family(
+            "glm5_next", "Glm5NextTextModel", "Glm5NextTextRMSNormGated", channel=True, rounds=False, separable=False
+        ),
+    )
+}
+
+
+def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list[Family]:
+    """The families a user means.
+
+    Raises:
+        TypeError: target is neither a module, nor names, nor None.
+        ValueError: an unknown name, or nothing with delta-rule layers.
+    """
+    known = ", ".join(FAMILIES)
+    if target is None:
+        found = [family for family in FAMILIES.values() if family.loaded]
+        if not found:
+            raise ValueError(
+                f"patch: target must be given as long as no model type is loaded, got None; types are {known}"
+            )
+        return found
+    if isinstance(target, nn.Module):
+        modules = {type(part).__module__ for part in target.modules()}
+        found = [family for family in FAMILIES.values() if family.module_name in modules]
+        if not found:
+            raise ValueError(f"patch: target must be a model of {known}, got {type(target).__name__}")
+        return found
+    names = [target] if isinstance(target, str) else target
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"patch: target must be a model, type names or None, got {type(target).__name__}")
+    for name in names:
+        if name not in FAMILIES:
+            raise ValueError(f"patch: target must be of {known}, got {name!r}")
+    return [FAMILIES[name] for name in dict.fromkeys(names)]
+
+
+def layers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Any]]:
+    """Every layer of a model that keeps the functions itself, with its path."""
+    for path, part in model.named_modules():
+        if type(part).__module__ == family.module_name and ON_LAYERS["chunk"] in vars(part):
+            yield path, part
