@@ -51,6 +51,9 @@ ALLOWANCES = HERE / "allowances.json"
 RECORDED = "3.6"
 """The Triton whose spills are allowed to one that has none recorded."""
 
+TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
+"""The line of PTX that names an architecture."""
+
 KIB = 1024
 SHARED = {
     "sm_80": 163 * KIB,
@@ -61,6 +64,9 @@ SHARED = {
     "sm_120": 99 * KIB,
 }
 """Bytes of shared memory that one block may ask for."""
+
+SAME_CODE = {"sm_89": "sm_80"}
+"""Architecture -> the one whose PTX is its own but for the target's name; registers are given out by the assembler."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +180,17 @@ class PretendDriver:
 
 
 @contextlib.contextmanager
-def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[None]:
-    """Kernels serve CPU tensors, as on this architecture; `launched(kernel, *arguments)` in place of a launch."""
+def pretending(architecture: str, launched: Callable[..., None], code_of: str = "") -> Iterator[None]:
+    """Kernels serve CPU tensors, as on this architecture; `launched(kernel, *arguments)` in place of a launch.
+
+    Calls and configurations are this architecture's; what is compiled, is compiled for `code_of` where one is named.
+    """
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launched(self, *arguments, grid=grid, **options)
 
     with (
-        mock.patch.object(driver, "_active", PretendDriver(architecture)),
+        mock.patch.object(driver, "_active", PretendDriver(code_of or architecture)),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(launch, "architecture", lambda device: architecture),
         mock.patch.object(table, "_where", lambda device, demand: ""),
@@ -189,23 +198,33 @@ def pretending(architecture: str, launched: Callable[..., None]) -> Iterator[Non
         yield
 
 
-def compiled(call: Call | Served, architecture: str) -> list[Usage]:
-    """Every kernel of a call."""
+def compiled(call: Call | Served, architecture: str, code_of: str = "") -> list[Usage]:
+    """Every kernel of a call; those of `code_of`, where one is named, assembled for this architecture."""
     found: list[Usage] = []
-    with pretending(architecture, lambda *arguments, **options: found.append(compile_one(*arguments, **options))):
+
+    def launched(*arguments: Any, **options: Any) -> None:
+        ready, log = code(*arguments, **options)
+        found.append(usage(ready, log) if code_of in ("", architecture) else usage(ready, "", architecture))
+
+    with pretending(architecture, launched, code_of):
         call.run()
     return found
 
 
 def compile_one(kernel: Any, *arguments: Any, **options: Any) -> Usage:
     """What a launch with these arguments compiles; inside `pretending`."""
+    return usage(*code(kernel, *arguments, **options))
+
+
+def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
+    """The kernel that Triton makes of a launch, and the assembler's log; inside `pretending`."""
     from triton import knobs
 
     log = io.StringIO()
     with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
         ready = RUN(kernel, *arguments, warmup=True, **options)
-    return usage(ready, log.getvalue())
+    return ready, log.getvalue()
 
 
 def rows_of(call: Call | Served, architecture: str) -> set[tuple[str, str]]:
@@ -229,11 +248,11 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     return {(f"{stage}.triton", row) for stage, _, row in plan.rows}
 
 
-def usage(kernel: Any, log: str) -> Usage:
+def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
     """Of a compiled kernel; read once, from the assembler's log, and kept beside the compiler's own cache."""
-    kept = CACHE / f"{kernel.hash}.usage.json"
+    kept = CACHE / f"{kernel.hash}{architecture}.usage.json"
     if not kept.exists():
-        log = log if "spill stores" in log else assembled(kernel)
+        log = log if "spill stores" in log else assembled(kernel, architecture)
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
         found = Usage(
             kernel.metadata.name,
@@ -247,14 +266,16 @@ def usage(kernel: Any, log: str) -> Usage:
     return Usage(**json.loads(kept.read_text()))
 
 
-def assembled(kernel: Any) -> str:
-    """The assembler's log of a kernel that was compiled before."""
+def assembled(kernel: Any, architecture: str = "") -> str:
+    """The assembler's log of a kernel that was compiled before, for its own target or another one."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(kernel.asm["ptx"])
-        gpu = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)[1]
+        source, ptx = Path(folder, "kernel.ptx"), kernel.asm["ptx"]
+        if architecture:
+            ptx = TARGET.sub(f".target {architecture}", ptx)
+        source.write_text(ptx)
+        gpu = TARGET.search(ptx)[1]
         command = [get_ptxas(kernel.metadata.target.arch).path, "-v", f"--gpu-name={gpu}", source]
         done = subprocess.run([*command, "-o", Path(folder, "kernel")], capture_output=True, text=True, check=True)
         return done.stderr

@@ -12,6 +12,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ARCHITECTURES = tuple(aot.SHARED)
 TWINS = {"sm_86": "sm_89"}  # the same shared memory, the same instructions for matrix products
 
+ONE_CODE = (
+    aot.Call("chunk_gated_delta_rule", "float16", 64, 64),
+    aot.Call("fused_recurrent_kda", packed=True),
+    *(aot.Call("chunk_scaled_dot_kkt", dtype) for dtype in ("bfloat16", "float32")),
+    *(aot.Call(name) for name in ("solve_tril", "rms_norm_gated", "fused_kda_gate")),
+)
+"""Products of every dtype, the recurrence, substitution, reductions by row, elementwise work."""
+
 
 @pytest.mark.parametrize("one, other", TWINS.items())
 def test_twins_have_one_table(one: str, other: str):
@@ -20,14 +28,31 @@ def test_twins_have_one_table(one: str, other: str):
 
 
 @pytest.mark.parametrize(
-    "architecture, call",
-    [(name, call) for name in ARCHITECTURES if name not in TWINS for call in aot.calls(name)],
+    "code_of, call",
+    [(name, call) for name in ARCHITECTURES if name not in {*TWINS, *aot.SAME_CODE} for call in aot.calls(name)],
     ids=str,
 )
-def test_a_call_compiles_and_fits(architecture: str, call: aot.Call | aot.Served):
-    found = aot.compiled(call, architecture)
-    assert found
-    assert not aot.complaints(call, architecture, found)
+def test_a_call_compiles_and_fits(code_of: str, call: aot.Call | aot.Served):
+    """Where two architectures get one code, each with its own configurations, Triton makes it once."""
+    for architecture in (code_of, *(name for name, other in aot.SAME_CODE.items() if other == code_of)):
+        found = aot.compiled(call, architecture, code_of)
+        assert found
+        assert not aot.complaints(call, architecture, found)
+
+
+@pytest.mark.parametrize("call", ONE_CODE, ids=str)
+@pytest.mark.parametrize("one, other", aot.SAME_CODE.items())
+def test_one_code_but_for_the_name_of_the_target(one: str, other: str, call: aot.Call):
+    """`make compile` makes it of every call for both."""
+    made = []
+    for code_of in (one, other):
+        with aot.pretending(one, lambda *given, **options: made.append(aot.code(*given, **options)[0]), code_of):
+            call.run()
+    mine, theirs = made[: len(made) // 2], made[len(made) // 2 :]
+    for kernel, as_other in zip(mine, theirs, strict=True):
+        assert aot.TARGET.search(kernel.asm["ptx"])[1] == one
+        assert aot.TARGET.sub("", kernel.asm["ptx"]) == aot.TARGET.sub("", as_other.asm["ptx"])
+        assert kernel.metadata.shared == as_other.metadata.shared
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
