@@ -14,6 +14,7 @@ float64, the bound is `float64_bounds`; where bits are promised, the test says `
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -99,11 +100,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In an interpreting process, what runs no kernel is left to the other one."""
+    """In an interpreting process, what runs no kernel is left to the other one. Long tests come first."""
     if interpreting():
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if "device" in item.fixturenames]
+    items[:] = long_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def long_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The tests marked `long` dealt out to the workers, so that none runs while the others have nothing left to do.
+
+    Each worker begins with a run of equally many, and takes from the end of another's when its own are done.
+    """
+    long = [item for item in items if item.get_closest_marker("long")]
+    short = (item for item in items if not item.get_closest_marker("long"))
+    dealt: list[pytest.Item] = []
+    for n in range(workers):
+        mine = long[n::workers]
+        dealt += [*mine, *itertools.islice(short, max(0, len(items) // workers - len(mine)))]
+    return [*dealt, *short]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -211,6 +211,7 @@ def test_gradients_pass_through_the_cache(model, ids, float64_bounds):
     same_gradients(model, torch.cat(pieces, dim=1), model(ids[:, :32])[0], float64_bounds)
 
 
+@pytest.mark.long
 # Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

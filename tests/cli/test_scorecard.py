@@ -85,6 +85,7 @@ def test_every_row_due_on_the_cpu_is_there():
 # --- rows that hold --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40])
 def test_a_tenth_of_the_cases_holds(number):
     record = run_row(number, QUICK)

@@ -110,6 +110,7 @@ def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again_not_twice
     assert history(tmp_path / "run") == whole
 
 
+@pytest.mark.long
 def test_a_signal_stops_a_process_with_its_state_saved(data, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "wyfold", "train", "--data", data, "--out", out, *TINY, "--steps", "1000000"]

@@ -32,6 +32,7 @@ CASES = [(rule, form, False) for rule in RULES for form in FORMS]
 CASES += [("kda", "chunk", True), ("gated_delta_rule", "fused_recurrent", True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule, form, packed", CASES)
 def test_ten_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
     op = getattr(wyfold, f"{form}_{rule}")

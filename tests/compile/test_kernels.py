@@ -27,6 +27,7 @@ def test_twins_have_one_table(one: str, other: str):
     assert launch.shipped(one) == launch.shipped(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "code_of, call",
     [(name, call) for name in ARCHITECTURES if name not in {*TWINS, *aot.SAME_CODE} for call in aot.calls(name)],

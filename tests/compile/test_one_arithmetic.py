@@ -74,6 +74,7 @@ def kernels(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_boxes_addresses_strides_and_packed(op: str):
     boxes, addresses, strides, packed = (

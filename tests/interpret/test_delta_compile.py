@@ -39,6 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rule, packed, keep",
     [
@@ -57,6 +58,7 @@ def test_both_directions(rule: str, packed: bool, keep: bool, device, recorded, 
         torch.library.opcheck(operator, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule, packed", [("delta_rule", False), ("gated_delta_rule", True), ("kda", False)])
 def test_lengths_through_the_compiler(rule: str, packed: bool, device, results):
     """One graph for every length, and the bits of the plain call."""

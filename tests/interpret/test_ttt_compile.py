@@ -35,6 +35,7 @@ def incoming(a: dict[str, Any]) -> dict[str, Tensor]:
     return {name: inputs.incoming(x, i) for i, (name, x) in enumerate(zip(NAMES, like, strict=True))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_both_directions(packed: bool, keep: bool, device, monkeypatch):
@@ -56,6 +57,7 @@ def test_both_directions(packed: bool, keep: bool, device, monkeypatch):
         torch.library.opcheck(operator, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_lengths_through_the_compiler(packed: bool, device):
     """One graph for every length, and the bits of the plain call."""

@@ -62,6 +62,7 @@ def test_heads_as_wide_as_a_model_has_them(rule: str, results, float64_bounds):
 # --- against parts of itself -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES[1:])  # the scalar decay and the channels'; without one nothing is shaped anew
 def test_seventy_thousand_sequences(rule: str, results):
     """Each has the bits it has among few neighbours."""
@@ -95,6 +96,7 @@ def test_seventy_thousand_empty_sequences_return_their_states(results):
         assert torch.equal(x, found[name][-1:] if "state" in name else found[name]), name
 
 
+@pytest.mark.long
 def test_more_heads_than_a_launch_grid_has_rows(results):
     a = inputs.draw("random", "kda", shapes.MANY_HEADS)
     every = results(wyfold.chunk_kda, a)
@@ -129,6 +131,7 @@ def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
         assert torch.equal(torch.cat([first[name], last[name]], 1), whole[name]), name
 
 
+@pytest.mark.long
 def test_a_million_tokens_end_as_their_last_piece(results):
     T, options = shapes.LONG_LENGTHS[1] + 1, {"output_final_state": True}
     a = inputs.draw("random", "gated_delta_rule", Shape(1, T, 1, 1, 8, 8), state="normal")
@@ -159,6 +162,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc/self/status: the peak cannot be read")
 def test_a_long_training_step_fits_in_four_gib():
     done = subprocess.run([sys.executable, "-c", LONG_TRAINING], capture_output=True, text=True, check=False)
