@@ -80,6 +80,7 @@ class Call:
         options: Keywords beside the drawn arguments.
         packed: Whether boundaries are given.
         heads: Value heads; with two of them programs are few.
+        wrt: Arguments whose gradients are wanted; empty for all of them.
     """
 
     subject: str
@@ -89,11 +90,13 @@ class Call:
     options: tuple[tuple[str, Any], ...] = ()
     packed: bool = False
     heads: int = 2
+    wrt: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
         words += [f"{name}={value}" for name, value in self.options] + (["packed"] if self.packed else [])
         words += [f"HV{self.heads}"] if self.heads != 2 else []
+        words += [f"d{name}" for name in self.wrt]
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
@@ -102,9 +105,9 @@ class Call:
         arguments = subject.arguments(Shape(1, 64, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
             arguments["cu_seqlens"] = torch.tensor([0, 64])
-        for x in arguments.values():
+        for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
-                x.requires_grad_()
+                x.requires_grad_(not self.wrt or name in self.wrt)
         return {**arguments, **dict(self.options), "backend": "triton"}
 
     def run(self) -> None:
@@ -308,7 +311,8 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
 CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
     Call("chunk_kda, gate inside", packed=True),
-    Call("chunk_kda", K=256, V=256),
+    # Without `gradients`, which goes through K in slices: at 256 there are more of them (WIDE has the whole call).
+    Call("chunk_kda", K=256, V=256, wrt=("initial_state",)),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
     Call("chunk_gated_delta_rule", "float32", 64, 64),
@@ -360,8 +364,9 @@ OWN = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
-        *(Call("chunk_kda", options=STATES, packed=True, heads=heads) for heads in (2, 128)),
-        *(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32")),
+        Call("chunk_kda", options=STATES, packed=True),
+        Call("chunk_kda", options=STATES, packed=True, heads=128, wrt=("initial_state",)),
+        *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
     )
 }
@@ -373,9 +378,10 @@ WIDE = (
     Call("chunk_gated_delta_rule", "float16"),
     Call("chunk_gated_delta_rule", K=64, V=64),
     Call("chunk_kda"),
+    Call("chunk_kda", K=256, V=256),
     Call("chunk_kda", options=(("chunk_size", 64),), heads=128),
     Call("chunk_gated_delta_rule", "float32"),
-    Call("chunk_gated_delta_rule", "float32", 256, 256),
+    *(Call("chunk_gated_delta_rule", dtype, 256, 256) for dtype in ("float16", "float32")),
     Call("chunk_kda", "float32"),
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
