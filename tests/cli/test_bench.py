@@ -396,6 +396,19 @@ def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(m
     assert not found.right
 
 
+def test_a_step_size_is_no_row():
+    """deta has one number a token; one that happens to be small may be off by more than itself."""
+    case = Case("ttt", Shape(1, 128, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
+    judge = Judge(case, case.arguments())
+    truth = torch.randn(1, 128, 1, 1, dtype=torch.float64)
+    truth[0, 5] = 1e-9
+    got = truth.float()
+    got[0, 5] = 2e-9
+    assert judge._verdict("deta", got, truth, None).passed
+    got[0, :64] += truth[0, :64].float()
+    assert not judge._verdict("deta", got, truth, None).passed
+
+
 def test_a_wrong_row_among_many_is_wrong_for_peers_too():
     """Its share of the whole error is small; of its own length it is not."""
     case = dataclasses.replace(CASE, shape=Shape(1, 4000, 1, 1, 8, 8), gate="slow", mode="fwd", dtype="bfloat16")

@@ -24,7 +24,7 @@ Named = dict[str, Tensor]
 GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
 """Names of gradients that are not "d" and the argument's name."""
 
-PER_TOKEN = {"dbeta": 3, "dg": 3}
+PER_TOKEN = {"dbeta": 3, "dg": 3, "deta": 3}
 """Tensors whose rows are 64 tokens of one head, if they have this many dimensions."""
 
 HOST = torch.device("cpu")
