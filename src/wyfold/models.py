@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from wyfold import layers
 from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.replay import Replay
@@ -203,6 +204,7 @@ class Decoder(nn.Module):
         *,
         layout: SequenceLayout | None = None,
         cache: DecodingCache | PooledCache | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of each next token, and their loss.
 
@@ -212,21 +214,28 @@ class Decoder(nn.Module):
                 learn, as at the end of a packed document. Rows past the layout's last boundary never count.
             layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
             cache: From `new_cache`, or to serve from `new_pools(..).at`; ids go on where it stands, and it moves on.
+            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: ids and labels are this
+                rank's share of the tokens, cut from those of all by `cp_context.shard`.
 
         Returns:
             logits: [B, T, vocab_size], dtype of the parameters.
             loss: Mean cross entropy in nats over the labels that count, 0 if none does; float32. None without labels.
+                With a cp_context this rank's share of it: the sum over its labels by the count of all ranks' labels,
+                so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
 
         Raises:
             ValueError: arguments that do not fit together.
         """
         self._check(ids, layout, cache)
+        if cp_context is not None and (layout is not None or cache is not None):
+            given = "a layout" if layout is not None else "a cache"
+            raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
         if labels is not None:
             if check.tensor("Decoder", "labels", labels).shape != ids.shape:
                 raise ValueError(f"Decoder: labels must be [B, T] = {list(ids.shape)}, got {list(labels.shape)}")
             check.floating("Decoder", (torch.int64,), labels=labels)
-        logits = self._logits(self._hidden(ids, layout, cache))
-        return logits, None if labels is None else _cross_entropy(logits, labels, layout)
+        logits = self._logits(self._hidden(ids, layout, cache, cp_context))
+        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context)
 
     def new_cache(self, batch_size: int) -> DecodingCache:
         """A cache with which `batch_size` sequences start."""
@@ -453,11 +462,17 @@ class Decoder(nn.Module):
         if cache.batch_size != N:
             raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
 
-    def _hidden(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> Tensor:
+    def _hidden(
+        self,
+        ids: Tensor,
+        layout: SequenceLayout | None,
+        cache: DecodingCache | PooledCache | None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
         x = self.embedding(ids)
         caches: Sequence[Any] = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
-            x = block(x, layout, layer_cache)
+            x = block(x, layout, layer_cache, cp_context)
         return self.norm(x)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -474,8 +489,14 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
 
-    def forward(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | LayerPool | None) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache)
+    def forward(
+        self,
+        x: Tensor,
+        layout: SequenceLayout | None,
+        cache: LayerCache | LayerPool | None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache, cp_context=cp_context)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -521,12 +542,19 @@ class _Draw:
         return tokens.gather(1, rank)[:, 0]
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, layout: SequenceLayout | None) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, layout: SequenceLayout | None, cp_context: ContextParallel | None
+) -> Tensor:
     if layout is not None:
         labels = torch.where(layout.sequence_ids >= 0, labels, IGNORED)
+    if cp_context is not None:
+        labels = torch.where(cp_context.sequence_ids(labels.device) >= 0, labels, IGNORED)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    counted = (labels != IGNORED).sum()
+    if cp_context is not None:
+        counted = cp_context.gather(counted).sum()
+    return total / counted.clamp(min=1)
 
 
 def _parse(pattern: str) -> tuple[str, ...]:

@@ -17,6 +17,9 @@ from wyfold.cli.trainer import Recipe, Trainer, build, optimizer
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
 
+HALF_PERCENT = 0.005  # what curves of a run over more ranks may differ by; what they do is near 1e-6
+
+
 @pytest.fixture
 def data(tmp_path):
     """Three files of about two thousand bytes that can be learned from."""
@@ -86,6 +89,31 @@ def test_an_interrupted_run_continues_with_the_very_losses(data, tmp_path, monke
     assert train(data, tmp_path / "parts", *words, "--resume") == 0
     assert history(tmp_path / "parts") == history(tmp_path / "whole")
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeypatch, capsys):
+    """A run that one process began and two end, each with half of every row's bytes and half of every parameter."""
+    words = ["--steps", 4, "--eval-every", 2, "--packed"]
+    assert train(data, tmp_path / "whole", *words) == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=1)
+        assert train(data, tmp_path / "parts", *words) == 130
+    arguments = ["--data", data, "--out", tmp_path / "parts", "--layers", "gdn attention", *TINY, *words, "--cp", 2]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
+    done = subprocess.run([*launcher, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 x 2 processes" in done.stdout
+    assert "continuing" in done.stdout and done.stdout.count("sample from it") == 1
+    ends = []
+    for entry, whole in zip(history(tmp_path / "parts"), history(tmp_path / "whole"), strict=True):
+        assert entry.keys() == whole.keys()
+        ends += [abs(entry[name] - value) / max(1e-6, abs(value)) for name, value in whole.items()]
+    assert max(ends) < HALF_PERCENT
+
+
+def test_ranks_that_nobody_started_are_refused(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--cp", 2) == 2
+    assert "--cp 2: start the processes by torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layers", ["delta_net", "kda", "ttt_linear"])

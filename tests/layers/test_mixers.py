@@ -203,5 +203,5 @@ def test_mistakes_are_named(mixer, x):
         mixer(x, cache={"strange": torch.zeros(len(x))})
     with pytest.raises(TypeError, match=f"^{name}: cache must be a dict of tensors"):
         mixer(x, cache=[cache])
-    with pytest.raises(TypeError, match=r"cp_context"):
-        mixer(x, cp_context=None)
+    with pytest.raises(TypeError, match=f"^{name}: cp_context must be a ContextParallel or None, got SequenceLayout"):
+        mixer(x, cp_context=layout)

@@ -568,8 +568,8 @@ def test_there_are_enough_kinds():
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.__name__)
 def test_unknown_keywords_are_pythons_own_error(op: Callable, launched: list[str]):
-    strangers = ["head_first", "cp_context", "max_splits", "transpose_state_layout", "chunk_indices", "cu_seq_lens_q"]
-    strangers += [] if op in CHUNK else ["chunk_size", "disable_recompute", "cu_seqlens_cpu"]
+    strangers = ["head_first", "max_splits", "transpose_state_layout", "chunk_indices", "cu_seq_lens_q"]
+    strangers += [] if op in CHUNK else ["chunk_size", "disable_recompute", "cu_seqlens_cpu", "cp_context"]
     strangers += [] if op in KDA else ["safe_gate", "lower_bound"]
     for name in strangers:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):

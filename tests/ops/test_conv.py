@@ -358,7 +358,7 @@ def test_refused_boundaries(kind: str):
         causal_conv1d(**GOOD, cu_seqlens=torch.tensor(shapes.INVALID_PACKINGS[kind].cu_seqlens))
 
 
-@pytest.mark.parametrize("keyword", ["head_first", "cp_context", "dilation"])
+@pytest.mark.parametrize("keyword", ["head_first", "dilation"])
 def test_unknown_keywords(keyword: str):
     with pytest.raises(TypeError, match=keyword):
         causal_conv1d(**GOOD, **{keyword: None})

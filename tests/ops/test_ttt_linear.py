@@ -895,7 +895,7 @@ def test_widths_without_a_kernel_are_refused(D: int):
         chunk_ttt_linear(**draw(shape(T=2, D=D), dtype=torch.float32, state="none"))
 
 
-@pytest.mark.parametrize("keyword", ["head_first", "eta_row", "cp_context", "output_state"])
+@pytest.mark.parametrize("keyword", ["head_first", "eta_row", "output_state"])
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
 def test_unknown_keywords_are_refused(operator: Callable, keyword: str):
     with pytest.raises(TypeError, match=keyword):

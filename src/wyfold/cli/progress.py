@@ -14,13 +14,14 @@ class Display:
     Args:
         total: steps of the whole run, or None if time decides.
         start: steps already taken.
+        quiet: show nothing, as in all processes of a run but one.
     """
 
     LINES = 20
     """About how many lines a run of known length leaves in a log."""
 
-    def __init__(self, total: int | None, start: int) -> None:
-        self.console = Console(stderr=True, highlight=False)
+    def __init__(self, total: int | None, start: int, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, highlight=False, quiet=quiet)
         self.live = self.console.is_terminal
         self.every = max(1, total // self.LINES) if total else 50
         self.bar = Progress(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from wyfold.cli import DONE, INTERRUPTED, UsageError
 from wyfold.cli.arguments import add_backend, at_least, between, device, whole
+from wyfold.parallel.team import Ranks, Team, launched, leave
 
 if TYPE_CHECKING:
     from wyfold.cli.trainer import Trainer
@@ -34,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
     run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(run)
+    run.add_argument(
+        "--cp",
+        type=whole(1),
+        default=1,
+        metavar="C",
+        help="under torchrun: processes that share the bytes of a row; the others are replicas with batches of their "
+        "own, and parameters are sharded over all (default: %(default)s)",
+    )
     run.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -151,9 +160,32 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
 
     text = corpus.read(args.data)
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name != "data"}
-    trainer = Trainer(Recipe(data=text.digest(), **asked), text, folder, args.device, args.backend)
-    return finish(trainer, args.save_every, f"{text.name}: {len(text.text):,} bytes in {text.documents} documents")
+    team = _team(args)
+    own = ("data", "replicas")
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
+    recipe = Recipe(data=text.digest(), replicas=team.replicas, **asked)
+    trainer = Trainer(recipe, text, folder, args.device, args.backend, team)
+    about = f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
+    if team.cp * team.replicas > 1:
+        about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
+    try:
+        if team.leads:
+            return finish(trainer, args.save_every, about)
+        return DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
+    finally:
+        leave()
+
+
+def _team(args: argparse.Namespace) -> Team:
+    """The processes of the run."""
+    if not launched():
+        if args.cp > 1:
+            raise UsageError(f"--cp {args.cp}: start the processes by torchrun --nproc-per-node N -m wyfold train ...")
+        return Team(args.device)
+    try:
+        return Ranks(args.device, args.cp)
+    except ValueError as error:
+        raise UsageError(f"--cp: {error}") from error
 
 
 def finish(trainer: Trainer, save_every: int, about: str) -> int:

@@ -28,7 +28,7 @@ from wyfold.cli import Failure, UsageError, checkpoint, curve
 from wyfold.cli.corpus import Batch, Corpus, Packs, Windows
 from wyfold.cli.progress import Display
 from wyfold.models import Decoder, DecoderConfig
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.parallel.team import Team
 
 BETAS = (0.9, 0.95)
 VOCABULARY = 256
@@ -49,6 +49,7 @@ class Recipe:
         held_out, eval_every, eval_bytes: part kept for validation, steps between two looks at it, bytes of a look.
         seed: of the model's first parameters and of the batches.
         dtype: "float32", or "bfloat16" for autocast.
+        replicas: Of the model, each with batches of its own: a step takes those of all.
         data: `Corpus.digest` of the text.
     """
 
@@ -75,6 +76,7 @@ class Recipe:
     eval_bytes: int
     seed: int
     dtype: str
+    replicas: int = 1
 
     def learning_rate(self, step: int, progress: float) -> float:
         """Rate of the step after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
@@ -87,7 +89,7 @@ class Recipe:
         if stored["data"] != self.data:
             raise UsageError(f"the text of --data is not the one that the run in {folder} learns: give another --out")
         for field, wanted in dataclasses.asdict(self).items():
-            if stored.get(field) != wanted:
+            if stored.get(field, 1 if field == "replicas" else None) != wanted:
                 option = f"--{field.replace('_', '-')}"
                 raise UsageError(
                     f"{option} is {wanted!r} here, but the run in {folder} was started with {stored.get(field)!r}: "
@@ -102,15 +104,25 @@ class Trainer:
         recipe, corpus, folder: what is learned, from what, and where the run is kept.
         device: of model and batches.
         backend: of every operator, as `Decoder` takes it; like the device no part of the recipe.
+        team: The processes of the run, of which this is one; None is a process alone. How many ranks share a replica
+            is no part of the recipe either.
 
     Raises:
         UsageError: the folder's run has another recipe, the corpus is too short, or the model cannot be built so.
     """
 
     def __init__(
-        self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device, backend: str | None = None
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        folder: Path,
+        device: torch.device,
+        backend: str | None = None,
+        team: Team | None = None,
     ) -> None:
-        self.recipe, self.folder, self.device, self.backend = recipe, folder, device, backend
+        self.recipe, self.folder, self.backend = recipe, folder, backend
+        self.team = Team(device) if team is None else team
+        self.device = self.team.device
         cut = Packs if recipe.packed else Windows
         training, validation = corpus.split(recipe.held_out, at_document=recipe.packed)
         self.batches = cut(training, recipe.batch, recipe.length, recipe.seed)
@@ -122,8 +134,7 @@ class Trainer:
         found = checkpoint.latest(folder / CHECKPOINTS)
         if found is None:
             torch.manual_seed(recipe.seed)
-            self.model = build(recipe, backend).to(device)
-            self.optimizer = optimizer(self.model, recipe)
+            self._start(build(recipe, backend))
         else:
             self._resume(found)
 
@@ -146,9 +157,10 @@ class Trainer:
     def train(self, save_every: int) -> bool:
         """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
         self._rewrite_history()
-        with _stop_on_signal(self), Display(self.recipe.steps, self.step) as display:
+        with _stop_on_signal(self), Display(self.recipe.steps, self.step, quiet=not self.team.leads) as display:
             saved = self.step
             while True:
+                self.stopping = self.team.most(self.stopping) > 0
                 # At the head of the round, so that a run stopped between a step and its evaluation resumes with it.
                 due = self.step % self.recipe.eval_every == 0 or self.finished
                 if due and not self.stopping and not self._evaluated():
@@ -172,17 +184,18 @@ class Trainer:
         self.model.eval()
         with torch.no_grad():
             for batch in self.validation.in_order(self.recipe.eval_bytes):
-                total += self._loss(batch).item() * batch.labels.numel()
+                total += self.team.mean(self._loss(batch)).item() * batch.labels.numel()
                 count += batch.labels.numel()
         self.model.train()
         return total / count / math.log(2)
 
-    def save(self) -> Path:
-        """Checkpoint of this moment."""
+    def save(self) -> None:
+        """Checkpoint of this moment; one process writes it, all bring what they hold."""
         tensors = {"random_state": torch.get_rng_state()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{name}/{key}"] = value
+                tensors[f"{name}/{key}"] = self.team.whole(value)
+        weights = {name: self.team.whole(x) for name, x in self.model.state_dict().items()}
         record = {
             "recipe": dataclasses.asdict(self.recipe),
             "cursor": self.step * self.recipe.grad_accum,
@@ -190,10 +203,17 @@ class Trainer:
             "history": self.history,
             "torch": torch.__version__,
         }
-        return checkpoint.save(self.folder / CHECKPOINTS, self.step, record, tensors, self.model.save)
+        if self.team.leads:
+            with torch.device("meta"):
+                model = Decoder(self.model.config)
+            model.load_state_dict(weights, assign=True)
+            checkpoint.save(self.folder / CHECKPOINTS, self.step, record, tensors, model.save)
+        self.team.most(0)  # nobody goes on, or ends, before it is there
 
     def draw(self) -> None:
         """Write the loss curve beside the checkpoints."""
+        if not self.team.leads:
+            return
         curve.draw(self.folder / CURVE, self.training_curve(), self.validation_curve(), self.folder.name)
 
     def training_curve(self) -> list[tuple[float, float]]:
@@ -213,12 +233,12 @@ class Trainer:
         parts, tokens = self.recipe.grad_accum, 0
         total = torch.zeros((), device=self.device)
         for part in range(parts):
-            batch = self.batches.at(self.step * parts + part)
+            batch = self.batches.at((self.step * parts + part) * self.team.replicas + self.team.replica)
             loss = self._loss(batch) / parts
-            loss.backward()
-            total += loss.detach()
-            tokens += batch.ids.numel()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip).item()
+            self.team.backward(loss)
+            total += self.team.mean(loss.detach())
+            tokens += batch.ids.numel() * self.team.replicas
+        norm = self.team.whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)).item()
         mean = total.item()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             # Before the update: the parameters in memory and the checkpoint on disk are both still good.
@@ -228,7 +248,7 @@ class Trainer:
             )
         self.optimizer.step()
         self.step += 1
-        seconds = time.perf_counter() - start
+        seconds = self.team.most(time.perf_counter() - start)
         self.elapsed += seconds
         entry = {
             "step": self.step,
@@ -241,11 +261,10 @@ class Trainer:
         return entry
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Mean negative log-likelihood of the labels, in nats."""
-        layout = SequenceLayout.from_lengths(list(batch.lengths), device=self.device) if batch.lengths else None
-        ids, labels = batch.ids.to(self.device), batch.labels.to(self.device)
+        """Mean negative log-likelihood of the labels, in nats; this process's share of it."""
+        ids, labels, where = self.team.share(batch.ids, batch.labels, batch.lengths or None)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
-            _, loss = self.model(ids, labels, layout=layout)
+            _, loss = self.model(ids, labels, **where)
         return loss
 
     def _evaluated(self) -> bool:
@@ -253,11 +272,15 @@ class Trainer:
 
     def _record(self, entry: dict[str, Any]) -> None:
         self.history.append(entry)
+        if not self.team.leads:
+            return
         with (self.folder / HISTORY).open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
 
     def _rewrite_history(self) -> None:
         """What was recorded after the checkpoint will happen again, so it leaves the file."""
+        if not self.team.leads:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / HISTORY).write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
 
@@ -265,13 +288,18 @@ class Trainer:
         record, tensors = checkpoint.load(found)
         self.recipe.check_same(record["recipe"], self.folder)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
-        self.model = Decoder.load(found / checkpoint.MODEL, backend=self.backend).to(self.device)
-        self.optimizer = optimizer(self.model, self.recipe)
+        self._start(Decoder.load(found / checkpoint.MODEL, backend=self.backend))
         torch.set_rng_state(tensors.pop("random_state"))
         parameters = dict(self.model.named_parameters())
         for key, value in tensors.items():
             name, _, moment = key.rpartition("/")
-            self.optimizer.state[parameters[name]][moment] = value.to(self.device)
+            self.optimizer.state[parameters[name]][moment] = self.team.like(value, parameters[name])
+
+    def _start(self, model: Decoder) -> None:
+        """This model, where and as it is trained, and an optimizer for it."""
+        self.model = model.to(self.device)
+        self.team.spread(self.model, self.model.blocks)
+        self.optimizer = optimizer(self.model, self.recipe)
 
 
 def build(recipe: Recipe, backend: str | None = None) -> Decoder:

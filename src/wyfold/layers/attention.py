@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.rotary import rotate
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
@@ -64,7 +65,14 @@ class SoftmaxAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
         """Mixed sequences.
 
         Args:
@@ -72,6 +80,8 @@ class SoftmaxAttention(nn.Module):
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
             cache: Holds "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1 where a row has
                 none yet; replaced. An empty dict starts.
+            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
+                the tokens. Keys and values of all ranks are gathered, queries stay, under a mask of T times all tokens.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -79,15 +89,19 @@ class SoftmaxAttention(nn.Module):
         Raises:
             ValueError: x, layout and cache do not fit together.
         """
-        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache, ("keys", "values", "positions"))
+        holds = ("keys", "values", "positions")
+        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache, holds, cp_context)
         past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache else None
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        positions = _positions(x, layout, past)
+        positions = _positions(x, layout, past) if cp_context is None else cp_context.position_ids(x.device)
         turned, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         q, k = rotate(turned, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
         fresh = Keys(k, v, positions.expand(x.shape[:2]))
-        if layout is None:
+        kept: Keys | None = None
+        if cp_context is not None:
+            o = _attend_across(q, fresh, cp_context, self.window)
+        elif layout is None:
             o, kept = _attend(q, fresh, past, self.window)
         elif cache is None and not check.readable(layout.cu_seqlens):
             o, kept = _attend_masked(q, fresh, layout, self.window), None
@@ -183,6 +197,19 @@ def _attend_masked(q: Tensor, fresh: Keys, layout: SequenceLayout, window: int |
     real = (ids >= 0)[:, None, None]
     q, k, v = (torch.where(real, x, 0) for x in (q, fresh.keys, fresh.values))
     return torch.where(real, _softmax_attention(q, k, v, mask), 0)
+
+
+def _attend_across(q: Tensor, fresh: Keys, context: ContextParallel, window: int | None) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, under one [T, total] mask."""
+    keys, values = context.unshard(torch.stack([fresh.keys, fresh.values]), dim=2).unbind()
+    whole = context.whole
+    ids, positions = context.sequence_ids(q.device)[0], fresh.positions[0]
+    others, places = whole.sequence_ids.to(q.device), whole.positions.to(q.device)
+    mask = (ids[:, None] == others) & _visible(positions[:, None], places, window)
+    # Rows past the last boundary may hold anything, and zero times infinity would reach the others.
+    real, given = (ids >= 0)[:, None, None], (others >= 0)[:, None, None]
+    q, keys, values = torch.where(real, q, 0), torch.where(given, keys, 0), torch.where(given, values, 0)
+    return torch.where(real, _softmax_attention(q, keys, values, mask), 0)
 
 
 def _attend_each(

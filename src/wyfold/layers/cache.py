@@ -18,6 +18,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from wyfold.ops.context_call import context_of
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
@@ -145,6 +147,7 @@ def sequences(
     layout: SequenceLayout | None,
     cache: LayerCache | None,
     holds: tuple[str, ...],
+    cp_context: ContextParallel | None = None,
 ) -> int:
     """N, the sequences of a layer's input, once the input, its layout and the cache agree.
 
@@ -155,6 +158,8 @@ def sequences(
         layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
         holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
+        cp_context: In the place of layout and cache; N are then the sequences that begin on this rank. That x is its
+            share is for the operators to say, on all ranks at once.
 
     Raises:
         TypeError: an argument of another type.
@@ -162,6 +167,12 @@ def sequences(
     """
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
     check.floating(layer, x=x)
+    if cp_context is not None:
+        context_of(layer, cp_context)
+        if layout is not None or cache is not None:
+            given = "a layout" if layout is not None else "a cache"
+            raise ValueError(f"{layer}: cp_context must come without layout and cache, got {given}")
+        return B * len(cp_context.starts)
     N = B
     if layout is not None:
         if not isinstance(layout, SequenceLayout):

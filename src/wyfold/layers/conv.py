@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from wyfold.layers.cache import LayerCache
 from wyfold.ops.conv import causal_conv1d
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.stages import table
@@ -51,13 +52,21 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
         """Convolved x.
 
         Args:
             x: [B, T, D].
             layout: Boundaries of packed sequences; the filter never reaches over one.
             cache: Holds "conv" [N, D, W-1], the latest inputs; replaced.
+            cp_context: In the place of layout: x is this rank's share of the tokens.
 
         Returns:
             y: [B, T, D], dtype of x. Exact zeros past the last boundary.
@@ -70,6 +79,7 @@ class ShortConvolution(nn.Module):
             output_final_state=cache is not None,
             activation=self.activation,
             cu_seqlens=layout,
+            cp_context=cp_context,
             backend=self.backend,
         )
         if cache is not None and latest is not None:

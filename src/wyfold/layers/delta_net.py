@@ -12,6 +12,7 @@ from wyfold.layers.conv import ShortConvolution
 from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.serving import decode, prefill
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.stages import table
@@ -91,7 +92,12 @@ class DeltaMixer(nn.Module):
         return LayerPool(weight.new_zeros(slots, weight.shape[0], weight.shape[1] - 1), state)
 
     def forward(
-        self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | LayerPool | None = None
+        self,
+        x: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | LayerPool | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> Tensor:
         """Mixed sequences.
 
@@ -100,6 +106,8 @@ class DeltaMixer(nn.Module):
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
             cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict
                 starts. Or a `LayerPool`, updated in place, without a gradient.
+            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
+                the tokens, and sequences go on over the ranks. Of each parameter a rank gets its share of the gradient.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -108,13 +116,16 @@ class DeltaMixer(nn.Module):
             ValueError: x, layout and cache do not fit together.
         """
         if isinstance(cache, LayerPool):
+            if cp_context is not None:
+                raise ValueError(f"{type(self).__name__}: cp_context must come without layout and cache, got a pool")
             return self._served(x, layout, cache)
-        sequences(type(self).__name__, x, self.hidden_size, layout, cache, ("conv", "state"))
-        qkv = self.conv(self.qkv(x), layout=layout, cache=cache)
+        sequences(type(self).__name__, x, self.hidden_size, layout, cache, ("conv", "state"), cp_context)
+        qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         state = None if cache is None else cache.get("state")
         chunk, recurrent = self.operators
         rule = chunk if cache is None or x.shape[1] > RECURRENT_TOKENS else recurrent
+        across = {} if cp_context is None else {"cp_context": cp_context}  # which the recurrent forms do not take
         o, state = rule(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_heads, self.head_dim)),
@@ -129,6 +140,7 @@ class DeltaMixer(nn.Module):
             state_dtype=None if state is None else state.dtype,
             cu_seqlens=layout,
             backend=self.backend,
+            **across,
         )
         if cache is not None:
             cache["state"] = state

@@ -13,6 +13,7 @@ from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads
 from wyfold.layers.rotary import rotate
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.stages import table
@@ -106,7 +107,14 @@ class TTTLinear(nn.Module):
         nn.init.normal_(self.step.weight, std=0.02)
         nn.init.zeros_(self.step.bias)
 
-    def forward(self, x: Tensor, *, layout: SequenceLayout | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
         """Mixed sequences.
 
         Args:
@@ -115,6 +123,9 @@ class TTTLinear(nn.Module):
             cache: Holds the fields of a `TTTState`, from which x goes on, inside a mini-batch too, and "conv"
                 [N, 2 H D, W-1] where there is a convolution; replaced. An empty dict starts. No gradient reaches what
                 was read before an open mini-batch.
+            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
+                the tokens, and sequences go on over the ranks, cut between mini-batches. Of each parameter a rank gets
+                its share of the gradient.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -123,27 +134,37 @@ class TTTLinear(nn.Module):
             ValueError: x, layout and cache do not fit together.
         """
         holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)
-        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, holds)
-        rows = self._rows(x, layout, cache)
+        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, holds, cp_context)
+        rows = self._rows(x, layout, cache, cp_context)
         if cache is None:
             start, start_bias = (s.expand(N, *s.shape) for s in (self.start, self.start_bias))
-            o, _, _ = self._in_batches(rows, start, start_bias, layout, leaving=False)
+            o, _, _ = self._in_batches(rows, start, start_bias, layout, leaving=False, cp_context=cp_context)
         else:
             o = self._resume(rows, N, layout, cache)
         y = self.norm(o.flatten(2))
         if self.gate is not None:
             y = y * gelu(self.gate(x), approximate="tanh")
-        if layout is not None:  # a norm with a bias makes something of nothing
-            y = y.masked_fill((layout.positions < 0)[:, None], 0)
+        if layout is not None or cp_context is not None:  # a norm with a bias makes something of nothing
+            positions = layout.positions[None] if layout is not None else self._positions(x, cp_context)
+            y = y.masked_fill((positions < 0)[..., None], 0)
         return cast(Tensor, self.out(y))
 
-    def _rows(self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None) -> _Rows:
+    def _positions(self, x: Tensor, cp_context: ContextParallel | None) -> Tensor:
+        """[1, T] position of each token in its sequence."""
+        if cp_context is None:
+            return torch.arange(x.shape[1], device=x.device)[None]
+        cp_context.check_tokens("TTTLinear", x, "x")
+        return cp_context.position_ids(x.device)
+
+    def _rows(
+        self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None, cp_context: ContextParallel | None
+    ) -> _Rows:
         qkv = self.qkv(x)
         qk, v = qkv.split([qkv.shape[-1] - self.value_size, self.value_size], dim=-1)
         if self.conv is not None:
-            qk = self.conv(qk.repeat(1, 1, 2), layout=layout, cache=cache)
+            qk = self.conv(qk.repeat(1, 1, 2), layout=layout, cache=cache, cp_context=cp_context)
         q, k = qk.unflatten(-1, (2 * self.num_heads, self.head_dim)).chunk(2, dim=2)
-        places = self._places(x.shape[1], x.device, layout, cache)
+        places = self._places(x, layout, cache, cp_context)
         if self.rope_base is not None:
             q, k = (rotate(part, places, self.rope_base, neighbours=True) for part in (q, k))
         wide = torch.promote_types(self.token_step.dtype, torch.float32)
@@ -156,16 +177,25 @@ class TTTLinear(nn.Module):
             torch.sigmoid(self.step(x)) * self.step_scale,
         )
 
-    def _places(self, T: int, device: torch.device, layout: SequenceLayout | None, cache: LayerCache | None) -> Tensor:
+    def _places(
+        self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None, cp_context: ContextParallel | None
+    ) -> Tensor:
         """[B, T] or [1, T] int64, each token's number in its mini-batch; anything past the last boundary."""
-        places = torch.arange(T, device=device)[None] if layout is None else layout.positions[None]
+        places = self._positions(x, cp_context) if layout is None else layout.positions[None]
         if cache is not None and "position" in cache:
             taken = cache["position"].to(torch.int64)
             places = places + (taken[:, None] if layout is None else taken[layout.sequence_ids][None])
         return places % self.mini_batch
 
     def _in_batches(
-        self, rows: _Rows, state: Tensor, bias: Tensor, layout: SequenceLayout | None, *, leaving: bool
+        self,
+        rows: _Rows,
+        state: Tensor,
+        bias: Tensor,
+        layout: SequenceLayout | None,
+        *,
+        leaving: bool,
+        cp_context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """All rows in mini-batches, the last of them maybe short: what was read, and on request the state."""
         return chunk_ttt_linear(
@@ -184,6 +214,7 @@ class TTTLinear(nn.Module):
             initial_state_bias=bias,
             output_final_state=leaving,
             cu_seqlens=layout,
+            cp_context=cp_context,
             backend=self.backend,
         )
 

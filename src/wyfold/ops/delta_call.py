@@ -10,8 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from wyfold.ops.context_call import agreed, check_share
 from wyfold.parallel import split
+from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.delta import delta
+from wyfold.pipelines.delta_context import delta_across
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.delta_records import DeltaTensors, vectors
 from wyfold.runtime import check
@@ -43,6 +46,7 @@ class ChunkFlags(NamedTuple):
     chunk_size: int | None
     disable_recompute: bool
     cu_seqlens_cpu: Tensor | None
+    cp_context: ContextParallel | None
 
 
 class Flags(NamedTuple):
@@ -76,15 +80,36 @@ def call_delta(
     flags: Flags,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
-    on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
+    on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
-    key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)
-    options = decided(key, lambda: _decide(op, *given[:6], gate, chunk, cu_seqlens, flags))
+
+    def decide() -> DeltaOptions:
+        key = _decided_by(op, given, cu_seqlens, gate, chunk, flags)
+        return decided(key, lambda: _decide(op, *given[:6], gate, chunk, cu_seqlens, flags))
+
+    if context is None:
+        options = decide()
+    else:
+        options = agreed(op, context, q, decide, lambda options: _alike_on_ranks(options, *given[:5]))
     q, k, v = in_autocast_dtype(q, k, v)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
-    o, final_state, states = delta(DeltaTensors(q, k, v, *given[3:], cu, on_cpu), options)
+    tensors = DeltaTensors(q, k, v, *given[3:], cu, on_cpu)
+    o, final_state, states = delta(tensors, options) if context is None else delta_across(tensors, options, context)
     final = final_state if flags.output_final_state else None
     return (o, final, states) if flags.return_intermediate_states else (o, final)
+
+
+def _alike_on_ranks(
+    options: DeltaOptions, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
+) -> dict[str, object]:
+    """What must be equal on all ranks of a call: what they tell each other has its sizes, and one model all options."""
+    (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
+    sizes = {"B": B, "H": H, "HV": HV, "K": K, "V": V, "dtype of q": in_autocast_dtype(q)[0].dtype}
+    given = {f"{name} given": x is not None for name, x in (("g", g), ("beta", beta))}
+    local = ("operator", "state_v_first", "state_dtype", "final_state", "chunk_size", "keep_factors", "backend")
+    asked = {name: value for name, value in options._asdict().items() if name not in local}
+    # Whether a backward follows, and with it that every rank takes part in its collective.
+    return {**sizes, **given, **asked, "requires_grad": asked.pop("save")}
 
 
 MOST_DECISIONS = 4096
@@ -119,11 +144,13 @@ def _decided_by(
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    size, keep, on_cpu = chunk or (None, None, None)
+    size, keep, on_cpu, context = chunk or (None,) * 4
+    shared = None if context is None else context.sizes
     # Boundaries on the CPU are compared with those beside the tokens where both can be read.
     if on_cpu is not None and isinstance(given[0], Tensor) and given[0].device.type == "cpu":
         return None
-    values = op, tokens, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, *flags
+    asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep
+    values = op, tokens, shared, *asked, *flags
     return decision_key((*given, cu_seqlens, on_cpu), values, flags.backend)
 
 
@@ -182,9 +209,16 @@ def _decide(
     sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
     check.alike(op, "dtype", q=q, k=k, v=v)
-    on_cpu = None if chunk is None else chunk.cu_seqlens_cpu
+    on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
     cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
-    _check_state(op, q, initial_state, flags.state_dtype, flags.state_v_first, {**sizes, "N": N})
+    given_states = N
+    if context is not None:
+        check_share(op, context, "q", q, cu_seqlens)
+        if flags.return_intermediate_states:
+            raise ValueError(f"{op}: return_intermediate_states must be False with cp_context, got True")
+        cu, N = context.boundaries(sizes["B"], q.device), sizes["B"] * len(context.pieces)
+        given_states = sizes["B"] * len(context.starts)
+    _check_state(op, q, initial_state, flags.state_dtype, flags.state_v_first, {**sizes, "N": given_states})
     if flags.allow_neg_eigval and not flags.use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, "
@@ -214,6 +248,7 @@ def _decide(
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
+        collectives=() if context is None else _collectives(context, sizes),
         kernel_copies=_copied(q, k) if explaining() and not recurrent else (),
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
@@ -296,6 +331,17 @@ def check_tensors(
     check.floating(op, q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     check.alike(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return sizes
+
+
+def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
+    """What the ranks of a call tell each other, one line for each direction."""
+    B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
+    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
+    return tuple(
+        f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
+        for direction, count in counts.items()
+        if count
+    )
 
 
 def check_boundaries(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_call import ChunkFlags, Flags, GateFlags, call_delta
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -32,6 +33,7 @@ def chunk_delta_rule(
     chunk_size: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
     """Delta rule over whole sequences, chunk by chunk.
@@ -59,7 +61,7 @@ def chunk_delta_rule(
         None,
         beta,
         GateFlags(),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_call import ChunkFlags, Flags, GateFlags, call_delta
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -36,6 +37,7 @@ def chunk_gated_delta_rule(
     chunk_size: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
     """Gated delta rule over whole sequences, chunk by chunk.
@@ -82,6 +84,10 @@ def chunk_gated_delta_rule(
             size changes last bits, nothing else.
         disable_recompute: Keep the chunks' factors for the backward: memory for time, same bits.
         cu_seqlens_cpu: [N+1] the same boundaries on the CPU, where known: saves a wait on a GPU. Changes no bit.
+        cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
+            a buffer that the ranks of a group hold together. Initial states are those of the sequences that begin
+            here (`starts`), final states those of the ones that end here (`ends`); of a parameter each rank gets its
+            own share of the gradient, whose sum over ranks is the gradient. One all-gather in each direction.
         backend: None for the table's choice; "eager", "triton" or "gluon" as a demand.
 
     Returns:
@@ -128,7 +134,7 @@ def chunk_gated_delta_rule(
         g,
         beta,
         GateFlags(False, use_gate_in_kernel, A_log, dt_bias),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

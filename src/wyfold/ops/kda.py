@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_call import ChunkFlags, Flags, GateFlags, call_delta
+from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -38,6 +39,7 @@ def chunk_kda(
     chunk_size: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
     """Kimi Delta Attention over whole sequences, chunk by chunk.
@@ -74,7 +76,7 @@ def chunk_kda(
         g,
         beta,
         GateFlags(True, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

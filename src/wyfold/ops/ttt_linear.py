@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wyfold.ops.context_call import agreed, check_share
 from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, packed_boundaries
 from wyfold.parallel import split
+from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.ttt import chunks_per_part, ttt
-from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
+from wyfold.pipelines.ttt_context import ttt_across
+from wyfold.pipelines.ttt_records import TTTOptions, TTTTensors
 from wyfold.runtime import check
 from wyfold.runtime.launch import dtype_word
 from wyfold.runtime.layout import SequenceLayout
@@ -60,6 +63,7 @@ def chunk_ttt_linear(
     state_v_first: bool = False,
     state_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | SequenceLayout | None = None,
+    cp_context: ContextParallel | None = None,
     disable_recompute: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
@@ -102,6 +106,11 @@ def chunk_ttt_linear(
         state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
         cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty
             sequence returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
+        cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
+            a buffer that the ranks of a group hold together; a rank's edge must not lie inside a mini-batch. Initial
+            states are those of the sequences that begin here (`starts`), final states those of the ones that end here
+            (`ends`); of w and b each rank gets its own share of the gradient. States go from rank to rank: memory is
+            split, the time of one sequence is not.
         disable_recompute: Keep for the backward what it would run the forward again for, on eager the state of every
             mini-batch: memory for time, same bits.
         batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
@@ -132,36 +141,46 @@ def chunk_ttt_linear(
         (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 1, 16]))
     """
     op = "chunk_ttt_linear"
-    check.flag(
-        op,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        disable_recompute=disable_recompute,
-        batch_invariant=batch_invariant,
-    )
-    cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
-    dtypes = _state_dtypes(q)
-    check.dtype_option(op, "state_dtype", state_dtype, dtypes)
-    order = "N HV V K" if state_v_first else "N HV K V"
-    states = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
-    _check_states(op, v, N, states, optional=tuple(states))
-    steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
-    tensors = TTTTensors(q, k, v, w, b, *steps, initial_state, initial_state_bias, None, None, None, cu)
-    result = _run(
-        op,
-        tensors,
-        N,
-        recurrent=False,
-        residual=residual,
-        scale=scale,
-        eps=eps,
-        chunk_size=chunk_size,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype or dtypes[0],
-        final_state=output_final_state,
-        keep_states=disable_recompute,
-        backend=backend,
-    )
+
+    def decide() -> tuple[TTTTensors, TTTOptions]:
+        check.flag(
+            op,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            disable_recompute=disable_recompute,
+            batch_invariant=batch_invariant,
+        )
+        cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        if cp_context is not None:
+            N = _check_context(op, cp_context, q, cu, chunk_size)
+        dtypes = _state_dtypes(q)
+        check.dtype_option(op, "state_dtype", state_dtype, dtypes)
+        order = "N HV V K" if state_v_first else "N HV K V"
+        states = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
+        _check_states(op, v, N, states, optional=tuple(states))
+        steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
+        return _decide(
+            op,
+            TTTTensors(q, k, v, w, b, *steps, initial_state, initial_state_bias, None, None, None, cu),
+            N,
+            recurrent=False,
+            residual=residual,
+            scale=scale,
+            eps=eps,
+            chunk_size=chunk_size,
+            state_v_first=state_v_first,
+            state_dtype=state_dtype or dtypes[0],
+            final_state=output_final_state,
+            keep_states=disable_recompute,
+            backend=backend,
+            context=cp_context,
+        )
+
+    if cp_context is None:
+        result = ttt(*decide())
+    else:
+        tensors, options = agreed(op, cp_context, q, decide, lambda decided: _alike_on_ranks(*decided))
+        result = ttt_across(tensors, options, cp_context)
     return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
 
 
@@ -235,7 +254,7 @@ def fused_recurrent_ttt_linear(
         _check_state(op, v, N, state)
         S, c, G, a, position = (x.detach() for x in state)
         tensors = tensors._replace(state=S, bias=c, grad=G, bias_grad=a, position=position)
-    result = _run(
+    found = _decide(
         op,
         tensors,
         N,
@@ -249,11 +268,13 @@ def fused_recurrent_ttt_linear(
         final_state=output_final_state,
         keep_states=False,
         backend=backend,
+        context=None,
     )
+    result = ttt(*found)
     return result.o, TTTState(*result[1:]) if output_final_state else None
 
 
-def _run(
+def _decide(
     op: str,
     tensors: TTTTensors,
     N: int,
@@ -268,8 +289,9 @@ def _run(
     final_state: bool,
     keep_states: bool,
     backend: str | None,
-) -> TTTResult:
-    """Check what both forms share, decide, run."""
+    context: ContextParallel | None,
+) -> tuple[TTTTensors, TTTOptions]:
+    """Check what both forms share, and decide."""
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
     check.choice(op, "residual", residual, RESIDUALS)
     if check.number(op, "eps", eps) <= 0:
@@ -290,6 +312,7 @@ def _run(
         dtypes=table.dtypes(q, k, v),
         chunk_size=chunk_size,
         parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
+        collectives=() if context is None else _collectives(context, v),
         keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, chunk_size)],
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{chunk_size}"),),
     )
@@ -307,7 +330,35 @@ def _run(
         keep_states=keep_states,
         backend=plan.backend,
     )
-    return ttt(tensors, options)
+    return tensors, options
+
+
+def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
+    """The number of sequences that begin here."""
+    check_share(op, context, "q", q, cu)
+    for piece in (piece for chain in context.shares.chains for piece in chain[:-1]):
+        end = piece.done + piece.length
+        if chunk_size in CHUNK_SIZES and end % chunk_size:
+            raise ValueError(
+                f"{op}: cp_context must cut sequences between mini-batches, at multiples of chunk_size = {chunk_size} "
+                f"tokens, got sequence {piece.sequence} cut after {end}; layout='fragments' cuts anywhere"
+            )
+    return q.shape[0] * len(context.starts)
+
+
+def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
+    """What the ranks of a call hand on, one line for each direction."""
+    depth, (B, _, HV, D) = context.shares.depth, v.shape
+    size = f"{B} x {HV} x {D + 1} x {D} for each sequence handed on"
+    return tuple(f"{depth} all-gathers {way} of {size}" for way in ("forward", "backward")) if depth else ()
+
+
+def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
+    """What must be equal on all ranks of a call."""
+    (B, _, H, _), (HV, D) = t.q.shape, t.v.shape[2:]
+    sizes = {"B": B, "H": H, "HV": HV, "D": D, "dtype of q": t.q.dtype, "eta_col given": t.eta_col is not None}
+    asked = {name: getattr(options, name) for name in ("residual", "scale", "eps", "chunk_size")}
+    return {**sizes, **asked, "requires_grad": options.save}
 
 
 def _check_tokens(

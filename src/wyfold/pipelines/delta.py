@@ -33,8 +33,22 @@ TENSORS_SCHEMA = (
 def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
     """Results of one call."""
     if not differentiating():
-        return DeltaResult(*call(_forward_op, *tensors, *options)[:3])
+        return run(tensors, options)[0]
     return DeltaResult(*Delta.apply(*distinct(tensors), options))
+
+
+def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+    """Results, and what the backward needs of them, without autograd's knowledge."""
+    *result, saved = call(_forward_op, *tensors, *options)
+    return DeltaResult(*result), saved
+
+
+def run_backward(given: DeltaGradient) -> list[Tensor]:
+    """Gradient of every differentiable tensor, of no elements where none is wanted."""
+    found: list[Tensor] = call(
+        _backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options
+    )
+    return found
 
 
 class Delta(torch.autograd.Function):
@@ -43,7 +57,7 @@ class Delta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, options = arguments
-        o, final_state, states, saved = call(_forward_op, *tensors, *options)
+        (o, final_state, states), saved = run(DeltaTensors(*tensors), options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(states)
         ctx.options = options
@@ -60,7 +74,7 @@ class Delta(torch.autograd.Function):
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
             return (None,) * (TENSORS + 1)
-        found = call(_backward_op, *tensors, saved, do, dST, needs, *ctx.options)
+        found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
         none = (None,) * (TENSORS + 1 - DIFFERENTIABLE)
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
 

@@ -7,6 +7,7 @@ parts' borders or at every mini-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,14 +41,26 @@ def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
     return TTTResult(*TTT.apply(*distinct(tensors), options))
 
 
+def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
+    """Results, and what the backward needs of them, without autograd's knowledge."""
+    found = _forward_op(*tensors, *options.scalars())
+    return TTTResult(*found[:RESULTS]), found[RESULTS]
+
+
+def run_backward(
+    tensors: TTTTensors, saved: list[Tensor], gradients: Sequence[Tensor | None], options: TTTOptions
+) -> list[Tensor]:
+    """Gradient of every differentiable tensor, from those of the results but the position."""
+    return list(_backward_op(*tensors, saved, *gradients, *options.scalars()))
+
+
 class TTT(torch.autograd.Function):
     """`wyfold::ttt_fwd`, with `wyfold::ttt_bwd` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options = arguments
-        found = _forward_op(*tensors, *options.scalars())
-        result, saved = found[:RESULTS], found[RESULTS]
+        result, saved = run(TTTTensors(*tensors), options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result[-1])
         ctx.options = options
@@ -62,7 +75,7 @@ class TTT(torch.autograd.Function):
             return none
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
-        found = _backward_op(*tensors, saved, *gradients[:-1], *ctx.options.scalars())
+        found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none[DIFFERENTIABLE:]
 

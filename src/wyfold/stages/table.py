@@ -87,6 +87,7 @@ def plan(
     parts: int = 1,
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
+    collectives: tuple[str, ...] = (),
     keys: Callable[[], Keys] = tuple,
     sizes: Keys = (),
 ) -> Plan:
@@ -98,7 +99,7 @@ def plan(
         backend: None for the table's choice, else a demand.
         forward, backward: Stages of each direction.
         dtypes: Of the call's floating tensors and results.
-        chunk_size, copies: What else the caller decided, for the Plan.
+        chunk_size, copies, collectives: What else the caller decided, for the Plan.
         kernel_copies: Of the arguments, those that kernels alone would copy.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
         keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
@@ -119,7 +120,7 @@ def plan(
         raise UnsupportedError(message, {backend: reasons[backend]})
     launches = _named(forward, chosen), _named(backward, chosen)
     parts = parts if chosen == "eager" else min(parts, 1)
-    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies)
+    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward + backward, device, keys())
         found = dataclasses.replace(found, copies=copies + kernel_copies)

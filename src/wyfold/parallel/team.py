@@ -1,0 +1,158 @@
+"""The processes of one training run: replicas of a model, each over the ranks of a context-parallel group.
+
+    W processes = replicas x C;  process r holds share r % C of replica r // C
+
+Parameters, gradients and moments are sharded over all of them (FSDP2). A process alone is a team of one, so that a
+training loop need not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wyfold.parallel.context import build_cp_context
+from wyfold.runtime.layout import SequenceLayout
+
+
+class Team:
+    """A process by itself.
+
+    Attributes:
+        device: Of this process's model and batches.
+        rank, replicas, replica, cp: Number of the process; replicas of the model, and which one this process is of;
+            ranks that share one replica's tokens.
+    """
+
+    rank, replicas, replica, cp = 0, 1, 0, 1
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self.rank == 0
+
+    def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Shard a model's parameters, those of each part together."""
+
+    def share(
+        self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """This process's tokens of a replica's batch, and where they lie, as keywords of the decoder.
+
+        Args:
+            ids, labels: [B, T], the same on all ranks of the replica.
+            lengths: Of the documents packed into the one row, or None.
+        """
+        layout = None if lengths is None else SequenceLayout.from_lengths(list(lengths), device=self.device)
+        return ids.to(self.device), labels.to(self.device), {"layout": layout}
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the mean loss of the replicas, from a rank's share of the loss of one."""
+        # FSDP takes the mean over all processes, but what the ranks of one replica have are shares.
+        (loss * self.cp).backward()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean loss of the replicas, whose ranks each have a share of theirs."""
+        return loss
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All of a tensor that is sharded."""
+        return x
+
+    def like(self, x: Tensor, parameter: Tensor) -> Tensor:
+        """x [..] sharded as a parameter of its shape is."""
+        return x.to(self.device)
+
+    def most(self, x: float) -> float:
+        """The largest of what the processes pass: what they must agree on to go on alike."""
+        return x
+
+
+class Ranks(Team):
+    """One process among those that a launcher started.
+
+    Args:
+        device: Its kind is every process's; of several, each takes the one of its number on its machine.
+        cp: Ranks that share one replica's tokens.
+
+    Raises:
+        ValueError: cp does not divide the number of processes.
+    """
+
+    def __init__(self, device: torch.device, cp: int):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if device.type == "cuda":
+            device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+            torch.cuda.set_device(device)
+        super().__init__(device)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        if world % cp:
+            raise ValueError(f"Ranks: cp must divide the number of processes, {world}, got {cp}")
+        self.cp, self.replicas, self.replica = cp, world // cp, self.rank // cp
+        self.group = init_device_mesh(device.type, (self.replicas, cp), mesh_dim_names=("replica", "cp"))["cp"]
+        self.mesh = init_device_mesh(device.type, (world,))
+
+    def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in parts:
+            fully_shard(part, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
+
+    def share(
+        self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        cu = None if lengths is None else SequenceLayout.from_lengths(list(lengths)).cu_seqlens
+        context = build_cp_context(cu, self.group, total_tokens=ids.shape[1])
+        mine, theirs = (context.shard(x).to(self.device) for x in (ids, labels))
+        return mine, theirs, {"cp_context": context}
+
+    def mean(self, loss: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / self.replicas
+
+    def whole(self, x: Tensor) -> Tensor:
+        full: Any = getattr(x, "full_tensor", None)
+        return x if full is None else full()
+
+    def like(self, x: Tensor, parameter: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if not isinstance(parameter, DTensor) or x.shape != parameter.shape:
+            return x.to(self.device)
+        return distribute_tensor(x.to(self.device), parameter.device_mesh, parameter.placements)
+
+    def most(self, x: float) -> float:
+        import torch.distributed as dist
+
+        largest = torch.tensor(x, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.item()
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun started this process."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def leave() -> None:
+    """End what `Ranks` began."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
