@@ -328,7 +328,7 @@ def test_mistakes_are_named(model, ids):
         ({"layout": layout}, r"Decoder: ids must be \[1, T\] = \[1, 10\] for its layout, got \[2, 37\]"),
         ({"layout": layout.cu_seqlens}, "Decoder: layout must be a SequenceLayout or None, got Tensor"),
         ({"cache": model.new_cache(3)}, "Decoder: cache must hold the 2 sequences of ids, got 3"),
-        ({"cache": [{}] * 5}, "Decoder: cache must be a DecodingCache or None, got list"),
+        ({"cache": [{}] * 5}, "Decoder: cache must be a DecodingCache, a PooledCache or None, got list"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
             model(ids, **keywords)

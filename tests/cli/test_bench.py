@@ -359,7 +359,8 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
                 assert found.within, (op, gate, contender.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
     ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
-    assert tried == sum(map(len, ways)) + 1  # chunk_scaled_dot_kkt with a gate and without
+    # chunk_scaled_dot_kkt with a gate and without; decoding beside the token forms of three rules
+    assert tried == sum(map(len, ways)) + 1 + 3
 
 
 def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
