@@ -237,7 +237,11 @@ class Judge:
 
     def _verdict(self, name: str, got: Tensor, truth: Tensor, yardstick: Tensor | None) -> Verdict:
         if name == "deta":  # [B, T, HV, 1]: a number a token, no row of a head
-            got, truth, yardstick = (x if x is None else x.squeeze(-1) for x in (got, truth, yardstick))
+            got, truth, yardstick = (
+                got.squeeze(-1),
+                truth.squeeze(-1),
+                None if yardstick is None else yardstick.squeeze(-1),
+            )
         family, per_token = self.case.family, PER_TOKEN.get(name) == got.ndim
         target = bound(name, got.dtype, family)
         if self.case.on_gpu and self.case.recurrence:
