@@ -296,11 +296,12 @@ def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def _decoded(seed: int) -> None:
-    """One token of two sequences from a pool of three states: serving has no gradient, and no subject."""
+    """One token of two sequences from pools of three: serving has no gradient, and no subject."""
     drawn = inputs.draw("random", "kda", Shape(2, 1, 1, 2, 8, 8), dtype=torch.float32, seed=seed)
     pool = torch.zeros(3, 2, 8, 8)
     q, k, v, g, beta = (drawn[name] for name in ("q", "k", "v", "g", "beta"))
     serving.decode(q, k, v, g, beta, pool, state_v_first=False)
+    serving.conv1d_update(torch.ones(2, 16), torch.zeros(3, 16, 3), torch.ones(16, 4))
 
 
 def registered() -> set[str]:
