@@ -250,12 +250,14 @@ def _of_options() -> list[Refusal]:
             Refusal(operator, word, "is no keyword", _set(**{word: None}), TypeError)
             for operator, word in (
                 (GDN, "head_first"),
-                (KDA, "cp_context"),
                 (DELTA, "max_splits"),
                 (RECURRENT, "chunk_size"),
-                (TTT, "cp_context"),
-                ("causal_conv1d", "cp_context"),
+                (RECURRENT, "cp_context"),
             )
+        ),
+        *(
+            Refusal(operator, "cp_context", "a string", _set(cp_context="a group"), TypeError)
+            for operator in (KDA, TTT, "causal_conv1d")
         ),
     ]
 
