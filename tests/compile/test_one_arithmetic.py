@@ -80,15 +80,10 @@ def kernels(
 @pytest.mark.long
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_boxes_addresses_strides_and_packed(op: str):
-    boxes, addresses, strides, packed = (
-        kernels(op, 128),
-        kernels(op, 100),
-        kernels(op, 100, strided=True),
-        kernels(op, 100, cu=(0, 30, 100)),
-    )
+    boxes, strides, packed = kernels(op, 128), kernels(op, 100, strided=True), kernels(op, 100, cu=(0, 30, 100))
     for name in KERNELS:
         assert boxes[name][0].total() > 100
-        assert boxes[name] == addresses[name] == packed[name], name
+        assert boxes[name] == packed[name], name
         if name != "wyfold_scan_triton":
             assert boxes[name] == strides[name], name
 
