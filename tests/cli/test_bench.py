@@ -593,6 +593,16 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
     assert "lost: gdn 1,20,1,1,8,8 fwd, mid gate, float32: OutOfMemoryError" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("modified, expected", [(None, "abc"), (True, "abc"), (False, "of git")], ids=str)
+def test_a_named_commit_is_that_of_sources_git_does_not_know(modified, expected, no_children, monkeypatch, tmp_path):
+    found = None if modified is None else "of git"
+    monkeypatch.setattr("wyfold.cli.results._commit", lambda: (found, modified))
+    words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
+    assert main([*words, str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["commit"] == expected
+
+
 def test_a_floor_counts_what_is_read_and_written():
     """The bytes per token and value head of docs: GDN 1,032 forward, 3,864 with its backward; KDA 1,540."""
     shape = Shape(1, 128, 2, 2, 128, 128)

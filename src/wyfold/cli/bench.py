@@ -122,7 +122,9 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0), default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, and a chart, into this folder")
     parser.add_argument("--label", default="", help="last word of the file names in --out")
-    parser.add_argument("--commit", default="", help="that the sources are of, where git cannot tell")
+    parser.add_argument(
+        "--commit", default="", help="that the sources are of, where git cannot tell or finds them changed"
+    )
     # How a child of this command is asked for a figure; a JSON request, answered by one line of JSON.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
 
@@ -153,7 +155,8 @@ def run(args: argparse.Namespace) -> int:
         "ratios": [],
         "lost": [],
     }
-    record["commit"] = record["commit"] or args.commit or None
+    if args.commit and record["modified"] is not False:
+        record["commit"], record["modified"] = args.commit, None
     stem = _stem(args, record, cases)
     for group in cases:
         try:
