@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, mm_exact, self_product
+from wyfold.tile.dot.triton import mm, mm_exact, self_product, settled
 from wyfold.tile.index.triton import (
     load_token_number,
     load_token_row,
@@ -246,9 +246,8 @@ def decayed_grams_transposed(
     if GATE == "scalar":
         b_decay = pairwise_decay(tl.cumsum(b_g, axis=0), BT)
         b_kk, b_factor = b_kk * b_decay, b_factor * b_decay
-    # What is taken apart for an exact product is rounded once: else the product may be contracted into the difference
-    # that the low part is, in one variant of a kernel and not in another.
-    b_PT = tl.where(o[:, None] <= o[None, :], tl.fma(b_PT, b_factor, 0.0), 0.0)
+    # An exact product takes it apart.
+    b_PT = tl.where(o[:, None] <= o[None, :], settled(b_PT * b_factor), 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
 
 
