@@ -1,5 +1,6 @@
 """Patched models say what stock ones say, packed documents are separate ones, and nothing is replaced for good."""
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -476,3 +477,9 @@ def test_what_layers_that_keep_functions_cannot_do_is_refused(old: OldModel):
         with pytest.raises(ValueError, match=r"convolution of layers\.1 knows no boundaries"):
             old(x, **packed)
         old.layers[1].causal_conv1d_fn = None
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^patch: needs transformers, .*: pip install transformers$"):
+        patch("qwen3_next")

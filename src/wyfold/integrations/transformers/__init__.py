@@ -103,6 +103,7 @@ def patch(
         The patch: `.report`, `.undo()`, and a context manager that undoes at its end.
 
     Raises:
+        ModuleNotFoundError: transformers is not installed.
         TypeError: target is neither a model nor names.
         ValueError: an unknown type, nothing to patch, or a patch of the same names holds already.
         UnsupportedError: this version of transformers keeps its functions elsewhere.
@@ -114,8 +115,12 @@ def patch(
     check.flag("patch", packing=packing, norm=norm)
     check.choice("patch", "on_unsupported", on_unsupported, ("raise", "stock"))
     families = chosen(target)
-    import transformers
-
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "patch: needs transformers, which is not installed: pip install transformers", name=error.name
+        ) from error
     patched = Patch(Report(transformers.__version__))
     try:
         for family in families:
