@@ -109,10 +109,10 @@ def test_drafts_and_prompts_take_them_too(name: str, backend: str, device):
 
 def test_a_checkpoint_that_is_not_reached_is_not_stored(backend: str, device):
     """Its row may name any slot: rows are as many as a packing could fill."""
-    a, pool, between = drawn("gated_delta_rule", device, backend, N=1, T=70), a_pool(device), a_pool(device, 5)
+    a, pool, between = drawn("gated_delta_rule", device, backend, N=1, T=130), a_pool(device), a_pool(device, 5)
     before = between.clone()
     serving.prefill(
-        **a, pool=pool, cu_seqlens=torch.tensor([0, 31, 70], device=device), state_v_first=False, checkpoint_every=32,
+        **a, pool=pool, cu_seqlens=torch.tensor([0, 63, 130], device=device), state_v_first=False, checkpoint_every=64,
         checkpoint_pool=between, checkpoint_indices=index(3, 1, device=device),
     )  # fmt: skip
     assert not torch.equal(between[3], before[3])

@@ -39,15 +39,15 @@ class Config:
     blocks: Mapping[str, int] = field(default_factory=dict)
     registers: int | None = None
 
-    def options(self) -> Mapping[str, Any]:
-        """Keywords of a kernel's launch."""
-        return _options(self.warps, self.stages, self.registers)
+    def options(self, *, contract: bool = True) -> Mapping[str, Any]:
+        """Keywords of a kernel's launch. `contract`: the compiler may contract products into sums, as it sees fit."""
+        return _options(self.warps, self.stages, self.registers, contract)
 
 
 @functools.cache
-def _options(warps: int, stages: int, registers: int | None) -> Mapping[str, Any]:
+def _options(warps: int, stages: int, registers: int | None, contract: bool) -> Mapping[str, Any]:
     limit = {} if registers is None else {"maxnreg": registers}
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **limit}
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": contract, **limit}
 
 
 def tuned(kernel: str, key: str, device: torch.device) -> Config:

@@ -138,7 +138,7 @@ def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
     span = min(max(T * blocks // config.blocks["PROGRAMS"], config.blocks["SHORTEST"]), config.blocks["LONGEST"])
     groups = triton.cdiv(span + overlap, BT)
     warps = max(1, config.warps * BD // config.blocks["BD"])
-    options = {**config.options(), "num_warps": warps, "enable_fp_fusion": False}
+    options = {**config.options(contract=False), "num_warps": warps}
     return _Spans(triton.cdiv(T, groups * BT - overlap), groups, blocks, BD, BT, options)
 
 

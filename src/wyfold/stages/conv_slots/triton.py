@@ -68,7 +68,7 @@ def update(
         W=W,
         BD=BD,
         # Every rounding is written out: a token has the bits that a whole sequence's convolution gives it.
-        **{**config.options(), "enable_fp_fusion": False},
+        **config.options(contract=False),
     )
 
 

@@ -30,7 +30,7 @@ from wyfold.tile.decay.triton import (
     state_gate_gradient,
     store_gate_gradient,
 )
-from wyfold.tile.dot.triton import NARROWEST, exact, mm, operand, precision, workspace
+from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
     copies_boxes,
@@ -172,10 +172,10 @@ def gradients(
         # Measured to help under a channel gate; without a gate never tried by itself (docs/facts.md, H200-6).
         AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype, channel=flags["CHANNEL"]),
+        PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
         # With a channel gate a warp has a sub-chunk of its own.
-        **{**config.options(), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
+        **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))

@@ -11,7 +11,7 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.tile.decay.triton import FLOOR, add_key_gram, decay_key_gram, gate_kind, gram_levels, load_gate
-from wyfold.tile.dot.triton import exact, operand, precision
+from wyfold.tile.dot.triton import contracts, exact, operand, precision
 from wyfold.tile.index.triton import chunk_span, load_token_scalars, load_tokens, store_tokens, strides
 
 
@@ -57,8 +57,8 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         GATE=gate,
         LEVELS=gram_levels(gate, C),
         OP=operand(k.dtype) if rounded else tl.float32,
-        PRECISION=precision(k.dtype, channel=gate == "channel") if rounded else exact(torch.float32),
-        **config.options(),
+        PRECISION=precision(k.dtype) if rounded else exact(torch.float32),
+        **config.options(contract=contracts(k.dtype)),
     )
 
 

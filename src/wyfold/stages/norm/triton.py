@@ -133,7 +133,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
     size, BW = config.blocks["TILE"], triton.next_power_of_2(W)
     BR = max(1, size // BW)
     warps = config.warps * max(1, min(32 // config.warps, BW // size))
-    options = {**config.options(), "num_warps": warps, "enable_fp_fusion": False}
+    options = {**config.options(contract=False), "num_warps": warps}
     return _Tiles(triton.cdiv(n, BR), W, BR, BW, row_unit(x, *others), config.blocks.get("PROGRAMS", 1), options)
 
 

@@ -30,7 +30,7 @@ from wyfold.tile.decay.triton import (
     running_sum,
     scalar_rows,
 )
-from wyfold.tile.dot.triton import NARROWEST, exact, mm_exact, operand, precision, workspace
+from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
     chunk_span,
     copies_boxes,
@@ -153,11 +153,11 @@ def prepare(
         LOGIT=options.beta_logit,
         WHOLE=config.blocks["BM"] >= C,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype, channel=channel),
+        PRECISION=precision(q.dtype),
         EXACT=exact(q.dtype),
         WARPS=warps,
         STAGES=config.stages,
-        **{**config.options(), "num_warps": warps},
+        **{**config.options(contract=contracts(q.dtype)), "num_warps": warps},
     )
     return found
 

@@ -27,7 +27,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
-from wyfold.tile.dot.triton import mm, operand, precision
+from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
     copies_boxes,
     every_box,
@@ -125,9 +125,9 @@ def scan(
         FOLDED=folded,
         TMA=boxes is not None,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype, channel=channel),
+        PRECISION=precision(q.dtype),
         STAGES=config.stages,
-        **config.options(),
+        **config.options(contract=contracts(q.dtype)),
     )
 
 

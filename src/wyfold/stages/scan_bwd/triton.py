@@ -23,7 +23,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
-from wyfold.tile.dot.triton import mm, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     copies_boxes,
     every_box,
@@ -116,9 +116,9 @@ def scan_bwd(
         FOLDED=prepared.E is not None,
         TMA=boxes is not None,
         OP=operand(q.dtype),
-        PRECISION=precision(q.dtype, channel=channel),
+        PRECISION=precision(q.dtype),
         STAGES=config.stages,
-        **config.options(),
+        **config.options(contract=contracts(q.dtype)),
     )
     return found
 

@@ -1,8 +1,9 @@
 """Matrix products of tiles on the device.
 
 `mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 as TF32 (the same mantissa,
-without its overflow), float32 by three TF32 products. `mm_exact` is for the inverse and the factors made from
-it, whose operands must not be rounded: float32 by three partial products (docs/numerics.md).
+without its overflow) to the nearest, since the unit by itself cuts, at two to four times the error, and float32 by
+three TF32 products. `mm_exact` is for the inverse and the factors made from it, whose operands must not be rounded:
+float32 by three partial products (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ def workspace(dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def precision(dtype: torch.dtype, *, channel: bool = False) -> str:
-    """PRECISION of `mm`; ignored where the operands are bfloat16.
-
-    float16 beside a channel gate is rounded to TF32, since gradients of its rows are small differences. Elsewhere it is
-    cut: what cutting takes from all products alike leaves dg's differences alone, which rounding does not.
-    """
+def precision(dtype: torch.dtype) -> str:
+    """PRECISION of `mm`; ignored where the operands are bfloat16."""
     if interpreting():
         return "ieee"
-    return {torch.float32: "tf32x3", torch.float16: "tf32 to nearest" if channel else "tf32"}.get(dtype, "tf32")
+    return {torch.float32: "tf32x3", torch.float16: "tf32 to nearest"}.get(dtype, "tf32")
+
+
+def contracts(dtype: torch.dtype) -> bool:
+    """Whether a compiler may contract products into sums around these matrix products.
+
+    It does as it sees fit, in each variant of a kernel anew, so that packed would not be separate in last bits. Where
+    operands have bfloat16's 8 bits, what may differ is written such that it cannot, at fewer instructions.
+    """
+    return dtype == torch.bfloat16
 
 
 @functools.cache
@@ -55,10 +61,6 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, operands rounded to OP, and where PRECISION says so to TF32; the unit by itself cuts them to that."""
     if OP == tl.float32 and PRECISION == "tf32 to nearest":
         return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision="tf32")
-    elif PRECISION == "tf32x3":
-        if acc is not None:
-            acc = settled(acc)
-        return tl.dot(settled(a.to(OP)), settled(b.to(OP)), acc, input_precision=PRECISION)
     else:
         return tl.dot(a.to(OP), b.to(OP), acc, input_precision="tf32" if OP == tl.bfloat16 else PRECISION)
 
@@ -139,7 +141,7 @@ def tf32_parts(x):
 
     A NaN stays one in the second.
     """
-    x = settled(x.to(tl.float32))
+    x = x.to(tl.float32)
     high = _rounded(x, 0x1000, -0x2000)
     return high, x - high
 

@@ -11,7 +11,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Shares
-from wyfold.stages.recurrent.triton.tokens import CLEARED, ROUNDING, WIDE, launch_key, load_token, seen
+from wyfold.stages.recurrent.triton.tokens import CLEARED, WIDE, launch_key, load_token, seen
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_width, load_token_parameters
 from wyfold.tile.index.triton import load_token_row, store_token_row, store_tokens, strides
 from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
@@ -114,7 +114,7 @@ def recurrent_bwd(
         V_FIRST=options.state_v_first,
         BLOCK=block,
         RUN=run,
-        **{**config.options(), **ROUNDING},
+        **config.options(contract=False),
     )
     return shares
 

@@ -11,7 +11,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Slots
-from wyfold.stages.recurrent.triton.tokens import CLEARED, ROUNDING, launch_key, load_token, seen
+from wyfold.stages.recurrent.triton.tokens import CLEARED, launch_key, load_token, seen
 from wyfold.tile.decay.triton import FLOOR, gate_kind, load_token_parameters
 from wyfold.tile.index.triton import store_token_row, store_tokens, strides
 from wyfold.tile.state.triton import slot_offsets, token_step
@@ -113,7 +113,7 @@ def recurrent(
         LOGIT=options.beta_logit,
         V_FIRST=options.state_v_first,
         EACH=slots.each,
-        **{**config.options(), **ROUNDING},
+        **config.options(contract=False),
     )
 
 

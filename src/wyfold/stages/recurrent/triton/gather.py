@@ -11,7 +11,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Shares, TokenGradients
-from wyfold.stages.recurrent.triton.tokens import ROUNDING, WIDE
+from wyfold.stages.recurrent.triton.tokens import WIDE
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
@@ -97,7 +97,7 @@ def gather(
         CLAMPED=options.clamp != 0,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
-        **{**config.options(), **ROUNDING},
+        **config.options(contract=False),
     )
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))

@@ -16,9 +16,6 @@ from wyfold.tile.norm.triton import normalised
 CLEARED: tl.constexpr = tl.constexpr(16)
 """Rows of output that a program without a state zeroes at a time."""
 
-ROUNDING = {"enable_fp_fusion": False}
-"""Every rounding is written out: no compilation of these lines may round otherwise than another."""
-
 WIDE = torch.float32
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import Config, dtype_word, tile_width, tuned
 from wyfold.stages.ttt import Tokens
-from wyfold.tile.dot.triton import operand, precision
+from wyfold.tile.dot.triton import contracts, operand, precision
 
 SEGMENT = 64
 """Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
@@ -61,5 +61,5 @@ def arranged(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[
         "PACKED": grid.cu is not None,
         "OP": operand(x.q.dtype),
         "PRECISION": precision(x.q.dtype),
-        **config.options(),
+        **config.options(contract=contracts(x.q.dtype)),
     }
