@@ -138,7 +138,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
         row_unit(*tensors),
         evenly,
         config.blocks.get("PROGRAMS", 1),
-        config.options(contract=False),
+        dict(config.options(contract=False)),
     )
 
 
