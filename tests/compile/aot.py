@@ -248,7 +248,10 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     """The same from the plan of a call that is not made."""
     with pretending(architecture, lambda *_, **__: None):
         plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
-    return {(f"{stage}.triton", row) for stage, _, row in plan.rows}
+    return {
+        (f"{stage}.{table.language(stage, plan.backend, key, torch.device('cpu'))}", row)
+        for stage, key, row in plan.rows
+    }
 
 
 def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
