@@ -248,7 +248,10 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     """The same from the plan of a call that is not made."""
     with pretending(architecture, lambda *_, **__: None):
         plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
-    return {(f"{stage}.triton", row) for stage, _, row in plan.rows}
+    return {
+        (f"{stage}.{table.language(stage, plan.backend, key, torch.device('cpu'))}", row)
+        for stage, key, row in plan.rows
+    }
 
 
 def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
@@ -364,6 +367,8 @@ OWN = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
+        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",)),
         Call("chunk_kda", options=STATES, packed=True),
         Call("chunk_kda", options=STATES, packed=True, heads=128, wrt=("initial_state",)),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),

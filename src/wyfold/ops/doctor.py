@@ -200,9 +200,11 @@ def _known_bad() -> tuple[str, ...]:
 
 def _cells() -> dict[str, dict[str, str]]:
     """Stage -> backend -> what its results rest on."""
+    kernels = "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or launch.support(torch.device("cuda")).refusal
     proof = {
         "eager": "PyTorch on any device; `wyfold verify` measures it on this one",
-        "triton": "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or launch.support(torch.device("cuda")).refusal,
+        "triton": kernels,
+        "gluon": f"in place of Triton's on sm_90; {kernels}",
     }
     found: dict[str, dict[str, str]] = {}
     for row in table.ROWS:

@@ -77,7 +77,7 @@ def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.outside(rows), call.grid.first_checkpoints(options.checkpoint_every, t.q.device)
     initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
-    scan = call.stage("scan").scan
+    scan = table.serving("scan", options.backend, call.key, t.q.device).scan
     scan(t.q, t.k, t.v, prepared, initial, call.grid, options, call.key, result.o, final, states, first)
     return result, _kept(prepared) if keep else []
 

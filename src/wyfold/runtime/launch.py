@@ -73,6 +73,13 @@ def row(architecture: str, kernel: str, key: str) -> str:
     return max(fitting, key=lambda name: 0 if name == "default" else len(name.split()))
 
 
+@functools.cache
+def offers(architecture: str, kernel: str, key: str) -> bool:
+    """Whether an architecture has a row of `kernel`, which may have no "default", or not be there at all, for `key`."""
+    rows = shipped(architecture).get(kernel, {})
+    return any(set(key.split()).issuperset(name.split()) for name in rows)
+
+
 def crowd(key: str, programs: int, device: torch.device) -> str:
     """The key, with the word "few" if a GPU could run twice as many programs, each on a multiprocessor of its own."""
     return f"{key} few" if 2 * programs <= processors(device) else key

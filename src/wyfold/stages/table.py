@@ -72,6 +72,7 @@ ROWS = (
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
     Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
+    Row("scan", "gluon", "wyfold.stages.scan.gluon", (torch.bfloat16,)),
 )
 
 
@@ -133,8 +134,10 @@ def plan(
 def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, keys: Keys) -> Plan:
     """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
     where = launch.architecture(device)
-    rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{plan.backend}", key)) for stage, key in keys])
-    modules = [launches(row.stage, plan.backend) for row in _launched(stages, plan.backend)]
+    languages = {stage: language(stage, plan.backend, key, device) for stage, key in keys}
+    rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{languages[stage]}", key)) for stage, key in keys])
+    served = [row.stage for row in _launched(stages, plan.backend)]
+    modules = [launches(stage, languages.get(stage, plan.backend)) for stage in served]
     fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
@@ -149,6 +152,22 @@ def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
 def launches(stage: str, backend: str) -> ModuleType:
     """The module that holds a stage's launches on a backend."""
     return _loaded(stage, backend)
+
+
+def serving(stage: str, backend: str, key: str, device: torch.device) -> ModuleType:
+    """The module whose launch serves a stage of a call that runs on a backend."""
+    return _loaded(stage, language(stage, backend, key, device))
+
+
+def language(stage: str, backend: str, key: str, device: torch.device) -> str:
+    """The backend whose kernel serves a stage of a call: that of the call's plan, or "gluon" in place of "triton".
+
+    It is where the GPU's configurations have a row of it for the call's key: such a row says that it was measured
+    there, and won. It takes the same arguments, and leaves to the other what it does not do.
+    """
+    if backend != "triton" or launch.interpreting() or _row(stage, "gluon") is None:
+        return backend
+    return "gluon" if launch.offers(launch.architecture(device), f"{stage}.gluon", key) else backend
 
 
 @functools.cache
@@ -174,7 +193,8 @@ def _choose(
             reasons[name] = reason
     if demand is not None:
         return _Choice(None if demand in reasons else demand, reasons)
-    serving = [name for name in BACKENDS if name not in reasons]
+    # Launches in Gluon take the place of others, one by one: see `language`.
+    serving = [name for name in BACKENDS if name not in reasons and name != "gluon"]
     return _Choice(serving[-1] if serving else None, reasons)
 
 

@@ -1,0 +1,48 @@
+"""Boxes of a matrix for Hopper kernels that lay out shared memory themselves (Gluon), and its names, which moved.
+
+A box lies in shared memory as the matrix units read it: rows of 128 bytes, swizzled, where it has so many.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from wyfold.tile.index.triton import Boxes
+
+# Triton 3.8 and 3.7 renamed them.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+class SharedBoxes(TensorDescriptor):
+    """`Boxes`, and how one lies in shared memory."""
+
+    def __init__(self, boxes: Boxes):
+        self.base, self.shape, self.strides, self.block_shape = (
+            boxes.base,
+            boxes.shape,
+            boxes.strides,
+            boxes.block_shape,
+        )
+        self.layout = _layout(tuple(boxes.block_shape), boxes.base.dtype)
+
+
+def shared(boxes: Sequence[Any]) -> list[Any]:
+    """Each box as a Gluon kernel takes it; all else as it is."""
+    return [SharedBoxes(x) if isinstance(x, Boxes) else x for x in boxes]
+
+
+@functools.cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
