@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         triton_bf16.repair()
         triton_shortcuts.take()
         # A kernel computes on in rows that are masked later, where numpy has something to say about it.
-        for module in ("triton.runtime.interpreter", "numpy"):
+        for module in ("triton.runtime.interpreter", "numpy", "tests.triton_shortcuts"):
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
         # A bound of a loop is an array of one number there.
         config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")

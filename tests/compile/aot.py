@@ -12,10 +12,12 @@ the row of its configurations, the arguments of the real launch and what Triton 
 import argparse
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +52,9 @@ ALLOWANCES = HERE / "allowances.json"
 
 RECORDED = "3.6"
 """The Triton whose spills are allowed to one that has none recorded."""
+
+UNNAMED = '"cuda:any"'
+"""Stands for an architecture's name in what is kept for all of them."""
 
 TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 """The line of PTX that names an architecture."""
@@ -224,10 +229,59 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
     from triton import knobs
 
     log = io.StringIO()
-    with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+    with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log), accesses_laid_out_once():
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
         ready = RUN(kernel, *arguments, warmup=True, **options)
     return ready, log.getvalue()
+
+
+def keeps_accesses() -> bool:
+    """Whether this Triton's passes are those that `accesses_laid_out_once` was written for."""
+    return launch.version().startswith(f"{RECORDED}.")
+
+
+@contextlib.contextmanager
+def accesses_laid_out_once() -> Iterator[None]:
+    """Triton's first two passes over tiles: made of a kernel for one architecture, and kept for the others.
+
+    All they know of an architecture is its name. The second walks the whole kernel for every access to memory (TRITON-1
+    in docs/facts.md), longer than everything after it where there are many. Of a Triton whose passes nobody has looked
+    at nothing is kept.
+    """
+    from triton._C.libtriton import ir, passes
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if not keeps_accesses():
+        yield
+        return
+    usual, convert, lay_out = CUDABackend.make_ttgir, passes.ttir.add_convert_to_ttgpuir, passes.ttgpuir.add_coalesce
+
+    def make_ttgir(module: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
+        name, context = f'"cuda:{capability}"', module.context
+        source = f"{options.num_warps} {options.num_ctas} {module}"
+        kept = CACHE / f"{hashlib.sha256(source.encode()).hexdigest()}.laid_out"
+        if not kept.exists():
+            manager = ir.pass_manager(context)
+            convert(manager, name.strip('"'), options.num_warps, 32, options.num_ctas)
+            lay_out(manager)
+            manager.run(module, "accesses_laid_out_once")
+            CACHE.mkdir(parents=True, exist_ok=True)
+            unfinished = kept.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(str(module).replace(name, UNNAMED))
+            unfinished.rename(kept)
+        with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as named:
+            named.write(kept.read_text().replace(UNNAMED, name))
+            named.flush()
+            module = ir.parse_mlir_module(named.name, context)
+        module.context = context
+        with (
+            mock.patch.object(passes.ttir, "add_convert_to_ttgpuir", lambda *_: None),
+            mock.patch.object(passes.ttgpuir, "add_coalesce", lambda *_: None),
+        ):
+            return usual(module, metadata, options, capability)
+
+    with mock.patch.object(CUDABackend, "make_ttgir", staticmethod(make_ttgir)):
+        yield
 
 
 def rows_of(call: Call | Served, architecture: str) -> set[tuple[str, str]]:
@@ -369,8 +423,8 @@ OWN = {
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",)),
-        Call("chunk_kda", options=STATES, packed=True),
-        Call("chunk_kda", options=STATES, packed=True, heads=128, wrt=("initial_state",)),
+        Call("chunk_kda", options=STATES, packed=True, heads=128),
+        Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
     )

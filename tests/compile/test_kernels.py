@@ -1,6 +1,7 @@
 """Every shipped launch configuration, compiled for its architecture without a GPU: it fits; known spills alone."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 from tests.compile import aot
@@ -54,6 +55,30 @@ def test_one_code_but_for_the_name_of_the_target(one: str, other: str, call: aot
         assert aot.TARGET.search(kernel.asm["ptx"])[1] == one
         assert aot.TARGET.sub("", kernel.asm["ptx"]) == aot.TARGET.sub("", as_other.asm["ptx"])
         assert kernel.metadata.shared == as_other.metadata.shared
+
+
+@pytest.mark.skipif(not aot.keeps_accesses(), reason="this Triton lays accesses out for each architecture anew")
+def test_accesses_laid_out_for_another_architecture(tmp_path: Path, monkeypatch):
+    """A kernel that begins with what was kept of another architecture's is the one that Triton makes."""
+    made = {}
+
+    def launched(kernel, *given, **options) -> None:
+        kernel.device_caches.clear()
+        made.setdefault((aot.CACHE.name, kernel.fn.__name__), []).append(aot.code(kernel, *given, **options)[0])
+
+    for folder, architectures in (("kept", ("sm_90", "sm_100", "sm_120")), ("anew", ("sm_100", "sm_120"))):
+        monkeypatch.setattr(aot, "CACHE", tmp_path / folder)
+        monkeypatch.setattr(aot, "keeps_accesses", lambda keeps=folder == "kept": keeps)
+        for name in architectures:
+            with aot.pretending(name, launched):
+                aot.Call("chunk_scaled_dot_kkt", options=(("g", None),)).run()
+    kernels = {name for _, name in made}
+    assert kernels and len(list((tmp_path / "kept").glob("*.laid_out"))) == len(kernels)
+    assert not list((tmp_path / "anew").glob("*.laid_out"))
+    for name in kernels:
+        assert len({kernel.hash for kernel in made["kept", name]}) == 3
+        for kept, anew in zip(made["kept", name][1:], made["anew", name], strict=True):
+            assert kept.asm["ptx"] == anew.asm["ptx"] and kept.metadata.shared == anew.metadata.shared
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
