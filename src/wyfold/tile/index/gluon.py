@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.tile.index.triton import Boxes
@@ -46,3 +47,14 @@ def shared(boxes: Sequence[Any]) -> list[Any]:
 @functools.cache
 def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
+
+
+@gluon.jit
+def clear_rows(tile, rows, BT: gl.constexpr, W: gl.constexpr):
+    """Zero the rows of a tile [BT, W] in shared memory from `rows` on, which are no tokens: zero times NaN is NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // W, W // 8], [gl.num_warps(), 1], [1, 0])
+    x = tile.load(L)
+    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    tile.store(gl.where((o_t < rows)[:, None], x, gl.zeros([BT, W], x.dtype, L)))
+    fence_async_shared()
+    barrier()
