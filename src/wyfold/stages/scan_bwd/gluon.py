@@ -607,26 +607,25 @@ def _reverse_step(
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), nothing, use_acc=False, is_async=True
     )
-    in_k, in_q = number.slice(0, BT).load(ROW), number.slice(BT, BT).load(ROW)
-    out, beta = number.slice(2 * BT, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    in_q = number.slice(BT, BT).load(ROW)
     doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
+    if not FOLDED:
+        out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
+        dY = warpgroup_mma_wait(1, deps=[dY])
+        d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
+        dY = warpgroup_mma(d, write.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    dS = warpgroup_mma(doT, query, dS, is_async=True)
+    # Numbers of rows are read where they are wanted, again if need be: registers are short here.
+    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    X, dY = warpgroup_mma_wait(1, deps=[X, dY])
+    X = X * scale
     if FOLDED:
-        dS = warpgroup_mma(doT, query, dS, is_async=True)
-        X, dY = warpgroup_mma_wait(1, deps=[X, dY])
-        X = X * scale
         X += dY
     else:
-        by = divisor(beta)
-        dY = warpgroup_mma_wait(1, deps=[dY])
-        d = gl.convert_layout((dY * (out * by)[None, :]).to(OP), AC, assert_trivial=True)
-        dY = warpgroup_mma(d, write.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        dS = warpgroup_mma(doT, query, dS, is_async=True)
-        X, dY = warpgroup_mma_wait(1, deps=[X, dY])
-        X = X * scale
-        X += dY * (1.0 / by)[None, :]
+        X += dY * (1.0 / divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=0)
