@@ -11,7 +11,8 @@ and e, or dS and X; how it is read and handed over is as in `scan` in Gluon:
 
 A state leaves as its rounded copy, which is the left operand of the chunk's first product: it is put into shared memory
 under that product, and given to the copy engine together with what the chunk before left of its own, e or X, which was
-put there under that chunk's last product. The engine has the rest of the chunk to read both.
+put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
+room for two states, a chunk more for the state.
 
 In the reverse half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
 
@@ -83,7 +84,7 @@ def scan_bwd(
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     tiles, programs = grid.chunks * HV, 2 * grid.sequences * HV
     config = tuned("scan_bwd.gluon", crowd(key, programs * -(-V // 128), q.device), q.device)
-    BV, parts = config.blocks["BV"], config.blocks["PARTS"]
+    BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     found = TokenBorders(*v.new_empty(2, tiles, V, K).unbind(), *v.new_empty(2, tiles, C, V).unbind())
     boxes = _boxes(q, k, v, prepared, do, found, C, BV // parts)
     if boxes is None:
@@ -115,6 +116,7 @@ def scan_bwd(
         BT=C,
         BV=BV,
         PARTS=parts,
+        OUT=out,
         PACKED=grid.cu is not None,
         CHANNEL=prepared.q is not None,
         FOLDED=prepared.E is not None,
@@ -258,6 +260,7 @@ def wyfold_scan_bwd_gluon(
     BT: gl.constexpr,
     BV: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     PACKED: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
@@ -293,7 +296,7 @@ def wyfold_scan_bwd_gluon(
     total = rows
     if CHANNEL:
         total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
-    state = gl.allocate_shared_memory(x_S.dtype, [PARTS, BW, K], x_S.layout)
+    state = gl.allocate_shared_memory(x_S.dtype, [OUT * PARTS, BW, K], x_S.layout)
     tokens = gl.allocate_shared_memory(x_e.dtype, [PARTS, BT, BW], x_e.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -326,7 +329,7 @@ def wyfold_scan_bwd_gluon(
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
@@ -335,8 +338,8 @@ def wyfold_scan_bwd_gluon(
     else:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_walk, (memory, tiles, at, scale, 1, HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
@@ -426,15 +429,16 @@ def _walk(
     BT: gl.constexpr,
     BW: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Take BW value rows through every chunk, one way or the other."""
     if at.back != 0:
-        _reverse(memory, tiles, at, scale, part, HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        _reverse(memory, tiles, at, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     else:
-        _forward(memory, tiles, at, part, HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        _forward(memory, tiles, at, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     tma.store_wait(pendings=0)
 
 
@@ -451,6 +455,7 @@ def _reverse(
     BT: gl.constexpr,
     BW: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -471,7 +476,7 @@ def _reverse(
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
             dS, last_total, memory, tiles, at, scale, part, stage, at.steps, done,
-            HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, False,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         done += 1
         stage += 1  # of two or more
@@ -483,7 +488,7 @@ def _reverse(
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
             dS, total, memory, tiles, at, scale, part, stage, i, done,
-            HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, True,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
         total = next_total
         done += 1
@@ -509,6 +514,7 @@ def _forward(
     BT: gl.constexpr,
     BW: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -530,7 +536,7 @@ def _forward(
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _forward_step(
             S, total, memory, tiles, at, part, stage, i,
-            HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, True,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
         total = next_total
         stage += 1
@@ -542,7 +548,7 @@ def _forward(
         mbarrier.wait(tiles.full.index(stage), phase)
         _forward_step(
             S, total, memory, tiles, at, part, stage, at.steps,
-            HV, K, V, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, False,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         last = at.steps
     if last >= 0:
@@ -568,6 +574,7 @@ def _reverse_step(
     BT: gl.constexpr,
     BW: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -600,8 +607,8 @@ def _reverse_step(
         dY = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
     tile = at.tile + i * HV
     _leave(
-        memory.dS, memory.X, rounded, tiles, part, tile, tile + HV, at.column + part * BW, stage, done > 0,
-        V, BT, BW, STAGES,
+        memory.dS, memory.X, rounded, tiles, part, tile, tile + HV, at.column + part * BW, stage, done,
+        V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
     doT = x.permute((1, 0)).load(LC)
     X = warpgroup_mma(
@@ -628,7 +635,7 @@ def _reverse_step(
         X += dY * (1.0 / divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
-    tma.store_wait(pendings=0)
+    tma.store_wait(pendings=OUT - 1)
     tiles.tokens.index(part).permute((1, 0)).store(X.to(OP))
     return warpgroup_mma_wait(0, deps=[dS])
 
@@ -649,6 +656,7 @@ def _forward_step(
     BT: gl.constexpr,
     BW: gl.constexpr,
     PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -673,8 +681,8 @@ def _forward_step(
     Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
     tile = at.tile + i * HV
     _leave(
-        memory.S, memory.e, rounded, tiles, part, tile, tile - HV, at.column + part * BW, stage, i > 0,
-        V, BT, BW, STAGES,
+        memory.S, memory.e, rounded, tiles, part, tile, tile - HV, at.column + part * BW, stage, i,
+        V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
     v = x.permute((1, 0)).load(LC)
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
@@ -694,7 +702,7 @@ def _forward_step(
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
-    tma.store_wait(pendings=0)
+    tma.store_wait(pendings=OUT - 1)
     tiles.tokens.index(part).permute((1, 0)).store(e.to(OP))
     return warpgroup_mma_wait(0, deps=[S])
 
@@ -703,31 +711,34 @@ def _forward_step(
 def _leave(
     x_state,
     x_tokens,
-    state,
+    rounded,
     tiles,
     part,
     tile,
     tile_before,
     mine,
     stage,
-    going,
+    done,
     V: gl.constexpr,
     BT: gl.constexpr,
     BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Give the copy engine a chunk's state and what waits of the chunk before; hand back that one's stage.
 
-    Of what is before the first chunk nothing: there is no box. The engine has read what it was given a chunk ago: the
-    end of that chunk waited for it.
+    Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk waits
+    until the engine has read all but the last OUT - 1 states.
     """
-    tiles.state.index(part).store(state)
+    state = tiles.state.index((done % OUT) * PARTS + part)
+    state.store(rounded)
     fence_async_shared()
     before = gl.where(stage == 0, STAGES, stage) - 1
-    mbarrier.arrive(tiles.free.index(before), count=1, pred=going)
-    if going:
+    mbarrier.arrive(tiles.free.index(before), count=1, pred=done > 0)
+    if done > 0:
         tma_store(x_tokens, [tile_before * BT, mine], tiles.tokens.index(part))
-    tma_store(x_state, [tile * V + mine, 0], tiles.state.index(part))
+    tma_store(x_state, [tile * V + mine, 0], state)
 
 
 @gluon.jit
