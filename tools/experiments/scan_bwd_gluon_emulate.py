@@ -1,6 +1,6 @@
 """The same for `scan_bwd` in Gluon (see scan_gluon_emulate.py), against its formulas in PyTorch.
 
-    PYTHONPATH=src python tools/experiments/scan_bwd_gluon_emulate.py
+PYTHONPATH=src python tools/experiments/scan_bwd_gluon_emulate.py
 """
 
 import inspect

@@ -17,8 +17,8 @@ room for two states, a chunk more for the state.
 In the reverse half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
 
 A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
-does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no tokens
-are cleared in shared memory first.
+does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no
+tokens are cleared in shared memory first.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _boxes(
 
 
 class Tiles(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads: x: v or do, by parts; square: W or F; write: E, or W going back.
-    state, tokens: where S and e, or dS and X, wait to be stored."""
+    """Shared memory. Of every stage what a chunk reads; x: v or do, by parts; square: W or F; write: E, or W going
+    back. state, tokens: where S and e, or dS and X, wait to be stored."""
 
     q: Any
     k: Any
@@ -266,7 +266,7 @@ def wyfold_scan_bwd_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state, or of its gradient. Those that go back take longer, and come first."""
+    """One program owns BV value rows of one state, or of its gradient; those that go back take longer, and come first."""
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
@@ -728,8 +728,8 @@ def _leave(
 ):
     """Give the copy engine a chunk's state and what waits of the chunk before; hand back that one's stage.
 
-    Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk waits
-    until the engine has read all but the last OUT - 1 states.
+    Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk
+    waits until the engine has read all but the last OUT - 1 states.
     """
     state = tiles.state.index((done % OUT) * PARTS + part)
     state.store(rounded)
