@@ -48,10 +48,6 @@ class Acc(BASE):
         super().finish()
 
 
-def clear_rows(tile, rows, BT, W):
-    tile.t[int(rows) :] = 0
-
-
 def divisor(beta):
     return torch.where(beta.abs() < 2.0**-60, 2.0**-60, beta)
 
@@ -67,7 +63,7 @@ def namespace(pid):
         "mbarrier": mbarrier,
         "fence_async_shared": lambda: None,
         "barrier": lambda: None,
-        "clear_rows": clear_rows,
+        "clear_rows": E.clear_rows,
         "divisor": divisor,
         **{name: getattr(E, name) for name in ("tma", "tma_load", "tma_store")},
         **{name: getattr(E, name) for name in ("warpgroup_mma", "warpgroup_mma_wait")},

@@ -354,6 +354,10 @@ def make_gl(pid):
     return gl
 
 
+def clear_rows(tile, rows, BT, W):
+    tile.t[int(rows) :] = 0
+
+
 def namespace(pid):
     import wyfold.stages.scan.gluon as G
     import wyfold.tile.index.triton as I
@@ -377,6 +381,7 @@ def namespace(pid):
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "fence_async_shared": lambda: None,
         "barrier": lambda: None,
+        "clear_rows": clear_rows,
     }
     span = inspect.getsource(I.sequence_span.fn)
     span = span[span.index("def ") :]

@@ -107,7 +107,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
-    scan_bwd = call.stage("scan_bwd").scan_bwd
+    scan_bwd = table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd
     borders = scan_bwd(t.q, t.k, t.v, prepared, initial, do, final, call.grid, options, call.key, entering)
     del prepared  # the tokens' gradients may lie where it lay
     found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]

@@ -44,7 +44,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import scan_key
-from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
+from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -509,7 +509,7 @@ def _step(
         e = warpgroup_mma_wait(1, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         if not FULL and not CHANNEL:
-            _clear_rows(key, at.rest, BT, K)
+            clear_rows(key, at.rest, BT, K)
         S = warpgroup_mma(u, key, S, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
     o = (o * scale).to(OP)
@@ -559,14 +559,3 @@ def _leave(
     column = (at.hv * memory.s_o[2]).to(gl.int32) + at.column + part * BW
     if i >= 0:
         tma_store(memory.x_o, [at.token + i * BT, column], _place(tiles, part, stage, i + OUT, PARTS, OUT))
-
-
-@gluon.jit
-def _clear_rows(tile, rest, BT: gl.constexpr, K: gl.constexpr):
-    """Zero the rows of a tile in shared memory that are no tokens: zero times NaN is NaN."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    x = tile.load(L)
-    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    tile.store(gl.where((o_t < rest)[:, None], x, gl.zeros([BT, K], x.dtype, L)))
-    fence_async_shared()
-    barrier()

@@ -266,7 +266,7 @@ def wyfold_scan_bwd_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state, or of its gradient; those that go back take longer, and come first."""
+    """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first."""
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
