@@ -38,10 +38,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import crowd, tuned
+from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
+from wyfold.stages.scan_bwd.triton import scan_bwd_key
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
@@ -82,8 +83,7 @@ def scan_bwd(
         dS0: [N, HV, K, V] view, written, or None.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    tiles, programs = grid.chunks * HV, 2 * grid.sequences * HV
-    config = tuned("scan_bwd.gluon", crowd(key, programs * -(-V // 128), q.device), q.device)
+    config, tiles = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device), grid.chunks * HV
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     found = TokenBorders(*v.new_empty(2, tiles, V, K).unbind(), *v.new_empty(2, tiles, C, V).unbind())
     boxes = _boxes(q, k, v, prepared, do, found, C, BV // parts)
@@ -91,7 +91,7 @@ def scan_bwd(
         return triton.scan_bwd(q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0)
     launched(
         wyfold_scan_bwd_gluon,
-        programs * (V // BV),
+        2 * grid.sequences * HV * (V // BV),
         *boxes,
         q.stride(2),
         k.stride(2),

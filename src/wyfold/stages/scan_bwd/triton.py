@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tile_width, tuned
+from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.tile.dot.triton import contracts, mm, operand, precision, workspace
@@ -74,7 +74,7 @@ def scan_bwd(
     found = TokenBorders(
         *v.new_empty(2, tiles, V, K, dtype=dtype).unbind(), *v.new_empty(2, tiles, C, V, dtype=dtype).unbind()
     )
-    config = tuned("scan_bwd.triton", key, q.device)
+    config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:], *found
@@ -121,6 +121,12 @@ def scan_bwd(
         **config.options(contract=contracts(q.dtype)),
     )
     return found
+
+
+def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
+    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
+    HV, V = v.shape[2:]
+    return crowd(key, 2 * sequences * HV * -(-V // 128), v.device)
 
 
 def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
