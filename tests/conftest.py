@@ -135,7 +135,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 @pytest.fixture(autouse=True)
 def fresh_process_state():
-    """Seed, threads and default dtype as every test expects them, whatever the test before did."""
+    """Seed, threads, default dtype and no call remembered, as every test expects it, whatever the test before did."""
+    from wyfold.runtime import recall
+
+    recall.forget()  # a test may plant what no call depends on by value
     random.seed(SEED)
     torch.manual_seed(SEED)
     yield

@@ -12,7 +12,8 @@ from wyfold.pipelines.conv import Conv, ConvTensors
 from wyfold.pipelines.conv_context import ConvAcross
 from wyfold.pipelines.conv_serving import one_row
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.recall import recalled
 from wyfold.stages import table
 
 _NAME = "causal_conv1d"
@@ -78,14 +79,20 @@ def causal_conv1d(
     def decide() -> tuple[Tensor | None, str]:
         return _decide(given, output_final_state, activation, cu_seqlens, cp_context, backend)
 
-    if cp_context is None:
-        cu, chosen = decide()
-        tensors = given._replace(cu_seqlens=cu)
-        y, final_state = Conv.apply(*tensors, output_final_state, activation is not None, chosen)
-    else:
-        _, chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
-        y, final_state = ConvAcross.apply(*given, output_final_state, activation is not None, chosen, cp_context)
-    return y, final_state if output_final_state else None
+    def run() -> tuple[Tensor, Tensor | None]:
+        if cp_context is None:
+            cu, chosen = decide()
+            tensors = given._replace(cu_seqlens=cu)
+            y, final_state = Conv.apply(*tensors, output_final_state, activation is not None, chosen)
+        else:
+            _, chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
+            y, final_state = ConvAcross.apply(*given, output_final_state, activation is not None, chosen, cp_context)
+        return y, final_state if output_final_state else None
+
+    if cp_context is not None:
+        return run()
+    cu_tensor, tokens = boundaries_of(cu_seqlens)
+    return recalled((*given[:-1], cu_tensor), (_NAME, tokens, output_final_state, activation, backend), run)
 
 
 def _decide(

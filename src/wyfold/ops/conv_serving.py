@@ -10,7 +10,8 @@ from torch import Tensor
 from wyfold.ops.delta_call import decided, decision_key, keeps_gradients, packed_boundaries
 from wyfold.pipelines.conv_serving import ConvServing, serve_conv
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.recall import recalled
 from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
@@ -148,6 +149,28 @@ def _served(
     drafts: bool,
 ) -> Tensor:
     """Check, decide, run."""
+
+    def run() -> Tensor:
+        return _convolved(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts)
+
+    source, activation, given, accepted, pad, backend = flags
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors = x, pool, weight, bias, source, given, accepted, out, cu
+    return recalled(tensors, (op, tokens, activation, pad, backend), run)
+
+
+def _convolved(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    out: Tensor | None,
+    flags: _Flags,
+    *,
+    drafts: bool,
+) -> Tensor:
     key = _decided_by(op, x, pool, weight, bias, cu_seqlens, out, flags)
     backend = decided(key, lambda: _decide(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts))
     y = x.new_empty(x.shape) if out is None else out

@@ -18,9 +18,10 @@ from wyfold.pipelines.delta_context import delta_across
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.delta_records import DeltaTensors, vectors
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
+from wyfold.runtime.layout import SequenceLayout, boundaries, boundaries_of, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
+from wyfold.runtime.recall import either_zero, recalled
 from wyfold.runtime.register import autocast_dtype, in_autocast_dtype
 from wyfold.stages import table
 
@@ -80,6 +81,35 @@ def call_delta(
     flags: Flags,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
+
+    def run() -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+        return _call_delta(op, q, k, v, g, beta, gate, chunk, initial_state, cu_seqlens, flags)
+
+    size, keep, on_cpu, context = chunk or _TOKENS
+    if context is not None:
+        return run()
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu
+    values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, tokens, *flags
+    return recalled(tensors, values, run)
+
+
+_TOKENS = (None,) * 4  # of `ChunkFlags`, token by token
+
+
+def _call_delta(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    gate: GateFlags,
+    chunk: ChunkFlags | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    flags: Flags,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
 
@@ -125,7 +155,7 @@ def decided(key: tuple[Any, ...] | None, decide: Callable[[], Decision]) -> Deci
     found: Decision | None = None if key is None else _decisions.get(key)
     if found is None:
         found = decide()
-        if key is not None:
+        if key is not None and not either_zero(key[1][0]):
             if len(_decisions) >= MOST_DECISIONS:
                 _decisions.clear()
             _decisions[key] = found

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.register import once_differentiable, register
+from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import call, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
 from wyfold.tile.rows.eager import widest
@@ -44,12 +45,15 @@ def l2norm(
         1.0
     """
     op = "l2norm"
-    _rows(op, x)
-    check.dtype_option(op, "output_dtype", output_dtype)
-    eps = _positive(op, eps)
-    output_dtype = output_dtype or x.dtype
-    plan = _plan(op, x, backend, (x.dtype, output_dtype))
-    return _L2Norm.apply(x, eps, output_dtype, plan.backend)
+
+    def run() -> Tensor:
+        _rows(op, x)
+        check.dtype_option(op, "output_dtype", output_dtype)
+        positive, dtype = _positive(op, eps), output_dtype or x.dtype
+        plan = _plan(op, x, backend, (x.dtype, dtype))
+        return _L2Norm.apply(x, positive, dtype, plan.backend)
+
+    return recalled((x,), (op, eps, output_dtype, backend), run)
 
 
 def rms_norm_gated(
@@ -99,20 +103,24 @@ def rms_norm_gated(
         torch.Size([2, 10, 4, 32])
     """
     op = "rms_norm_gated"
-    check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
-    check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
-    V = _rows(op, x)
-    if check.tensor(op, "g", g).shape != x.shape:
-        raise ValueError(f"{op}: g must be [..., V] = {list(x.shape)}, the shape of x, got {list(g.shape)}")
-    check.tensor(op, "weight", weight)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
-            raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
-    check.floating(op, g=g, weight=weight, bias=bias)
-    check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
-    options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
-    plan = _plan(op, x, backend, table.dtypes(x, g, weight, bias))
-    return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
+
+    def run() -> Tensor:
+        check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
+        check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
+        V = _rows(op, x)
+        if check.tensor(op, "g", g).shape != x.shape:
+            raise ValueError(f"{op}: g must be [..., V] = {list(x.shape)}, the shape of x, got {list(g.shape)}")
+        check.tensor(op, "weight", weight)
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
+                raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
+        check.floating(op, g=g, weight=weight, bias=bias)
+        check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
+        options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
+        plan = _plan(op, x, backend, table.dtypes(x, g, weight, bias))
+        return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
+
+    return recalled((x, g, weight, bias), (op, activation, eps, norm_before_gate, round_before_weight, backend), run)
 
 
 def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
@@ -155,14 +163,14 @@ class _L2Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.backend = eps, backend
         ctx.save_for_backward(x)
-        return _l2norm_op(x, eps, output_dtype, backend)
+        return call(_l2norm_op, x, eps, output_dtype, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
-        return _l2norm_bwd_op(*ctx.saved_tensors, dy, ctx.eps, ctx.backend), None, None, None
+        return call(_l2norm_bwd_op, *ctx.saved_tensors, dy, ctx.eps, ctx.backend), None, None, None
 
 
 def _l2norm(x: Tensor, eps: float, output_dtype: torch.dtype, backend: str) -> Tensor:
@@ -199,7 +207,7 @@ class _RmsNormGated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.backend = options, backend
         ctx.save_for_backward(x, g, weight, bias)
-        return _rms_norm_gated_op(x, g, weight, bias, *options.scalars(), backend)
+        return call(_rms_norm_gated_op, x, g, weight, bias, *options.scalars(), backend)
 
     @staticmethod
     @once_differentiable
@@ -207,7 +215,8 @@ class _RmsNormGated(torch.autograd.Function):
         if dy is None:
             return (None,) * 6
         needs = list(ctx.needs_input_grad[:4])
-        found = iter(_rms_norm_gated_bwd_op(*ctx.saved_tensors, dy, needs, *ctx.options.scalars(), ctx.backend))
+        scalars = *ctx.options.scalars(), ctx.backend
+        found = iter(call(_rms_norm_gated_bwd_op, *ctx.saved_tensors, dy, needs, *scalars))
         return *(next(found) if need else None for need in needs), None, None
 
 

@@ -8,6 +8,7 @@ from wyfold.ops.delta_call import GateFlags
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.recall import recalled
 
 
 def decode(
@@ -158,8 +159,33 @@ def decode_packed(
         torch.Size([3, 4, 32])
     """
     op = "decode_packed"
-    H, HV = _pair(op, "heads", heads)
-    K, V = _pair(op, "dims", dims)
+    sizes = *_pair(op, "heads", heads), *_pair(op, "dims", dims)
+    gate = GateFlags(False, True, A_log, dt_bias, False, lower_bound)
+    slots = SlotFlags(pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out)
+    arithmetic = Arithmetic(scale, True, True, allow_neg_eigval, backend)
+
+    def run() -> Tensor:
+        return _decode_packed(op, mixed_qkv, raw_g, raw_beta, slots, sizes, gate, arithmetic)
+
+    tensors = (
+        mixed_qkv, raw_g, raw_beta, pool, state_indices, has_initial_state, output_state_indices, out, A_log, dt_bias,
+    )  # fmt: skip
+    values = op, state_v_first, pad_slot_id, *sizes, scale, lower_bound, allow_neg_eigval, backend
+    return recalled(tensors, values, run)
+
+
+def _decode_packed(
+    op: str,
+    mixed_qkv: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    slots: SlotFlags,
+    sizes: tuple[int, int, int, int],
+    gate: GateFlags,
+    arithmetic: Arithmetic,
+) -> Tensor:
+    """`decode_packed` as `decode`: q, k and v are views, and the gate's kind follows from its shape."""
+    (H, HV, K, V), out = sizes, slots.out
     width = 2 * H * K + HV * V
     if check.tensor(op, "mixed_qkv", mixed_qkv).ndim != 2 or mixed_qkv.shape[1] != width:
         raise ValueError(f"{op}: mixed_qkv must be [N, 2 H K + HV V] = [N, {width}], got {list(mixed_qkv.shape)}")
@@ -178,12 +204,9 @@ def decode_packed(
         q.unflatten(1, (H, K))[:, None], k.unflatten(1, (H, K))[:, None], v.unflatten(1, (HV, V))[:, None],
         raw_g[:, None], raw_beta[:, None],
     )  # fmt: skip
-    gate = GateFlags(raw_g.ndim == 3, True, A_log, dt_bias, False, lower_bound)
-    into = None if out is None else out[:, None]
-    slots = SlotFlags(
-        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, into
-    )  # fmt: skip
-    o = call_served(op, tokens, slots, gate, Arithmetic(scale, True, True, allow_neg_eigval, backend))
+    gate = gate._replace(channel=raw_g.ndim == 3)
+    into = slots._replace(out=None if out is None else out[:, None])
+    o = call_served(op, tokens, into, gate, arithmetic)
     return o[:, 0] if out is None else out
 
 

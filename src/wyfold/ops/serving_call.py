@@ -22,8 +22,9 @@ from wyfold.ops.delta_call import (
 )
 from wyfold.pipelines.serving import Serving, serve
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
@@ -69,6 +70,29 @@ def call_served(
     chunked: bool = False,
 ) -> Tensor:
     """Check, decide, run. `turned`: tokens are [1, N, ..]. `chunked`: not token by token."""
+
+    def run() -> Tensor:
+        return _call_served(op, tokens, slots, gate, arithmetic, cu_seqlens, turned=turned, chunked=chunked)
+
+    pool, source, v_first, given, target, pad, out, accepted, each, every, *between = slots
+    _, in_kernel, A_log, dt_bias, safe, lower_bound = gate
+    cu, T = boundaries_of(cu_seqlens)
+    tensors = *tokens, pool, source, given, target, out, accepted, *between, A_log, dt_bias, cu
+    values = op, v_first, pad, each, every, in_kernel, safe, lower_bound, T, turned, chunked, *arithmetic
+    return recalled(tensors, values, run)
+
+
+def _call_served(
+    op: str,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    slots: SlotFlags,
+    gate: GateFlags,
+    arithmetic: Arithmetic,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    *,
+    turned: bool,
+    chunked: bool,
+) -> Tensor:
     q, k, v, g, beta, out = *tokens, slots.out
     if turned:
         q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))

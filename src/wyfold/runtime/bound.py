@@ -3,7 +3,8 @@
 Triton's own way into a kernel asks of each argument what the code may depend on, writes the answers out as a text, and
 looks the compiled kernel up by it: 25 to 40 microseconds of a launch with fifty arguments, before the driver is asked
 for anything. `launched` goes that way once for every combination of answers and keeps what came of it under a key that
-holds the same answers, or finer ones.
+holds the same answers, or finer ones. Who listens to a call's launches (`heard`) gets them in a form that launches
+again, with other addresses and nothing looked up (`runtime/recall.py`).
 
 The ordinary way stays for all that is not recognised: the interpreter, a Triton whose compiled kernels look different,
 arguments of other types, and a process whose launches are watched by hooks (profilers) or compiled for debugging.
@@ -11,11 +12,12 @@ arguments of other types, and a process whose launches are watched by hooks (pro
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +38,78 @@ class Ready(NamedTuple):
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
-    descriptors: tuple[tuple[int, Callable[[Any], list[Any]]], ...]
+    descriptors: tuple[tuple[int, _Expanding], ...]
+
+
+class Place(NamedTuple):
+    """An argument of a launch that follows from an address: its place, and so many bytes behind a numbered tensor.
+
+    `tensor` is the tensor itself until it is `moved` to a number.
+    """
+
+    place: int
+    tensor: Any
+    offset: int
+
+
+class Launch(NamedTuple):
+    """A launch that can be made again.
+
+    Attributes:
+        ready, programs: The kernel and its grid.
+        arguments: As its launcher takes them; what is there in place of an address or a box is not looked at.
+        pointers, boxes: Where those go.
+        encoders: What makes each box of its address.
+        encoded: Address and encoding of each box at the last launch.
+    """
+
+    ready: Ready
+    programs: int
+    arguments: list[Any]
+    pointers: tuple[Place, ...]
+    boxes: tuple[Place, ...]
+    encoders: tuple[Callable[[int], Any], ...]
+    encoded: list[tuple[int, Any]]
+
+    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Launch:
+        """On other tensors; to: number, and bytes behind its first element, of what they were."""
+        pointers, boxes = (
+            tuple([Place(place, *to(x, offset)) for place, x, offset in places])
+            for places in (self.pointers, self.boxes)
+        )
+        return self._replace(pointers=pointers, boxes=boxes)
+
+    def again(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Launch on numbered tensors at these addresses, without a look at the tensors."""
+        ready, programs, arguments, pointers, boxes, encoders, encoded = self
+        arguments = arguments.copy()
+        for place, number, offset in pointers:
+            arguments[place] = addresses[number] + offset
+        for n, (place, number, offset) in enumerate(boxes):
+            address = addresses[number] + offset
+            known, box = encoded[n]
+            if known != address:
+                box = encoders[n](address)
+                encoded[n] = address, box  # both at once: other threads launch as well
+            arguments[place] = box
+        ready.run(programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *arguments)
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
 _thread = threading.local()
+
+
+@contextlib.contextmanager
+def heard(listener: Callable[..., None]) -> Iterator[None]:
+    """Within, `listener(launch, kernel, new=...)` is told of this thread's launches.
+
+    launch is None where it cannot be made again; new: the kernel's code was looked up by Triton, or compiled.
+    """
+    _thread.listener = listener
+    try:
+        yield
+    finally:
+        _thread.listener = None
 
 
 def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
@@ -53,11 +122,13 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             are no constexprs.
         fixed: Constexprs by name, and options of the launch.
     """
-    if not hasattr(_thread, "entered"):
-        _enter_context(arguments)
-    looked = None if not hasattr(kernel, "device_caches") or _watched(kernel) else _looked_at(arguments)
+    enter_context(arguments)
+    listener = getattr(_thread, "listener", None)
+    looked = None if not hasattr(kernel, "device_caches") or watched(kernel) else _looked_at(arguments)
     if looked is None:
         kernel[(programs,)](*arguments, **fixed)
+        if listener is not None:
+            listener(None, kernel, new=False)
         return
     kinds, flat = looked
     driver = sys.modules["triton"].runtime.driver.active
@@ -69,7 +140,11 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
             _ready[key] = _bound(compiled, arguments, constants)
+        if listener is not None:
+            listener(None, kernel, new=key in _ready)
         return
+    if listener is not None:
+        listener(_again(ready, programs, arguments), kernel, new=False)
     run, function, metadata, constants, descriptors = ready
     for place, expand in descriptors:
         flat[place : place + 1] = expand(arguments[place])
@@ -77,15 +152,49 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
 
 
-def _enter_context(arguments: tuple[Any, ...]) -> None:
+def enter_context(arguments: Sequence[Any]) -> None:
     """Make the device's context the calling thread's, which the driver wants before it encodes a box.
 
     A launch does so by itself, but boxes are encoded before it; and a thread of autograd may have done nothing on the
     device yet. To record an event is allowed while a graph is captured, and waits for nothing.
     """
-    if any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
+    if not hasattr(_thread, "entered") and any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
         torch.cuda.Event().record()
         _thread.entered = True
+
+
+def current() -> int:
+    """Number of the current device."""
+    found: int = sys.modules["triton"].runtime.driver.active.get_current_device()
+    return found
+
+
+def stream(device: int) -> Any:
+    """Its current stream, as a launcher takes it."""
+    return sys.modules["triton"].runtime.driver.active.get_current_stream(device)
+
+
+def _again(ready: Ready, programs: int, arguments: tuple[Any, ...]) -> Launch | None:
+    """A launch as it can be made again; None if Triton looks at its descriptors."""
+    expanding = dict(ready.descriptors)
+    flat: list[Any] = []
+    pointers, boxes, encoders = [], [], []
+    for place, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            pointers.append(Place(len(flat), x, 0))
+            flat.append(0)
+        elif hasattr(x, "block_shape"):
+            encode = expanding[place].encoder(x) if place in expanding else None
+            if encode is None:
+                return None
+            boxes.append(Place(len(flat), x.base, 0))
+            encoders.append(encode)
+            flat += (None, *x.shape, *x.strides)
+        else:
+            flat.append(x)
+    flat += ready.constants
+    encoded = [(-1, None)] * len(boxes)
+    return Launch(ready, programs, flat, tuple(pointers), tuple(boxes), tuple(encoders), encoded)
 
 
 def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:
@@ -103,32 +212,46 @@ def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]
         return Ready(*known, ())
     run = copy.copy(compiled.run)
     run.launch = launcher
-    descriptors = [(place, _expanding(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
+    descriptors = [(place, _Expanding(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
     return Ready(run, *known[1:], tuple(descriptors[::-1]))
 
 
-def _expanding(expand: Callable[[Any, Any], list[Any]], layout: Any) -> Callable[[Any], list[Any]]:
-    """What becomes of a descriptor of this layout: the box's encoding by the driver, then its matrix's sizes.
+class _Expanding:
+    """What becomes of a descriptor of one layout: the box's encoding by the driver, then its matrix's sizes.
 
     Triton's function for that looks up the layout's numbers by name and finds its way to the driver each time; it is
     asked wherever they are not those of Triton 3.6 and 3.7, or a descriptor asks for more than such boxes.
     """
-    names = ("swizzle", "elem_size", "elem_type", "block_size")
-    elements = expand.__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
-    utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
-    encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
-    if not (layout and elements and encode) or layout.get("fp4_padded", True) or any(n not in layout for n in names):
-        return lambda x: expand(x, layout)
-    swizzle, size, element, block = (layout[name] for name in names)
-    element = elements[element]
 
-    def expanded(x: Any) -> list[Any]:
-        if x.padding != "zero" or getattr(x, "round_f32_to_tf32", False):
-            return expand(x, layout)
+    def __init__(self, expand: Callable[[Any, Any], list[Any]], layout: Any):
+        self.expand, self.layout = expand, layout
+        names = ("swizzle", "elem_size", "elem_type", "block_size")
+        elements = expand.__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
+        utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
+        encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
+        self.encode = None
+        if not (layout and elements and encode) or layout.get("fp4_padded", True):
+            return
+        if all(name in layout for name in names):
+            swizzle, size, element, block = (layout[name] for name in names)
+            self.encode, self.box = encode, (swizzle, size, elements[element], block)
+
+    def __call__(self, x: Any) -> list[Any]:
+        if self.encode is None or not _plain(x):
+            return self.expand(x, self.layout)
         shape, strides = x.shape, x.strides
-        return [encode(x.base.data_ptr(), swizzle, size, element, block, shape, strides, 0), *shape, *strides]
+        return [self.encode(x.base.data_ptr(), *self.box, shape, strides, 0), *shape, *strides]
 
-    return expanded
+    def encoder(self, x: Any) -> Callable[[int], Any] | None:
+        """What makes the encoding of a box like x at another address; None where Triton has to be asked."""
+        if self.encode is None or not _plain(x):
+            return None
+        encode, box, shape, strides = self.encode, self.box, list(x.shape), list(x.strides)
+        return lambda address: encode(address, *box, shape, strides, 0)
+
+
+def _plain(x: Any) -> bool:
+    return x.padding == "zero" and not getattr(x, "round_f32_to_tf32", False)
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
@@ -137,7 +260,7 @@ def _enclosed(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
 
 
-def _watched(kernel: Any) -> bool:
+def watched(kernel: Any) -> bool:
     """Whether someone looks at this kernel's launches, or has them compiled in another way, or may for all we know."""
     try:
         knobs = sys.modules["triton"].knobs

@@ -136,13 +136,27 @@ def trying(architecture: str, kernel: str, name: str, config: Config) -> Iterato
     rows = _table(architecture)[kernel]
     before = dict(rows)
     rows[name] = config
-    row.cache_clear()
+    _changed()
     try:
         yield
     finally:
         rows.clear()
         rows.update(before)
-        row.cache_clear()
+        _changed()
+
+
+def _changed() -> None:
+    global _changes
+    _changes += 1
+    row.cache_clear()
+
+
+_changes = 0
+
+
+def changes() -> int:
+    """How often the tables changed in this process: what was decided by them holds while this does."""
+    return _changes
 
 
 def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, Any]]:

@@ -233,6 +233,13 @@ def boundaries(op: str, cu_seqlens: object) -> Tensor:
     return cu
 
 
+def boundaries_of(cu_seqlens: Any) -> tuple[Any, int | None]:
+    """What a layout holds, its boundaries and its tokens; anything else, and None."""
+    if isinstance(cu_seqlens, SequenceLayout):
+        return cu_seqlens.cu_seqlens, cu_seqlens.tokens
+    return cu_seqlens, None
+
+
 def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     """cu_seqlens as int64 on the CPU, if its contents are boundaries; waits for the device."""
     cu = cu_seqlens.detach().to("cpu", torch.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -62,9 +62,39 @@ def unobserved(*arguments: Any) -> bool:
     Nobody differentiates; no mode, tracer or profiler is about; every tensor is an ordinary one, whose memory holds its
     values.
     """
+    return (_here.alone or (not torch.is_grad_enabled() and unattended())) and _ordinary(arguments)
+
+
+def unattended() -> bool:
+    """Whether no mode, transform, compiler, tracer or profiler is about that may ask what a call is made of."""
     return not (
-        differentiating() or _dispatch_modes() or _function_modes() or _tracing() is not None or _profiling()
-    ) and _ordinary(arguments)
+        torch.compiler.is_compiling()
+        or _transforming() is not None
+        or getattr(forward_ad, "_current_level", 0) >= 0
+        or _dispatch_modes()
+        or _function_modes()
+        or _tracing() is not None
+        or _profiling()
+    )
+
+
+class _Here(threading.local):
+    """Of a thread: whether it is inside `alone`."""
+
+    alone = False
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within, nobody differentiates what this thread calls, nor listens to it but who opened this."""
+    _here.alone = True
+    try:
+        yield
+    finally:
+        _here.alone = False
 
 
 def _asked(path: str) -> Callable[[], Any]:
@@ -102,11 +132,9 @@ _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
 
 def differentiating() -> bool:
     """Whether a gradient, a tangent, a transform or a compiler may ask how results depend on arguments."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or _transforming() is not None
-        or getattr(forward_ad, "_current_level", 0) >= 0
+    return torch.compiler.is_compiling() or (
+        not _here.alone
+        and (torch.is_grad_enabled() or _transforming() is not None or getattr(forward_ad, "_current_level", 0) >= 0)
     )
 
 

@@ -1,0 +1,111 @@
+"""Calls that repeat an earlier one: the launches of then, on the tensors of now.
+
+Between an operator's arguments and its launches lies Python that looks at metadata alone: it checks, plans, makes
+views, asks for memory, and finds the kernel for each launch. Calls that are equal in all it may look at come to the
+same launches, with the same numbers and other addresses. `recalled` listens to the second such call, the first having
+compiled what was missing, and writes down what reaches the device: memory asked for, kernels launched, copies made. The
+calls that follow do that and nothing else.
+
+What is kept is found by value, holds no tensor and no address, and is given up where it is not understood: a call with
+any other operation in it, of which there are many, goes the ordinary way every time. So does every call that somebody
+else listens to, differentiates or compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from wyfold.runtime import check, launch, register
+from wyfold.runtime.course import Course
+from wyfold.runtime.listen import listened
+from wyfold.runtime.plan import explaining
+
+Result = TypeVar("Result")
+
+MOST = 2048
+"""Calls remembered; when there are more, all are forgotten."""
+
+DEVICES = frozenset(("cuda",))
+"""Types of device whose calls are remembered: elsewhere nothing is launched."""
+
+_courses: dict[tuple[Any, ...], Course | str] = {}
+"""What calls came to. A text says why not; an empty one that such a call was seen once."""
+
+
+def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
+    """`run()`, or what it would do.
+
+    Args:
+        tensors: All tensors that `run` works on, the first one on the device of the call; None where there is none. In
+            what they hold, it may look only where it would see the same at every such call.
+        values: All else that `run` depends on, and a name for it; by value.
+        run: Returns None, a tensor or a tuple of these, each newly made or one of `tensors`.
+    """
+    if torch.compiler.is_compiling():
+        return run()
+    addresses: list[int] = []
+    key = _key(tensors, values, addresses)
+    try:
+        course = None if key is None else _courses.get(key)
+    except TypeError:  # an argument that is nothing legal
+        key = None
+    if key is None:
+        return run()
+    if type(course) is Course:
+        return course.take(tensors, addresses) if course.fits(tensors) else run()
+    if course is None:
+        if len(_courses) >= MOST:
+            _courses.clear()
+        _courses[key] = "a number is zero" if either_zero(values) else ""
+        return run()
+    if course:
+        return run()
+    result, _courses[key] = listened(tensors, run)
+    return result
+
+
+def forget() -> None:
+    """Every call is new again: after a change of what the package reads once."""
+    _courses.clear()
+
+
+def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:
+    """Everything that such a call may depend on, by value, and the tensors' addresses; None if it is to be left alone.
+
+    Of an address, kernels and launchers ask whether it is a multiple of 16.
+    """
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.device.type not in DEVICES:
+        return None
+    if not register.unattended() or check.checking_contents() or explaining():
+        return None
+    differentiable = torch.is_grad_enabled()
+    # True is 1 to a dictionary, but no flag.
+    key: list[Any] = [values, tuple(map(type, values)), launch.changes(), register.autocast_dtype(first.device.type)]
+    try:
+        for x in tensors:
+            if x is None:
+                addresses.append(0)
+                key.append(None)
+                continue
+            kind = type(x)
+            if kind is not Tensor and kind is not torch.nn.Parameter:
+                return None
+            address = x.data_ptr()
+            # A tensor without memory stands for something else; so does one that is negated when it is read.
+            if (not address and x.numel()) or x.is_neg() or (differentiable and x.requires_grad):
+                return None
+            addresses.append(address)
+            key += x.shape, x.stride(), x.dtype, x.device, address % 16
+    except RuntimeError:  # a tensor without strides
+        return None
+    return tuple(key)
+
+
+def either_zero(values: tuple[Any, ...]) -> bool:
+    """Whether there is a zero among real numbers: those of either sign are equal, and need not come to the same."""
+    return any(type(value) is float and value == 0.0 for value in values)
