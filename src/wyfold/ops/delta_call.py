@@ -21,7 +21,7 @@ from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, boundaries_of, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
-from wyfold.runtime.recall import either_zero, recalled
+from wyfold.runtime.recall import recalled, zeros
 from wyfold.runtime.register import autocast_dtype, in_autocast_dtype
 from wyfold.stages import table
 
@@ -155,7 +155,7 @@ def decided(key: tuple[Any, ...] | None, decide: Callable[[], Decision]) -> Deci
     found: Decision | None = None if key is None else _decisions.get(key)
     if found is None:
         found = decide()
-        if key is not None and not either_zero(key[1][0]):
+        if key is not None and not zeros(key[1][0]):
             if len(_decisions) >= MOST_DECISIONS:
                 _decisions.clear()
             _decisions[key] = found

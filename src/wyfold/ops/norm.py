@@ -163,14 +163,17 @@ class _L2Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.backend = eps, backend
         ctx.save_for_backward(x)
-        return call(_l2norm_op, x, eps, output_dtype, backend)
+        values = eps, output_dtype, backend
+        return recalled((x,), ("l2norm_fwd", *values), lambda: call(_l2norm_op, x, *values))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
-        return call(_l2norm_bwd_op, *ctx.saved_tensors, dy, ctx.eps, ctx.backend), None, None, None
+        tensors, values = (*ctx.saved_tensors, dy), (ctx.eps, ctx.backend)
+        dx = recalled(tensors, ("l2norm_bwd", *values), lambda: call(_l2norm_bwd_op, *tensors, *values))
+        return dx, None, None, None
 
 
 def _l2norm(x: Tensor, eps: float, output_dtype: torch.dtype, backend: str) -> Tensor:
@@ -207,7 +210,9 @@ class _RmsNormGated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.backend = options, backend
         ctx.save_for_backward(x, g, weight, bias)
-        return call(_rms_norm_gated_op, x, g, weight, bias, *options.scalars(), backend)
+        scalars = *options.scalars(), backend
+        tensors = x, g, weight, bias
+        return recalled(tensors, ("rms_norm_gated_fwd", *scalars), lambda: call(_rms_norm_gated_op, *tensors, *scalars))
 
     @staticmethod
     @once_differentiable
@@ -215,8 +220,12 @@ class _RmsNormGated(torch.autograd.Function):
         if dy is None:
             return (None,) * 6
         needs = list(ctx.needs_input_grad[:4])
-        scalars = *ctx.options.scalars(), ctx.backend
-        found = iter(call(_rms_norm_gated_bwd_op, *ctx.saved_tensors, dy, needs, *scalars))
+        scalars, tensors = (*ctx.options.scalars(), ctx.backend), (*ctx.saved_tensors, dy)
+
+        def gradients() -> tuple[Tensor, ...]:
+            return tuple(call(_rms_norm_gated_bwd_op, *tensors, needs, *scalars))
+
+        found = iter(recalled(tensors, ("rms_norm_gated_bwd", *needs, *scalars), gradients))
         return *(next(found) if need else None for need in needs), None, None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wyfold.runtime import check
 from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.conv import ConvGradients
@@ -52,7 +53,8 @@ class Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, output_final_state, activated, backend = arguments
-        y, final_state = call(forward_op, *arguments)
+        settings = output_final_state, activated, backend
+        y, final_state = recalled(tuple(tensors), (_NAME, *settings), lambda: call(forward_op, *arguments))
         ctx.set_materialize_grads(False)
         ctx.final_state, ctx.options = output_final_state, (activated, backend)
         ctx.save_for_backward(*tensors)
@@ -66,7 +68,9 @@ class Conv(torch.autograd.Function):
         if dy is None and dfinal is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-        found = iter(call(backward_op, *ctx.saved_tensors, dy, dfinal, needs, *ctx.options))
+        tensors = *ctx.saved_tensors, dy, dfinal
+        values = f"{_NAME}_bwd", *needs, *ctx.options
+        found = iter(recalled(tensors, values, lambda: tuple(call(backward_op, *tensors, needs, *ctx.options))))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 

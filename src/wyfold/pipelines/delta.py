@@ -22,6 +22,7 @@ from wyfold.pipelines.delta_records import (
     empty_result,
 )
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
 
 TENSORS_SCHEMA = (
@@ -39,8 +40,13 @@ def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
 
 def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them, without autograd's knowledge."""
-    *result, saved = call(_forward_op, *tensors, *options)
-    return DeltaResult(*result), saved
+
+    def forward() -> tuple[Tensor, ...]:
+        *result, saved = call(_forward_op, *tensors, *options)
+        return *result, *saved
+
+    o, final_state, states, *saved = recalled(tensors, ("delta_fwd", *options), forward)
+    return DeltaResult(o, final_state, states), saved
 
 
 def run_backward(given: DeltaGradient) -> list[Tensor]:
@@ -74,9 +80,13 @@ class Delta(torch.autograd.Function):
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
             return (None,) * (TENSORS + 1)
-        found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
-        none = (None,) * (TENSORS + 1 - DIFFERENTIABLE)
-        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
+            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
+
+        found = recalled((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
+        return *found, *(None,) * (TENSORS + 1 - DIFFERENTIABLE)
 
 
 class Walk(Protocol):

@@ -106,6 +106,7 @@ class Course(NamedTuple):
         steps: What is done, in order.
         results: Numbers of the tensors that are returned, or None.
         single: Whether it is one instead of a tuple.
+        zeros: Places of zeros among the call's values, and these in words, which tell their signs.
     """
 
     device: torch.device
@@ -115,9 +116,13 @@ class Course(NamedTuple):
     steps: tuple[Step, ...]
     results: tuple[int | None, ...]
     single: bool
+    zeros: tuple[tuple[int, str], ...] = ()
 
-    def fits(self, given: tuple[Any, ...]) -> bool:
-        """Whether a call on these tensors may take it now: on its device, with nobody watching its kernels."""
+    def fits(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+        """Whether a call on these may take it now: on its device, with nobody watching its kernels."""
+        for place, zero in self.zeros:
+            if str(values[place]) != zero:
+                return False
         for one, other in self.alike:
             if given[one] is not given[other]:
                 return False

@@ -28,9 +28,13 @@ ASKS = frozenset(f"aten::{name}" for name in ("empty", "new_empty", "empty_strid
 
 DOES = frozenset(
     f"aten::{name}"
-    for name in ("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like")
+    for name in (
+        *("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like"),
+        *("add_", "arange", "mul", "sub", "floor_divide", "cumsum", "sum"),
+    )
 )
-"""Operations that are repeated as they are: what they do depends on metadata alone, and autocast leaves them alone."""
+"""Operations that are repeated as they are: the shape of what they return follows from shapes, and autocast leaves them
+alone, or what they are called on here, integers and float32."""
 
 
 def listened(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result, Course | str]:

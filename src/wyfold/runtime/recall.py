@@ -56,15 +56,18 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     if key is None:
         return run()
     if type(course) is Course:
-        return course.take(tensors, addresses) if course.fits(tensors) else run()
+        return course.take(tensors, addresses) if course.fits(tensors, values) else run()
     if course is None:
         if len(_courses) >= MOST:
             _courses.clear()
-        _courses[key] = "a number is zero" if either_zero(values) else ""
+        _courses[key] = ""
         return run()
     if course:
         return run()
-    result, _courses[key] = listened(tensors, run)
+    result, course = listened(tensors, run)
+    if type(course) is Course:
+        course = course._replace(zeros=tuple([(n, str(values[n])) for n in zeros(values)]))
+    _courses[key] = course
     return result
 
 
@@ -106,6 +109,6 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     return tuple(key)
 
 
-def either_zero(values: tuple[Any, ...]) -> bool:
-    """Whether there is a zero among real numbers: those of either sign are equal, and need not come to the same."""
-    return any(type(value) is float and value == 0.0 for value in values)
+def zeros(values: tuple[Any, ...]) -> list[int]:
+    """Places of zeros among real numbers: those of either sign are equal, and need not come to the same."""
+    return [n for n, value in enumerate(values) if type(value) is float and value == 0.0]
