@@ -503,6 +503,17 @@ def test_whoever_is_about_gets_an_ordinary_call(around: str, lines: list[tuple[A
         assert len(asked) == (2 if around == "another table" else 1)
 
 
+def test_a_call_that_somebody_hooks_is_heard_later(lines: list[tuple[Any, ...]]):
+    call, given = decoded("gdn")
+    with torch.no_grad():
+        call(**given)
+        with hooked():
+            call(**given)
+        assert the_course() == ""
+        call(**given)
+    assert isinstance(the_course(), Course)
+
+
 def test_an_explained_call_launches_nothing(lines: list[tuple[Any, ...]]):
     call, given = decoded("gdn")
     warm((call, given), lines)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.context_call import agreed, check_share
-from wyfold.ops.delta_call import packed_boundaries
+from wyfold.ops.delta_call import decided, decision_key, packed_boundaries
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.conv import Conv, ConvTensors
 from wyfold.pipelines.conv_context import ConvAcross
@@ -76,23 +76,22 @@ def causal_conv1d(
     """
     given = ConvTensors(x, weight, bias, residual, initial_state, None)
 
-    def decide() -> tuple[Tensor | None, str]:
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors, values = given._replace(cu_seqlens=cu), (_NAME, tokens, output_final_state, activation, backend)
+
+    def decide() -> str:
         return _decide(given, output_final_state, activation, cu_seqlens, cp_context, backend)
 
     def run() -> tuple[Tensor, Tensor | None]:
         if cp_context is None:
-            cu, chosen = decide()
-            tensors = given._replace(cu_seqlens=cu)
+            chosen = decided(decision_key(tensors, values, backend), decide)
             y, final_state = Conv.apply(*tensors, output_final_state, activation is not None, chosen)
         else:
-            _, chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
+            chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
             y, final_state = ConvAcross.apply(*given, output_final_state, activation is not None, chosen, cp_context)
         return y, final_state if output_final_state else None
 
-    if cp_context is not None:
-        return run()
-    cu_tensor, tokens = boundaries_of(cu_seqlens)
-    return recalled((*given[:-1], cu_tensor), (_NAME, tokens, output_final_state, activation, backend), run)
+    return recalled(tensors, values, run) if cp_context is None else run()
 
 
 def _decide(
@@ -102,8 +101,8 @@ def _decide(
     cu_seqlens: Tensor | SequenceLayout | None,
     context: ContextParallel | None,
     backend: str | None,
-) -> tuple[Tensor | None, str]:
-    """The boundaries as a tensor and the backend that will run, if every check is passed."""
+) -> str:
+    """The backend that will run, if every check is passed."""
     x, weight, bias, residual, initial_state, _ = t
     check.flag(_NAME, output_final_state=output_final_state)
     check.choice(_NAME, "activation", activation, (None, "silu", "swish"))
@@ -144,7 +143,7 @@ def _decide(
         collectives=() if context is None else _collectives(context, sizes),
         keys=lambda: [("conv", f"conv W{W}"), ("conv", f"conv_bwd W{W}")],
     )
-    return cu, plan.backend
+    return plan.backend
 
 
 def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | None) -> None:

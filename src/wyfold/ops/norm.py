@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.ops.delta_call import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.recall import recalled
@@ -46,14 +47,19 @@ def l2norm(
     """
     op = "l2norm"
 
-    def run() -> Tensor:
+    values = op, eps, output_dtype, backend
+
+    def decide() -> str:
         _rows(op, x)
         check.dtype_option(op, "output_dtype", output_dtype)
-        positive, dtype = _positive(op, eps), output_dtype or x.dtype
-        plan = _plan(op, x, backend, (x.dtype, dtype))
-        return _L2Norm.apply(x, positive, dtype, plan.backend)
+        _positive(op, eps)
+        return _plan(op, x, backend, (x.dtype, output_dtype or x.dtype)).backend
 
-    return recalled((x,), (op, eps, output_dtype, backend), run)
+    def run() -> Tensor:
+        chosen = decided(decision_key((x,), values, backend), decide)
+        return _L2Norm.apply(x, float(eps), output_dtype or x.dtype, chosen)
+
+    return recalled((x,), values, run)
 
 
 def rms_norm_gated(
@@ -104,7 +110,9 @@ def rms_norm_gated(
     """
     op = "rms_norm_gated"
 
-    def run() -> Tensor:
+    tensors, values = (x, g, weight, bias), (op, activation, eps, norm_before_gate, round_before_weight, backend)
+
+    def decide() -> str:
         check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
         check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
         V = _rows(op, x)
@@ -116,11 +124,15 @@ def rms_norm_gated(
                 raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
         check.floating(op, g=g, weight=weight, bias=bias)
         check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
-        options = RmsNormOptions(activation, _positive(op, eps), norm_before_gate, round_before_weight)
-        plan = _plan(op, x, backend, table.dtypes(x, g, weight, bias))
-        return _RmsNormGated.apply(x, g, weight, bias, options, plan.backend)
+        _positive(op, eps)
+        return _plan(op, x, backend, table.dtypes(x, g, weight, bias)).backend
 
-    return recalled((x, g, weight, bias), (op, activation, eps, norm_before_gate, round_before_weight, backend), run)
+    def run() -> Tensor:
+        chosen = decided(decision_key(tensors, values, backend), decide)
+        options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
+        return _RmsNormGated.apply(*tensors, options, chosen)
+
+    return recalled(tensors, values, run)
 
 
 def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
@@ -144,10 +156,9 @@ def _rows(op: str, x: Tensor) -> int:
     return x.shape[-1]
 
 
-def _positive(op: str, eps: object) -> float:
+def _positive(op: str, eps: object) -> None:
     if check.number(op, "eps", eps) <= 0:
         raise ValueError(f"{op}: eps must be above 0, got {eps}")
-    return float(eps)  # type: ignore[arg-type]  # a number, as just checked
 
 
 def _flat(x: Tensor | None) -> Any:

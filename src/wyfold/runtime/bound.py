@@ -18,6 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -258,6 +259,14 @@ def _enclosed(function: Any) -> dict[str, Any]:
     """What a function written inside another one has of it."""
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
+
+
+def hooked() -> bool:
+    """Whether someone looks at all kernels' launches now."""
+    return "triton" in sys.modules and watched(_NO_KERNEL)
+
+
+_NO_KERNEL = SimpleNamespace(pre_run_hooks=())
 
 
 def watched(kernel: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wyfold.runtime import check, launch, register
+from wyfold.runtime import bound, check, launch, register
 from wyfold.runtime.course import Course
 from wyfold.runtime.listen import listened
 from wyfold.runtime.plan import explaining
@@ -62,7 +62,7 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
             _courses.clear()
         _courses[key] = ""
         return run()
-    if course:
+    if course or bound.hooked():
         return run()
     result, course = listened(tensors, run)
     if type(course) is Course:
