@@ -79,10 +79,11 @@ def test_what_is_said_not_to_fit_names_kernels_and_architectures_there_are():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(architecture: str):
-    table = launch._table(architecture)
-    assert set(table) == set(launch._table("sm_90"))
+    """But for what is written in Gluon, which serves where a row says so."""
+    table, named = launch._table(architecture), {name for name in launch._table("sm_90") if not name.endswith(".gluon")}
+    assert set(table) >= named and all(name in named or name.endswith(".gluon") for name in table)
     for kernel, shipped in table.items():
-        assert "default" in shipped, kernel
+        assert "default" in shipped or kernel not in named, kernel
         for name, config in shipped.items():
             assert config.warps in (1, 2, 4, 8, 16) and 1 <= config.stages <= 8, (kernel, name)
             assert 32 * config.warps * (config.registers or 0) <= 65_536, (kernel, name)

@@ -159,9 +159,22 @@ def settled(x):
 def nearest_tf32(x):
     """x in float32 with TF32's 11 bits, which other 16-bit floats have already. A NaN stays one."""
     if x.dtype == tl.float32:
-        return tl.where(x == x, _rounded(x, 0x1000, -0x2000), x)
+        return _nearest_tf32(x)
     else:
         return x.to(tl.float32)
+
+
+if interpreting():
+
+    @triton.jit
+    def _nearest_tf32(x):
+        return tl.where(x == x, _rounded(x, 0x1000, -0x2000), x)
+
+else:
+
+    @triton.jit
+    def _nearest_tf32(x):
+        return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
