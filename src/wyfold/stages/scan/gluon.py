@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
@@ -68,9 +68,11 @@ def scan(
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launch, to which calls are left that want
-    states on the way, and those whose memory the copy engine cannot read.
+    states on the way, those in segments, and those whose memory the copy engine cannot read.
 
     Args:
         q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
@@ -83,13 +85,15 @@ def scan(
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
         states, first_state: Not None where states on the way are wanted.
+        segments, borders: Not None where sequences are cut.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan.gluon", scan_key(key, grid.sequences, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
-    boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
+    boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None and segments is None else None
     if boxes is None:
-        triton.scan(q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state)
+        given = q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state
+        triton.scan(*given, segments, borders)
         return
     launched(
         wyfold_scan_gluon,
