@@ -439,7 +439,7 @@ OWN = {
         Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
-        Call("chunk_gated_delta_rule", heads=32, wrt=("initial_state",), segments=4),
+        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
     )
 }
 """For rows that only the measured card has, and for what has to fit there."""
@@ -457,7 +457,10 @@ WIDE = (
     Call("chunk_kda", "float32"),
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
-    *(Call("chunk_gated_delta_rule", dtype, segments=4) for dtype in ("bfloat16", "float16", "float32")),
+    *(
+        Call("chunk_gated_delta_rule", dtype, options=(("chunk_size", 64),), segments=4)
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
     Call("chunk_kda", K=64, V=64, segments=8),
     Call("chunk_kda", "float32", segments=8),
     Call("chunk_scaled_dot_kkt", "float32"),
