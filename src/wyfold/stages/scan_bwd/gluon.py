@@ -800,7 +800,7 @@ def _leave(
 
 @gluon.jit
 def _entering(p, strides, outer, p_border, s_border, border, at, mine, K: gl.constexpr, BW: gl.constexpr):
-    """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, a border's else;
+    """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, or a border's;
     zeros where there is none."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     S = gl.zeros([BW, K], gl.float32, LS)
