@@ -36,6 +36,7 @@ import torch
 import wyfold
 from wyfold import serving
 from wyfold.cli.subjects import SUBJECTS
+from wyfold.parallel import segments
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
 from wyfold.stages import table
@@ -86,6 +87,7 @@ class Call:
         packed: Whether boundaries are given.
         heads: Value heads; with two of them programs are few.
         wrt: Arguments whose gradients are wanted; empty for all of them.
+        segments: That the sequence is cut into.
     """
 
     subject: str
@@ -96,20 +98,23 @@ class Call:
     packed: bool = False
     heads: int = 2
     wrt: tuple[str, ...] = ()
+    segments: int = 1
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
         words += [f"{name}={value}" for name, value in self.options] + (["packed"] if self.packed else [])
         words += [f"HV{self.heads}"] if self.heads != 2 else []
         words += [f"d{name}" for name in self.wrt]
+        words += [f"in {self.segments} segments"] if self.segments != 1 else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
         """What the operator is given, on the CPU."""
         subject = SUBJECTS[self.subject]
-        arguments = subject.arguments(Shape(1, 64, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
+        T = 64 * self.segments
+        arguments = subject.arguments(Shape(1, T, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
-            arguments["cu_seqlens"] = torch.tensor([0, 64])
+            arguments["cu_seqlens"] = torch.tensor([0, T])
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
@@ -118,9 +123,14 @@ class Call:
     def run(self) -> None:
         """Forward, and backward where there is one."""
         subject = SUBJECTS[self.subject]
-        outputs = subject.ours(self.arguments())
+        with self.cut():
+            outputs = subject.ours(self.arguments())
         if subject.backward:
             torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+
+    def cut(self) -> contextlib.AbstractContextManager[None]:
+        """Within, the sequence is cut."""
+        return contextlib.nullcontext() if self.segments == 1 else segments.forced(self.segments)
 
 
 @dataclass(frozen=True)
@@ -300,7 +310,7 @@ def rows_of(call: Call | Served, architecture: str) -> set[tuple[str, str]]:
 
 def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     """The same from the plan of a call that is not made."""
-    with pretending(architecture, lambda *_, **__: None):
+    with pretending(architecture, lambda *_, **__: None), call.cut():
         plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
     return {
         (f"{stage}.{table.language(stage, plan.backend, key, torch.device('cpu'))}", row)
@@ -375,6 +385,8 @@ CALLS = (
     Call("chunk_gated_delta_rule", "float32", 64, 64),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
+    Call("chunk_kda", packed=True, wrt=("initial_state",), segments=8),
+    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
         for dtype, D, C, packed in (
@@ -427,6 +439,7 @@ OWN = {
         Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
+        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
     )
 }
 """For rows that only the measured card has, and for what has to fit there."""
@@ -444,6 +457,12 @@ WIDE = (
     Call("chunk_kda", "float32"),
     Call("chunk_kda", "float32", 256, 256),
     Call("chunk_kda", K=64, V=64),
+    *(
+        Call("chunk_gated_delta_rule", dtype, options=(("chunk_size", 64),), segments=4)
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+    Call("chunk_kda", K=64, V=64, segments=8),
+    Call("chunk_kda", "float32", segments=8),
     Call("chunk_scaled_dot_kkt", "float32"),
     Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q"))),
     *(Call(name, "float32") for name in ("causal_conv1d", "l2norm", "rms_norm_gated", "fused_kda_gate")),

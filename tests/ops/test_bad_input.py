@@ -459,6 +459,8 @@ kind(
 for size in INVALID_CHUNK_SIZES:
     kind(f"chunk_size {size}", "chunk_size", "16, 32, 64", str(size), {"chunk_size": size}, ops=CHUNK)
 kind("chunk_size is a float", "chunk_size", "16, 32, 64", "64.0", {"chunk_size": 64.0}, ops=CHUNK)
+kind("max_splits 0", "max_splits", "at least 1", "0", {"max_splits": 0}, ops=CHUNK)
+kind("max_splits is a float", "max_splits", "int", "float", {"max_splits": 4.0}, ops=CHUNK, error=TypeError)
 kind("scale is not a number", "scale", "finite", "nan", {"scale": float("nan")})
 kind("scale is infinite", "scale", "finite", "inf", {"scale": float("inf")})
 kind(
@@ -568,8 +570,9 @@ def test_there_are_enough_kinds():
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.__name__)
 def test_unknown_keywords_are_pythons_own_error(op: Callable, launched: list[str]):
-    strangers = ["head_first", "max_splits", "transpose_state_layout", "chunk_indices", "cu_seq_lens_q"]
-    strangers += [] if op in CHUNK else ["chunk_size", "disable_recompute", "cu_seqlens_cpu", "cp_context"]
+    strangers = ["head_first", "transpose_state_layout", "chunk_indices", "cu_seq_lens_q"]
+    of_chunks = ["chunk_size", "max_splits", "disable_recompute", "cu_seqlens_cpu", "cp_context"]
+    strangers += [] if op in CHUNK else of_chunks
     strangers += [] if op in KDA else ["safe_gate", "lower_bound"]
     for name in strangers:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):

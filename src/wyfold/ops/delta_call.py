@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.context_call import agreed, check_share
-from wyfold.parallel import split
+from wyfold.parallel import segments, split
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.delta import delta
 from wyfold.pipelines.delta_context import delta_across
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.delta_records import DeltaTensors, vectors
-from wyfold.runtime import check
+from wyfold.runtime import check, launch
+from wyfold.runtime.chunks import Cut, most_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries, boundaries_of, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
 from wyfold.runtime.recall import recalled, zeros
-from wyfold.runtime.register import autocast_dtype, in_autocast_dtype
+from wyfold.runtime.register import autocast_dtype, constant_to_compilers, in_autocast_dtype
 from wyfold.stages import table
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,7 @@ class ChunkFlags(NamedTuple):
     disable_recompute: bool
     cu_seqlens_cpu: Tensor | None
     cp_context: ContextParallel | None
+    max_splits: int | None
 
 
 class Flags(NamedTuple):
@@ -85,16 +87,16 @@ def call_delta(
     def run() -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
         return _call_delta(op, q, k, v, g, beta, gate, chunk, initial_state, cu_seqlens, flags)
 
-    size, keep, on_cpu, context = chunk or _TOKENS
+    size, keep, on_cpu, context, splits = chunk or _TOKENS
     if context is not None:
         return run()
     cu, tokens = boundaries_of(cu_seqlens)
     tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu
-    values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, tokens, *flags
-    return recalled(tensors, values, run)
+    values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits, tokens, *flags
+    return recalled(tensors, (*values, segments.forcing()), run)
 
 
-_TOKENS = (None,) * 4  # of `ChunkFlags`, token by token
+_TOKENS = (None,) * 5  # of `ChunkFlags`, token by token
 
 
 def _call_delta(
@@ -136,7 +138,17 @@ def _alike_on_ranks(
     (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
     sizes = {"B": B, "H": H, "HV": HV, "K": K, "V": V, "dtype of q": in_autocast_dtype(q)[0].dtype}
     given = {f"{name} given": x is not None for name, x in (("g", g), ("beta", beta))}
-    local = ("operator", "state_v_first", "state_dtype", "final_state", "chunk_size", "keep_factors", "backend")
+    local = (
+        "operator",
+        "state_v_first",
+        "state_dtype",
+        "final_state",
+        "chunk_size",
+        "keep_factors",
+        "backend",
+        "segment_chunks",
+        "segments",
+    )
     asked = {name: value for name, value in options._asdict().items() if name not in local}
     # Whether a backward follows, and with it that every rank takes part in its collective.
     return {**sizes, **given, **asked, "requires_grad": asked.pop("save")}
@@ -174,12 +186,22 @@ def _decided_by(
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    size, keep, on_cpu, context = chunk or (None,) * 4
+    size, keep, on_cpu, context, splits = chunk or (None,) * 5
     shared = None if context is None else context.sizes
     # Boundaries on the CPU are compared with those beside the tokens where both can be read.
     if on_cpu is not None and isinstance(given[0], Tensor) and given[0].device.type == "cpu":
         return None
-    asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep
+    asked = (
+        gate.channel,
+        gate.in_kernel,
+        gate.safe,
+        gate.lower_bound,
+        chunk is None,
+        size,
+        keep,
+        splits,
+        segments.forcing(),
+    )
     values = op, tokens, shared, *asked, *flags
     return decision_key((*given, cu_seqlens, on_cpu), values, flags.backend)
 
@@ -262,8 +284,13 @@ def _decide(
     chunk_size = _chunk_size(op, q, v, gate, chunk, every)
 
     recurrent = chunk is None
+    cut = _cut(op, q, v, chunk, chunk_size, every, flags, packed=cu is not None)
+    between = ("summary", "fold") if cut.chunks else ()
+    borders = most_borders(sizes["B"], sizes["T"], chunk_size, cu is not None, cut)
     stages = (
-        (("prepare", "recurrent"),) * 2 if recurrent else (("prepare", "scan"), ("prepare", "scan_bwd", "gradients"))
+        (("prepare", "recurrent"),) * 2
+        if recurrent
+        else (("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients"))
     )
     given = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias
     save = keeps_gradients(given)
@@ -278,12 +305,13 @@ def _decide(
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
+        segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
         kernel_copies=_copied(q, k) if explaining() and not recurrent else (),
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
-            else launch_keys(stages, q, v, g, chunk_size, N, kept=every > 0)
+            else launch_keys(stages, q, v, g, chunk_size, N + borders, kept=every > 0)
         ),
     )
     return DeltaOptions(
@@ -304,7 +332,33 @@ def _decide(
         save=save,
         keep_factors=chunk is not None and chunk.disable_recompute,
         backend=plan.backend,
+        segment_chunks=cut.chunks,
+        segments=cut.most,
     )
+
+
+@constant_to_compilers
+def _processors(device: torch.device) -> int:
+    return launch.processors(device)
+
+
+def _cut(
+    op: str, q: Tensor, v: Tensor, chunk: ChunkFlags | None, chunk_size: int, every: int, flags: Flags, *, packed: bool
+) -> Cut:
+    """How a call's long sequences are cut into segments, `WHOLE` if none of its could be long enough.
+
+    Eager launches gain nothing by it; states on the way are those of one scan.
+    """
+    if chunk is None:
+        return segments.WHOLE
+    if chunk.max_splits is not None:
+        check.integer(op, "max_splits", chunk.max_splits, least=1)
+    eager = flags.backend == "eager" or (flags.backend is None and q.device.type != "cuda")
+    if flags.batch_invariant or every or (eager and segments.forcing() is None):
+        return segments.WHOLE
+    (B, T, HV, V), processors = v.shape, _processors(q.device)
+    cut = segments.cut(HV, q.shape[-1], V, chunk_size, processors, chunk.max_splits)
+    return cut if cut.chunks and most_borders(B, T, chunk_size, packed, cut) else segments.WHOLE
 
 
 def _copied(q: Tensor, k: Tensor) -> tuple[str, ...]:
@@ -318,18 +372,19 @@ def launch_keys(
     v: Tensor,
     g: Tensor | None,
     chunk_size: int,
-    sequences: int,
+    scanned: int,
     *,
     kept: bool,
 ) -> list[tuple[str, str]]:
-    """(stage, what its configuration depends on) of a call's kernels."""
+    """(stage, what its configuration depends on) of a call's kernels; `scanned` sequences or segments."""
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
-    keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v, kept=kept)
-    keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, sequences, v)
-    return list(keys.items())
+    keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
+    keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+    back = [("summary", f"{key} bwd")] if "summary" in keys else []
+    return [*keys.items(), *back]
 
 
 def token_keys(

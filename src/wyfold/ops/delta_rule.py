@@ -31,6 +31,7 @@ def chunk_delta_rule(
     checkpoint_every: int | None = None,
     batch_invariant: bool = False,
     chunk_size: int | None = None,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -61,7 +62,7 @@ def chunk_delta_rule(
         None,
         beta,
         GateFlags(),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, max_splits),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

@@ -35,6 +35,7 @@ def chunk_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int | None = None,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -49,7 +50,8 @@ def chunk_gated_delta_rule(
         o_t = scale S^T q_t
 
     The past never depends on the future, a packed batch gives the bits of its sequences run alone, and a call split
-    at a multiple of `chunk_size` tokens, the state handed on, gives the bits of one call.
+    at a multiple of `chunk_size` tokens, the state handed on, gives the bits of one call, but where a GPU scans a long
+    sequence in segments (`max_splits`).
 
     Tokens come before heads, [B, T, H, ..]; there is no `head_first`. Head-first tensors [B, H, T, ..] are passed as
     `x.transpose(1, 2)`, a view: nothing is copied, and the bits are those of contiguous tensors.
@@ -76,12 +78,14 @@ def chunk_gated_delta_rule(
         return_intermediate_states: Return, third, states after every `checkpoint_every` tokens of each sequence. No
             gradient.
         checkpoint_every: Tokens between them, default 64; a multiple of `chunk_size`.
-        batch_invariant: Forbid plans that depend on more than a sequence itself. Eager has none: same bits either way.
+        batch_invariant: Forbid segments. A sequence's bits never depend on its neighbours, flag or not.
         use_gate_in_kernel: g arrives before its activation, g = -exp(A_log) softplus(g + dt_bias).
         A_log: [HV] any float. Log rate of the activation. None: rate 1. Its shape may be any of HV elements.
         dt_bias: [HV] any float. Bias of the activation. None: 0.
         chunk_size: 16, 32 or 64; None is 16 on the CPU, 32 there if K V >= 128^2; elsewhere 64, and 32 for KDA. Another
             size changes last bits, nothing else.
+        max_splits: Most segments that a sequence is cut into on a GPU, to be scanned side by side; 1: none. None: as
+            many as pay, by its own length, heads, widths and the card alone; `explain` says how many.
         disable_recompute: Keep the chunks' factors for the backward: memory for time, same bits.
         cu_seqlens_cpu: [N+1] the same boundaries on the CPU, where known: saves a wait on a GPU. Changes no bit.
         cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
@@ -134,7 +138,7 @@ def chunk_gated_delta_rule(
         g,
         beta,
         GateFlags(False, use_gate_in_kernel, A_log, dt_bias),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, max_splits),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

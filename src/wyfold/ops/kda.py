@@ -37,6 +37,7 @@ def chunk_kda(
     safe_gate: bool = False,
     lower_bound: float | None = None,
     chunk_size: int | None = None,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -76,7 +77,7 @@ def chunk_kda(
         g,
         beta,
         GateFlags(True, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context),
+        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, max_splits),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         flags=Flags(

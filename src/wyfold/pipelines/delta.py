@@ -1,8 +1,8 @@
 """DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function over two registered operators.
 
 How the launches of each direction follow one another is the walk's matter: `delta_parts` for the eager backend, which
-cuts a call into parts, `delta_launches` for kernels that take whole calls, `delta_tokens` for those that go through
-them token by token.
+cuts a call into parts, and `delta_segments` where it is made to cut sequences as kernels do; `delta_launches` for
+kernels that take whole calls, `delta_tokens` for those that go through them token by token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wyfold.pipelines import delta_launches, delta_parts, delta_tokens
+from wyfold.pipelines import delta_launches, delta_parts, delta_segments, delta_tokens
 from wyfold.pipelines.delta_records import (
     DIFFERENTIABLE,
     TENSORS,
@@ -107,7 +107,7 @@ class Walk(Protocol):
 def walk(options: DeltaOptions) -> Walk:
     """The walk of a backend and a form."""
     if options.backend == "eager":
-        return delta_parts
+        return delta_segments if options.segment_chunks else delta_parts
     return delta_tokens if options.recurrent else delta_launches
 
 

@@ -232,7 +232,8 @@ class _Call(NamedTuple):
 
     def _summary_back(self, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
         """[B, HV, K, V] gradient of the state that enters a piece, if that of the leaving one is dS."""
-        options = self.inside._replace(final_state=True, keep_factors=False)
+        # A piece in segments would need their maps, which its forward alone makes.
+        options = self.inside._replace(final_state=True, keep_factors=False, segment_chunks=0, segments=1)
         t = self.alone(piece, S)
         needs = [index == INITIAL_STATE for index in range(DIFFERENTIABLE)]
         room = walk(options).saved(t, options)  # states of the forward, which this does not depend on

@@ -3,6 +3,10 @@
     forward     chunk grid, prepare, scan
     backward    chunk grid, prepare (unless its tiles were kept), scan_bwd, gradients
 
+Where long sequences are cut, each scan has segments for its sequences, and before it run, in either direction,
+
+                segment grid, summary, fold: states, or their gradients, at the segments' borders
+
 Nothing here waits for the device: grids and tiles are sized by capacity, and what boundaries hold is read by kernels.
 """
 
@@ -24,7 +28,7 @@ from wyfold.pipelines.delta_records import (
     vectors,
 )
 from wyfold.runtime import check
-from wyfold.runtime.chunks import most_chunks
+from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
@@ -46,6 +50,18 @@ class _Call:
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
+        self.segments: Segments | None = None
+        if _borders(t, options):
+            self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, q.device)
+
+    @property
+    def scanned(self) -> ChunkGrid:
+        """What is scanned side by side: sequences or segments."""
+        return self.grid if self.segments is None else self.segments.grid
+
+    def buffer(self, x: Tensor) -> Tensor:
+        """[B, T, ...] as the scans take it: segments lie in one buffer of all rows, one after another."""
+        return x if self.segments is None or x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
     def stage(self, name: str) -> Any:
         return table.launches(name, self.options.backend)
@@ -77,19 +93,30 @@ def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.outside(rows), call.grid.first_checkpoints(options.checkpoint_every, t.q.device)
     initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
+    q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
+    o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
+    folded = _fold(call, k, v, prepared, initial)
+    at_borders = folded[0].mT if folded else None
     scan = table.serving("scan", options.backend, call.key, t.q.device).scan
-    scan(t.q, t.k, t.v, prepared, initial, call.grid, options, call.key, result.o, final, states, first)
-    return result, _kept(prepared) if keep else []
+    scan(
+        *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
+        segments=call.segments,
+        borders=at_borders,
+    )
+    return result, [*(folded if options.save else []), *(_kept(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
-    if not (options.save and options.keep_factors):
+    if not options.save:
         return []
+    folded = _at_borders(t, options)
+    if not options.keep_factors:
+        return folded
     prepare = table.launches("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = most_chunks(B, T, C, t.packed_sequences) * HV
-    return _kept(prepare.empty(t.q, t.g, tiles, C, folded=prepare.reads_folded(t.g), backward=True))
+    return [*folded, *_kept(prepare.empty(t.q, t.g, tiles, C, folded=prepare.reads_folded(t.g), backward=True))]
 
 
 def backward(given: DeltaGradient) -> list[Tensor]:
@@ -104,11 +131,19 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
+    folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
     prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
+    q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
+    leaving = _fold_back(call, q, k, prepared, d_out, final, folded)
     scan_bwd = table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd
-    borders = scan_bwd(t.q, t.k, t.v, prepared, initial, do, final, call.grid, options, call.key, entering)
+    borders = scan_bwd(
+        *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering),
+        segments=call.segments,
+        entering=folded[0].mT if folded else None,
+        leaving=leaving,
+    )
     del prepared  # the tokens' gradients may lie where it lay
     found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
@@ -118,6 +153,48 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
         gradients(*inputs, do, borders, call.grid, options, call.key, TokenGradients(*wanted))
     return found
+
+
+def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
+    """Borders of segments that there may be; 0 where no sequence can be long enough, or none is to be cut."""
+    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
+    return most_borders(B, T, options.chunk_size, packed, options.cut)
+
+
+def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Unwritten states at the segments' borders and maps of the segments before them, V-first; or none."""
+    borders, HV, K, V = _borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
+    if not borders:
+        return []
+    rows = [t.q.new_empty(borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
+    if options.save and t.cu_seqlens is not None:
+        # As of the factors: not every row of a packed batch is written.
+        for x in rows:
+            x.zero_()
+    return rows
+
+
+def _fold(call: _Call, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None) -> list[Tensor]:
+    """`_at_borders`, written."""
+    if call.segments is None:
+        return []
+    states, maps = found = _at_borders(call.t, call.options)
+    call.stage("summary").summary(k, v, prepared, initial, call.segments, call.key, states.mT, maps.mT)
+    call.stage("fold").fold(states.mT, maps.mT, call.segments, back=False, dtype=k.dtype)
+    return found
+
+
+def _fold_back(
+    call: _Call, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, folded: list[Tensor]
+) -> Tensor | None:
+    """[borders, HV, K, V] view, gradients of the states at the borders; None without segments."""
+    if call.segments is None:
+        return None
+    states, maps = folded
+    gradients = torch.empty_like(states).mT
+    call.stage("summary").summary_bwd(q, k, prepared, do, final, call.segments, call.options, call.key, gradients)
+    call.stage("fold").fold(gradients, maps.mT, call.segments, back=True, dtype=k.dtype)
+    return gradients
 
 
 def pass_through(states: Tensor | None, out: Tensor) -> None:

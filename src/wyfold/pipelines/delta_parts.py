@@ -50,7 +50,7 @@ def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
     return split.chunks_per_part(state_bytes * (RECURRENT_PARTS if state_per_token else 1))
 
 
-class _Call:
+class PartedCall:
     """What both directions derive from a call's tensors and options before the first launch."""
 
     def __init__(self, tensors: DeltaTensors, options: DeltaOptions):
@@ -92,6 +92,11 @@ class _Call:
         begun = slice(part.sequences.start + part.entered, part.sequences.stop)
         return _joined(carried, self.states(self.tensors.initial_state, begun))
 
+    def leaving(self, part: Part, dST: Tensor | None, carried: Tensor) -> Tensor:
+        """Gradients of the states leaving a part: `carried` in sequences that go on in a later one."""
+        ended = slice(part.sequences.start, part.sequences.stop - part.left)
+        return _joined(self.states(dST, ended), carried)
+
     def pass_through(self, states: Tensor | None, out: Tensor) -> None:
         """Write to out, both [N, ..] in the caller's layout, the states of sequences without tokens."""
         empty = (self.lengths == 0).nonzero().flatten().to(out.device)
@@ -117,7 +122,7 @@ class _Call:
 
 def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call = _Call(t, options)
+    call = PartedCall(t, options)
     result, room = empty_result(t, options, out), saved(t, options)
     o, final_state, states = result
     kept = Saved(*room)
@@ -169,7 +174,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 def backward(given: DeltaGradient) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, _, do, dST, needs = given
-    call, kept = _Call(t, options), Saved(*given.saved)
+    call, kept = PartedCall(t, options), Saved(*given.saved)
     found = [room.zero_() for room in given.rooms()]
     dS0 = found[5] if needs[5] else None
     if dS0 is not None and dST is not None:
@@ -177,8 +182,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     carried = kept.borders[:0]
     for part in reversed(call.parts):
         S = call.entering(part, kept.borders[part.index : part.index + part.entered])
-        ended = slice(part.sequences.start, part.sequences.stop - part.left)
-        dS = _joined(call.states(dST, ended), carried)
+        dS = call.leaving(part, dST, carried)
         inputs, d_out = call.load(part), call.scaled(do, part)
         if options.recurrent:
             tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
@@ -208,7 +212,7 @@ def _joined(first: Tensor, last: Tensor) -> Tensor:
 class _Checkpoints:
     """Intermediate states: those that leave a chunk at a multiple of `checkpoint_every` tokens of its sequence."""
 
-    def __init__(self, call: _Call, states: Tensor):
+    def __init__(self, call: PartedCall, states: Tensor):
         self.call, self.every = call, call.options.checkpoint_every
         self.rows = states.flatten(0, 1) if call.cu is None else states
         counts = call.lengths // self.every

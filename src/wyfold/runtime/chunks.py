@@ -8,8 +8,9 @@ first, so that a scan steps through columns and the sequences still running are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,3 +164,78 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
     number = torch.arange(chunks, device=cu.device)
     sequence = torch.searchsorted(first[1:], number, right=True)
     return ChunkGrid(chunk_size, batch, tokens, N, chunks, cu, first, sequence)
+
+
+class Cut(NamedTuple):
+    """How long sequences are cut into segments, runs of whole chunks that are scanned side by side.
+
+    A sequence of n chunks is left whole if n < CUT_FROM * chunks, and is cut after every max(chunks, ceil(n / most))
+    chunks otherwise: its own length decides, and numbers that are the same for every batch.
+
+    Attributes:
+        chunks: Fewest chunks of a segment that is not its sequence's last; 0: nothing is cut.
+        most: Most segments of a sequence.
+    """
+
+    chunks: int
+    most: int
+
+    def segments(self, chunks: int) -> int:
+        """Of a sequence of so many chunks."""
+        if not self.chunks or chunks < CUT_FROM * self.chunks:
+            return 1
+        return -(-chunks // max(self.chunks, -(-chunks // self.most)))
+
+
+CUT_FROM = 4
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the segments of a call lie, on the tensors' device: sized by capacity, like the grid they are cut from.
+
+    To a scan they are the sequences of one packed buffer, all rows of a dense batch one after another. They are
+    numbered sequence by sequence; numbers that no sequence needs belong to the pseudo-sequence N and have no token. A
+    border is where a segment ends and its sequence goes on: after segment i of sequence n, border i - n.
+
+    Attributes:
+        grid: Chunk grid of the buffer whose sequences are the segments; chunks are those of the call's own grid.
+        sequences: N of the call.
+        borders: Number of borders, or its bound for a packed batch.
+        sequence: [segments] int64 sequence of each.
+        first: [N+1] int64 first segment of each sequence, and of the pseudo-sequence.
+    """
+
+    grid: ChunkGrid
+    sequences: int
+    borders: int
+    sequence: Tensor
+    first: Tensor
+
+
+def most_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
+    """Borders of a dense batch, or what a packed one cannot have more of; from sizes alone."""
+    if not packed:
+        return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
+    return tokens // (chunk_size * cut.chunks) if cut.segments(-(-tokens // chunk_size)) > 1 else 0
+
+
+def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
+    """The segments of a call's grid."""
+    N, C = grid.sequences, grid.chunk_size
+    borders = most_borders(grid.batch, grid.tokens, C, grid.cu is not None, cut)
+    begins = torch.arange(N + 1, device=device) * grid.tokens if grid.cu is None else grid.cu[: N + 1]
+    chunks = (begins.diff() + (C - 1)) // C
+    long = chunks >= CUT_FROM * cut.chunks
+    length = torch.where(long, ((chunks + (cut.most - 1)) // cut.most).clamp(min=cut.chunks), chunks.clamp(min=1))
+    first, before = chunks.new_zeros(N + 1), chunks.new_zeros(N + 1)
+    torch.cumsum(((chunks + (length - 1)) // length).clamp(min=1), 0, out=first[1:])
+    torch.cumsum(chunks, 0, out=before[1:])
+    number = torch.arange(N + borders, device=device)
+    sequence = torch.searchsorted(first[1:], number, right=True)
+    # A place past the last sequence, so that what lies there has no token.
+    length = torch.cat([length, length.new_zeros(1)])
+    at = (number - first[sequence]) * length[sequence]
+    cu = torch.cat([begins[sequence] + at * C, begins[-1:]])
+    buffer = replace(grid, batch=1, tokens=grid.batch * grid.tokens, sequences=N + borders, cu=cu)
+    return Segments(replace(buffer, first=before[sequence] + at, sequence=None), N, borders, sequence, first)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from wyfold.runtime.chunks import Cut
+
 
 class DeltaOptions(NamedTuple):
     """One call of the delta family.
@@ -31,6 +33,7 @@ class DeltaOptions(NamedTuple):
         save: Whether a backward will follow.
         keep_factors: Whether E, F, A and the grams are kept for it instead of rebuilt.
         backend: The plan's.
+        segment_chunks, segments: `Cut` of long sequences.
     """
 
     operator: str
@@ -50,10 +53,17 @@ class DeltaOptions(NamedTuple):
     save: bool
     keep_factors: bool
     backend: str
+    segment_chunks: int = 0
+    segments: int = 1
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.segment_chunks, self.segments)
 
 
 DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
-    "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend"
+    "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
+    "int segment_chunks, int segments"
 )

@@ -34,6 +34,8 @@ class Plan:
         collectives: Collective operations over ranks.
         rows: Launch configurations of the kernels.
         compiles: Kernels that have not run in this process yet, and are compiled, or read from disk, before they do.
+        segments: Most segments that a sequence is cut into, to be scanned side by side. Of a packed batch each is cut
+            by its own length.
     """
 
     operator: str
@@ -47,6 +49,7 @@ class Plan:
     collectives: tuple[str, ...] = ()
     rows: tuple[Launch, ...] = ()
     compiles: tuple[str, ...] = ()
+    segments: int = 1
 
     def __str__(self) -> str:
         rows = [("operator", self.operator), ("backend", self.backend)]
@@ -54,6 +57,7 @@ class Plan:
         rows += [
             ("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)),
             ("parts", str(self.parts)),
+            ("segments", str(self.segments)),
         ]
         lists = ("copies", "collectives", "rows", "compiles")
         rows += [(name, ", ".join(map(str, getattr(self, name))) or "none") for name in lists]

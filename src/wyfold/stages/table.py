@@ -53,7 +53,10 @@ class Row:
 
 STAGES = (
     "chunk_grid",
+    "segment_grid",
     "prepare",
+    "summary",
+    "fold",
     "scan",
     "scan_bwd",
     "gradients",
@@ -86,6 +89,7 @@ def plan(
     dtypes: tuple[torch.dtype, ...] = (),
     chunk_size: int | None = None,
     parts: int = 1,
+    segments: int = 1,
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
@@ -103,6 +107,7 @@ def plan(
         chunk_size, copies, collectives: What else the caller decided, for the Plan.
         kernel_copies: Of the arguments, those that kernels alone would copy.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
+        segments: Most segments that one sequence is cut into.
         keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
         sizes: (stage, words of such a key) that decide whether its kernels fit into a GPU at all.
 
@@ -122,6 +127,7 @@ def plan(
     launches = _named(forward, chosen), _named(backward, chosen)
     parts = parts if chosen == "eager" else min(parts, 1)
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
+    found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward + backward, device, keys())
         found = dataclasses.replace(found, copies=copies + kernel_copies)

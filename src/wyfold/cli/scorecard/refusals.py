@@ -243,6 +243,7 @@ def _of_options() -> list[Refusal]:
         Refusal(KDA, "lower_bound", "0", _set(lower_bound=0.0, use_gate_in_kernel=True)),
         Refusal(KDA, "lower_bound", "NaN", _set(lower_bound=math.nan, use_gate_in_kernel=True)),
         Refusal(KDA, "lower_bound", "below -5 with safe_gate", _set(lower_bound=-6.0, safe_gate=True)),
+        Refusal(DELTA, "max_splits", "0", _set(max_splits=0)),
         Refusal(GDN, "backend", "unknown", _set(backend="cuda")),
         Refusal(GDN, "backend", "one that cannot", _set(backend="gluon"), wyfold.UnsupportedError),
         Refusal("rms_norm_gated", "backend", "one that cannot", _set(backend="triton"), wyfold.UnsupportedError),
@@ -250,7 +251,7 @@ def _of_options() -> list[Refusal]:
             Refusal(operator, word, "is no keyword", _set(**{word: None}), TypeError)
             for operator, word in (
                 (GDN, "head_first"),
-                (DELTA, "max_splits"),
+                (RECURRENT, "max_splits"),
                 (RECURRENT, "chunk_size"),
                 (RECURRENT, "cp_context"),
             )

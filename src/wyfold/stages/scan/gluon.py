@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
@@ -48,6 +48,7 @@ from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_s
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
+    segment_place,
     sequence_span,
     strides,
     tile_boxes,
@@ -68,6 +69,8 @@ def scan(
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launch, to which calls are left that want
     states on the way, and those whose memory the copy engine cannot read.
@@ -77,19 +80,22 @@ def scan(
         v: [B, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: The call's chunk grid, of chunks of 64.
+        grid: The call's chunk grid, or that of its segments, of chunks of 64.
         options: Uses `scale`.
         key: Of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
         states, first_state: Not None where states on the way are wanted.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan.gluon", scan_key(key, grid.sequences, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
     if boxes is None:
-        triton.scan(q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state)
+        given = q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state
+        triton.scan(*given, segments, borders)
         return
     launched(
         wyfold_scan_gluon,
@@ -104,6 +110,11 @@ def scan(
         o.stride(),
         final_state,
         strides(final_state),
+        borders,
+        strides(borders),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        0 if segments is None else segments.sequences,
         grid.cu,
         grid.first,
         grid.tokens,
@@ -184,6 +195,8 @@ class Memory(NamedTuple):
     x_o: Any
     S0: Any
     s_S0: Any
+    borders: Any
+    s_borders: Any
     o: Any
     s_o: Any
     ST: Any
@@ -191,11 +204,16 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: first tile, sequence, value head, buffer row, first token there and in all rows, first value row,
-    chunks that are full, and tokens of one that is not."""
+    """Of a program: first tile, sequence, border before a segment, whether the sequence begins in it, whether it has
+    one, and whether it ends in it, value head, buffer row, first token there and in all rows, first value row, chunks
+    that are full, and tokens of one that is not."""
 
     tile: Any
     n: Any
+    border: Any
+    begins: Any
+    here: Any
+    ends: Any
     hv: Any
     b: Any
     t: Any
@@ -205,7 +223,7 @@ class Place(NamedTuple):
     rest: Any
 
 
-@gluon.jit(do_not_specialize=["T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
 def wyfold_scan_gluon(
     x_q,
     x_k,
@@ -224,6 +242,11 @@ def wyfold_scan_gluon(
     s_o,
     p_ST,
     s_ST,
+    p_borders,
+    s_borders,
+    p_sequence,
+    p_first_segment,
+    N,
     p_cu,
     p_first,
     T,
@@ -242,7 +265,10 @@ def wyfold_scan_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2."""
+    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
+
+    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number.
+    """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
@@ -250,6 +276,9 @@ def wyfold_scan_gluon(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
@@ -278,7 +307,7 @@ def wyfold_scan_gluon(
     barrier()
 
     tiles = Tiles(q, k, v, rows, total, write, F, out, full, free, spare)
-    memory = Memory(x_total, x_o, p_S0, s_S0, p_o, s_o, p_ST, s_ST)
+    memory = Memory(x_total, x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
     source = Source(
         x_q,
         x_k,
@@ -294,7 +323,7 @@ def wyfold_scan_gluon(
         (i_hv * h_v).to(gl.int32) + column,
     )
     count = steps + (rest > 0).to(gl.int32)
-    at = Place(i_tile, i_n, i_hv, b, t, token, column, steps, rest)
+    at = Place(i_tile, i_n, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -392,10 +421,14 @@ def _recur(
     o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([BW, K], gl.float32, LS)
-    if memory.S0 is not None:
-        first = at.n * memory.s_S0[0] + at.hv * memory.s_S0[1]
-        offsets = o_v.to(gl.int64)[:, None] * memory.s_S0[3] + o_k.to(gl.int64)[None, :] * memory.s_S0[2]
-        S = gl.load(memory.S0 + first + offsets).to(gl.float32)
+    if memory.borders is None:
+        if memory.S0 is not None:
+            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    elif at.begins:
+        if memory.S0 is not None:
+            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    elif at.here:
+        S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
     total = 0.0
     if not CHANNEL:
         total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
@@ -427,10 +460,19 @@ def _recur(
         before = gl.where(stage == 0, STAGES, stage) - 1
         _leave(memory, tiles, at, part, before, at.steps - 1, BT, BW, PARTS, OUT)
     if memory.ST is not None:
-        first = at.n * memory.s_ST[0] + at.hv * memory.s_ST[1]
-        offsets = o_v.to(gl.int64)[:, None] * memory.s_ST[3] + o_k.to(gl.int64)[None, :] * memory.s_ST[2]
-        gl.store(memory.ST + first + offsets, S.to(memory.ST.dtype.element_ty))
+        offsets = _state_offsets(memory.s_ST, at.n, at.hv, o_v, o_k)
+        if memory.borders is None:
+            gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
+        elif at.ends:
+            gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
     tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _state_offsets(strides, i_n, i_h, o_v, o_k):
+    """Offsets of value rows o_v of a state in [N, HV, K, V].   [BW, K]"""
+    first = i_n * strides[0] + i_h * strides[1]
+    return first + (o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2])
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
@@ -36,13 +36,14 @@ from wyfold.tile.index.triton import (
     fetch_tile,
     fetch_tokens,
     number_boxes,
+    segment_place,
     sequence_span,
     store_tokens,
     strides,
     tile_boxes,
     token_boxes,
 )
-from wyfold.tile.state.triton import advance, load_state, read, residual, store_state
+from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
 
 
 def scan(
@@ -58,21 +59,25 @@ def scan(
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
 ) -> None:
-    """Run every sequence from its entering state.
+    """Run every sequence, or every segment of one, from its entering state.
 
     Args:
         q, k: [B, T, H, K] tokens, any strides.
         v: [B, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: The call's chunk grid.
+        grid: The call's chunk grid, or that of its segments.
         options: Uses `scale`, `checkpoint_every`.
         key: Of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
         states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
         first_state: [N] int64 row in `states` of each sequence's first.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan.triton", scan_key(key, grid.sequences, v, kept=states is not None), q.device)
@@ -107,6 +112,11 @@ def scan(
         states,
         strides(states),
         first_state,
+        borders,
+        strides(borders),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        0 if segments is None else segments.sequences,
         grid.cu,
         grid.first,
         grid.tokens,
@@ -158,7 +168,7 @@ def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "every"])
 def wyfold_scan_triton(
     x_q,
     s_q,
@@ -181,6 +191,11 @@ def wyfold_scan_triton(
     p_states,
     s_states,
     p_first_state,
+    p_borders,
+    s_borders,
+    p_sequence,
+    p_first_segment,
+    N,
     p_cu,
     p_first,
     T,
@@ -202,7 +217,10 @@ def wyfold_scan_triton(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2."""
+    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
+
+    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -214,9 +232,12 @@ def wyfold_scan_triton(
     if not TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
 
-    b_S = tl.zeros((BV, BK), tl.float32)
-    if p_S0 is not None:
-        b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+    b_S = load_end(
+        p_S0, s_S0, i_n, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+    )  # fmt: skip
     total = 0.0
     if not CHANNEL:
         total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
@@ -242,7 +263,10 @@ def wyfold_scan_triton(
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
             )  # fmt: skip
     if p_ST is not None:
-        store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
+        if p_sequence is None:
+            store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
+        elif ends:
+            store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
 
 
 @triton.jit

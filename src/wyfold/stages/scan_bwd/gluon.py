@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
@@ -47,6 +47,7 @@ from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_s
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
+    segment_place,
     sequence_span,
     strides,
     tile_boxes,
@@ -67,6 +68,9 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
+    segments: Segments | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
 ) -> TokenBorders:
     """States and their gradients at the borders of every chunk. Arguments as of the Triton launch, to which calls are
     left whose memory the copy engine cannot read.
@@ -77,10 +81,12 @@ def scan_bwd(
         prepared: From `prepare`, W among it.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        grid: The call's chunk grid, of chunks of 64.
+        grid: The call's chunk grid, or that of its segments, of chunks of 64.
         options: Uses `scale`.
         key: Of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config, tiles = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device), grid.chunks * HV
@@ -88,7 +94,8 @@ def scan_bwd(
     found = TokenBorders(*v.new_empty(2, tiles, V, K).unbind(), *v.new_empty(2, tiles, C, V).unbind())
     boxes = _boxes(q, k, v, prepared, do, found, C, BV // parts)
     if boxes is None:
-        return triton.scan_bwd(q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0)
+        given = q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0
+        return triton.scan_bwd(*given, segments, entering, leaving)
     launched(
         wyfold_scan_bwd_gluon,
         2 * grid.sequences * HV * (V // BV),
@@ -103,6 +110,13 @@ def scan_bwd(
         strides(dST),
         dS0,
         strides(dS0),
+        entering,
+        strides(entering),
+        leaving,
+        strides(leaving),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        grid.sequences if segments is None else segments.sequences,
         grid.cu,
         grid.first,
         grid.sequences,
@@ -194,7 +208,8 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, and states."""
+    """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, states, and those at
+    the borders of segments."""
 
     total: Any
     S: Any
@@ -207,22 +222,31 @@ class Memory(NamedTuple):
     s_dST: Any
     dS0: Any
     s_dS0: Any
+    entering: Any
+    s_entering: Any
+    leaving: Any
+    s_leaving: Any
 
 
 class Place(NamedTuple):
-    """Of a program: whether it goes back, first tile, sequence, value head, first value row, chunks that are full, and
-    tokens of one that is not."""
+    """Of a program: whether it goes back, first tile, sequence, border behind a segment, whether the sequence begins in
+    it, whether it has one, and whether it ends in it, value head, first value row, chunks that are full, and tokens of
+    one that is not."""
 
     back: Any
     tile: Any
     n: Any
+    border: Any
+    begins: Any
+    here: Any
+    ends: Any
     hv: Any
     column: Any
     steps: Any
     rest: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=["N", "scanned", "T", "per_sequence", "scale"])
 def wyfold_scan_bwd_gluon(
     x_q,
     x_k,
@@ -247,9 +271,16 @@ def wyfold_scan_bwd_gluon(
     s_dST,
     p_dS0,
     s_dS0,
+    p_entering,
+    s_entering,
+    p_leaving,
+    s_leaving,
+    p_sequence,
+    p_first_segment,
+    N,
     p_cu,
     p_first,
-    N,
+    scanned,
     T,
     per_sequence,
     scale,
@@ -266,17 +297,23 @@ def wyfold_scan_bwd_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first."""
+    """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first.
+
+    So many sequences are scanned, or segments, of sequences that p_sequence names; states that come and go have theirs.
+    """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
-    half = N * HV * NV
+    half = scanned * HV * NV
     back = (pid < half).to(gl.int32)
     pid -= gl.where(back != 0, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = (i_c * HV + i_hv).to(gl.int32)
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
@@ -307,7 +344,23 @@ def wyfold_scan_bwd_gluon(
     barrier()
 
     tiles = Tiles(q, k, x, rows, total, square, write, state, tokens, full, free)
-    memory = Memory(x_total, x_S, x_dS, x_e, x_X, p_S0, s_S0, p_dST, s_dST, p_dS0, s_dS0)
+    memory = Memory(
+        x_total,
+        x_S,
+        x_dS,
+        x_e,
+        x_X,
+        p_S0,
+        s_S0,
+        p_dST,
+        s_dST,
+        p_dS0,
+        s_dS0,
+        p_entering,
+        s_entering,
+        p_leaving,
+        s_leaving,
+    )
     source = Source(
         x_q,
         x_k,
@@ -325,7 +378,7 @@ def wyfold_scan_bwd_gluon(
         (i_hv * h_v).to(gl.int32) + column,
         (i_hv * h_do).to(gl.int32) + column,
     )
-    at = Place(back, i_tile, i_n, i_hv, column, steps, rest)
+    at = Place(back, i_tile, i_n, i_border, begins, i_n < N, ends, i_hv, column, steps, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -462,7 +515,7 @@ def _reverse(
 ):
     """The last chunk first, which may be the one that is not full."""
     mine = at.column + part * BW
-    dS = _entering(memory.dST, memory.s_dST, at, mine, K, BW)
+    dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
     total = 0.0
     if not CHANNEL:
         total = gl.load(memory.total + at.tile + (at.steps - 1) * HV, mask=at.steps > 0, other=0.0)
@@ -499,7 +552,10 @@ def _reverse(
     if done > 0:
         fence_async_shared()
         tma_store(memory.X, [at.tile * BT, mine], tiles.tokens.index(part))
-    _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
+    if memory.leaving is None:
+        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
+    elif at.begins:
+        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
 
 
 @gluon.jit
@@ -521,7 +577,8 @@ def _forward(
 ):
     """The first chunk first; the state that leaves the last one is nobody's."""
     mine = at.column + part * BW
-    S = _entering(memory.S0, memory.s_S0, at, mine, K, BW)
+    before = at.border - 1
+    S = _entering(memory.S0, memory.s_S0, at.begins, memory.entering, memory.s_entering, before, at, mine, K, BW)
     total = 0.0
     if not CHANNEL:
         total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
@@ -742,26 +799,33 @@ def _leave(
 
 
 @gluon.jit
-def _entering(p, strides, at, mine, K: gl.constexpr, BW: gl.constexpr):
-    """Value rows from `mine` on of a state in [N, HV, K, V], float32; zeros where there is none."""
+def _entering(p, strides, outer, p_border, s_border, border, at, mine, K: gl.constexpr, BW: gl.constexpr):
+    """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, or a border's;
+    zeros where there is none."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    if p is None:
-        return gl.zeros([BW, K], gl.float32, LS)
-    else:
-        return gl.load(p + _offsets(strides, at, mine, K, BW)).to(gl.float32)
+    S = gl.zeros([BW, K], gl.float32, LS)
+    if p_border is None:
+        if p is not None:
+            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
+    elif outer:
+        if p is not None:
+            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
+    elif at.here:
+        S = gl.load(p_border + _offsets(s_border, border, at, mine, K, BW))
+    return S
 
 
 @gluon.jit
 def _leaving(p, strides, at, mine, S, K: gl.constexpr, BW: gl.constexpr):
     """Write them, rounding once to the storage dtype, where they are wanted."""
     if p is not None:
-        gl.store(p + _offsets(strides, at, mine, K, BW), S.to(p.dtype.element_ty))
+        gl.store(p + _offsets(strides, at.n, at, mine, K, BW), S.to(p.dtype.element_ty))
 
 
 @gluon.jit
-def _offsets(strides, at, mine, K: gl.constexpr, BW: gl.constexpr):
+def _offsets(strides, row, at, mine, K: gl.constexpr, BW: gl.constexpr):
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
-    first = at.n * strides[0] + at.hv * strides[1]
+    first = row * strides[0] + at.hv * strides[1]
     return first + o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2]

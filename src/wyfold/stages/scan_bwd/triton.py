@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
@@ -32,6 +32,7 @@ from wyfold.tile.index.triton import (
     fetch_tile,
     fetch_tokens,
     number_boxes,
+    segment_place,
     send_tile,
     sequence_span,
     strides,
@@ -39,7 +40,7 @@ from wyfold.tile.index.triton import (
     token_boxes,
 )
 from wyfold.tile.inverse.triton import divisor
-from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
+from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
 
 
 def scan_bwd(
@@ -54,6 +55,9 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
+    segments: Segments | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
 ) -> TokenBorders:
     """States and their gradients at the borders of every chunk.
 
@@ -63,10 +67,12 @@ def scan_bwd(
         prepared: From `prepare`, W among it.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        grid: The call's chunk grid.
+        grid: The call's chunk grid, or that of its segments.
         options: Uses `scale`.
         key: Of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     tiles = grid.chunks * HV
@@ -98,6 +104,13 @@ def scan_bwd(
         strides(dST),
         dS0,
         strides(dS0),
+        entering,
+        strides(entering),
+        leaving,
+        strides(leaving),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        grid.sequences if segments is None else segments.sequences,
         grid.cu,
         grid.first,
         grid.sequences,
@@ -151,7 +164,7 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+@triton.jit(do_not_specialize=["N", "count", "T", "per_sequence", "scale"])
 def wyfold_scan_bwd_triton(
     x_q,
     s_q,
@@ -176,9 +189,16 @@ def wyfold_scan_bwd_triton(
     s_dST,
     p_dS0,
     s_dS0,
+    p_entering,
+    s_entering,
+    p_leaving,
+    s_leaving,
+    p_sequence,
+    p_first_segment,
+    N,
     p_cu,
     p_first,
-    N,
+    count,
     T,
     per_sequence,
     scale,
@@ -197,10 +217,10 @@ def wyfold_scan_bwd_triton(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state, or of its gradient."""
+    """One program owns BV value rows of one state, or of its gradient; `count` sequences, or segments as in `scan`."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    half = N * HV * NV
+    half = count * HV * NV
     reverse = pid < half
     pid -= tl.where(reverse, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -212,11 +232,14 @@ def wyfold_scan_bwd_triton(
     if not TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
     total = 0.0
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
 
     if reverse:
-        b_dS = tl.zeros((BV, BK), tl.float32)
-        if p_dST is not None:
-            b_dS = load_state(p_dST, s_dST, i_n, i_hv, column, K, V, BK, BV)
+        b_dS = load_end(
+            p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
+        )  # fmt: skip
         if TMA:
             if steps * BT < length:
                 if not CHANNEL:
@@ -240,11 +263,14 @@ def wyfold_scan_bwd_triton(
             )  # fmt: skip
             total = next_total
         if p_dS0 is not None:
-            store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+            if p_sequence is None:
+                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+            elif begins:
+                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
     else:
-        b_S = tl.zeros((BV, BK), tl.float32)
-        if p_S0 is not None:
-            b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
+        b_S = load_end(
+            p_S0, s_S0, i_n, begins, p_entering, s_entering, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+        )  # fmt: skip
         if not CHANNEL:
             total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
         for i in tl.range(0, steps, num_stages=STAGES):

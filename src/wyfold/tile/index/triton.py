@@ -111,6 +111,19 @@ def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
 
 
 @triton.jit
+def segment_place(i_s, p_sequence, p_first, N):
+    """Sequence of segment i_s, border that it ends at, and whether its sequence begins in it, and ends in it.
+
+    Past the last segment: N, and neither.
+    """
+    i_n = tl.load(p_sequence + i_s)
+    here = i_n < N
+    begins = tl.load(p_first + i_n) == i_s
+    ends = tl.load(p_first + i_n + 1, mask=here, other=0) == i_s + 1
+    return i_n, i_s - i_n, begins & here, ends
+
+
+@triton.jit
 def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
 

@@ -36,6 +36,27 @@ def store_state(
 
 
 @triton.jit
+def load_end(
+    p, strides, i_n, outer, p_border, s_border, i_border, inner, i_h, column,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """`load_state` at an end of a segment: the sequence's own where `outer`, else a border's where `inner`.   [BV, BK]
+
+    Without borders it is the sequence's, and zeros where there is neither.
+    """
+    b_S = tl.zeros((BV, BK), tl.float32)
+    if p_border is None:
+        if p is not None:
+            b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
+    elif outer:
+        if p is not None:
+            b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
+    elif inner:
+        b_S = load_state(p_border, s_border, i_border, i_h, column, K, V, BK, BV)
+    return b_S
+
+
+@triton.jit
 def slot_offsets(
     strides, slot, h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr,

@@ -1,0 +1,113 @@
+"""Sequences in segments on the kernels' walk: against the float64 token loop, and what is promised at tolerance zero.
+
+A sequence is cut as it is alone, whatever is beside it; one that is not cut has the bits of a call that cuts nothing.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tests.interpret.test_delta_compile import recorded as recorded
+from tests.interpret.test_delta_ops import verdicts
+from torch import Tensor
+
+import wyfold
+from wyfold.parallel import segments
+from wyfold.reference import inputs
+from wyfold.reference.error import require
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+PARAMETERS = ("dA_log", "ddt_bias")
+C = 16
+
+
+def call(rule: str, shape: Shape, device: torch.device, N: int | None = None, **drawn: Any) -> dict[str, Any]:
+    drawn = {"gate": "model", "beta": "logits", "state": "normal", "sequences": N} | drawn
+    a = inputs.draw("random", rule, shape, **drawn)
+    a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C, "backend": "triton"}
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
+
+
+def packed(rule: str, lengths: tuple[int, ...], device: torch.device, spare: int = 0, **drawn: Any) -> dict[str, Any]:
+    a = call(rule, Shape(1, sum(lengths) + spare, 1, 2, 16, 24), device, len(lengths), **drawn)
+    return a | {"cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], device=device)}
+
+
+@pytest.mark.parametrize(
+    "rule, lengths, dtype, count",
+    [
+        ("delta_rule", None, torch.float32, 3),
+        ("gated_delta_rule", (0, 1, 66, 15, 0, 100), torch.float32, 4),
+        ("kda", (64, 3, 81), torch.float32, 2),
+        ("kda", None, torch.float16, 16),
+        ("gated_delta_rule", None, torch.bfloat16, 5),
+    ],
+)
+def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, guarded, results):
+    """Outputs, states and every gradient, of the kernels and of the eager walk in the same segments."""
+    shape = Shape(2, 85, 2, 4, 16, 24) if lengths is None else Shape(1, sum(lengths) + 4, 1, 2, 24, 16)
+    N = None if lengths is None else len(lengths)
+    a = inputs.draw("random", rule, shape, gate="model", beta="logits", state="normal", sequences=N, dtype=dtype)
+    a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C}
+    if lengths is not None:
+        a["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
+    with segments.forced(count):
+        assert wyfold.explain(getattr(wyfold, f"chunk_{rule}"), **a).segments > 1
+        require(*verdicts(rule, a, "both", "random", device, guarded, results))
+
+
+@pytest.mark.parametrize("rule, lengths", [("gated_delta_rule", (5, 0, 98, 48)), ("kda", (3, 65))])
+def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, results):
+    """Cut sequences have the bits they have alone, others those of a call without segments; rows of nobody are zero."""
+    op = getattr(wyfold, f"chunk_{rule}")
+    a = packed(rule, lengths, device, spare=3)
+    T = sum(lengths)
+    for name in PER_TOKEN:
+        a[name][:, T:] = torch.nan
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    fed["o"][:, T:] = torch.nan
+    whole = results(op, a, None, fed)
+    with segments.forced(4):
+        found = results(op, a, None, fed)
+        assert not torch.equal(found["o"][:, :T], whole["o"][:, :T])
+        for n, (begin, end) in enumerate(itertools.pairwise(a["cu_seqlens"].tolist())):
+            alone = {name: x[:, begin:end] if name in PER_TOKEN else x for name, x in a.items() if name != "cu_seqlens"}
+            alone["initial_state"] = a["initial_state"][n : n + 1]
+            expected = results(op, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
+            for name, x in expected.items():
+                if name in PARAMETERS:
+                    continue
+                rows = (slice(n, n + 1),) if "state" in name else (slice(None), slice(begin, end))
+                assert torch.equal(found[name][rows], x), (n, name)
+                if end - begin < 64:
+                    assert torch.equal(whole[name][rows], x), (n, name)
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert not found[name][:, T:].any(), name
+
+
+@pytest.mark.parametrize("rule", RULES[::2])
+def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results):
+    """Rows that no box holds, and states of another layout in memory."""
+    a = call(rule, Shape(2, 66, 1, 1, 16, 16), device)
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    room = torch.full((2, 67, 1, 17), torch.nan, device=device)
+    strided = a | {"v": room[:, 1:, :, 1:].copy_(a["v"]), "initial_state": a["initial_state"].mT.contiguous().mT}
+    with segments.forced(3):
+        first = results(op := getattr(wyfold, f"chunk_{rule}"), a, None, fed)
+        for other, options in ((strided, {}), (a, {"disable_recompute": True})):
+            again = results(op, other, None, fed, **options)
+            for name, x in first.items():
+                assert torch.equal(again[name], x), (name, options)
+
+
+def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
+    """Sizes of what is kept come from metadata alone."""
+    a = packed("gated_delta_rule", (66, 3), device, spare=2)
+    with segments.forced(2):
+        results(wyfold.chunk_gdn, a, ["q", "initial_state"], disable_recompute=True)
+    for operator, arguments in recorded.values():
+        plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+        torch.library.opcheck(operator, plain)
