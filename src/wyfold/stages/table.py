@@ -72,6 +72,7 @@ ROWS = (
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
     Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
+    Row("prepare", "gluon", "wyfold.stages.prepare.gluon", (torch.bfloat16,)),
     Row("scan", "gluon", "wyfold.stages.scan.gluon", (torch.bfloat16,)),
 )
 
