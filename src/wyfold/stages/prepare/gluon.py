@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -260,7 +259,7 @@ def wyfold_prepare_gluon(
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
         barrier()
-    w_0, w_1, w_2, w_3 = _weights(numbers, GATE, BT, LB)
+    w_0, w_1, w_2, w_3 = _weights(numbers, GATE, NORM, BT, LB)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
@@ -269,10 +268,10 @@ def wyfold_prepare_gluon(
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
     o_s = gl.arange(0, BT, layout=ROW)
     kk_0, kk_1, kk_2, kk_3 = _columns(kk, BT, LB)
-    u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, BT, LB)
-    u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, BT, LB)
-    u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, BT, LB)
-    u_3 = _strictly_before(kk_3, w_3, numbers, rows, 3, FULL, NORM, BT, LB)
+    u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, LB)
+    u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, LB)
+    u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, LB)
+    u_3 = _strictly_before(kk_3, w_3, numbers, rows, 3, FULL, NORM, LB)
     block = (o_s // 16)[:, None]
     own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
@@ -392,53 +391,62 @@ def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(numbers, GATE: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """Decay from row s to r, four tiles of 16 columns; right where s is not after r.   4 x [BT, 16]"""
+def _weights(numbers, GATE: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    """What products of rows s and r have in common, four tiles of 16 columns r: the decay from s to r, right where s is
+    not after r, and key s's reciprocal norm.   4 x [BT, 16], or what becomes that"""
     return (
-        _weight(numbers, 0, GATE, BT, LB),
-        _weight(numbers, 1, GATE, BT, LB),
-        _weight(numbers, 2, GATE, BT, LB),
-        _weight(numbers, 3, GATE, BT, LB),
+        _weight(numbers, 0, GATE, NORM, BT, LB),
+        _weight(numbers, 1, GATE, NORM, BT, LB),
+        _weight(numbers, 2, GATE, NORM, BT, LB),
+        _weight(numbers, 3, GATE, NORM, BT, LB),
     )
 
 
 @gluon.jit
-def _weight(numbers, j: gl.constexpr, GATE: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+def _weight(numbers, j: gl.constexpr, GATE: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    weight = 1.0
     if GATE == "scalar":
         G_s = numbers.G.load(gl.SliceLayout(1, LB))
         G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        return _exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
-    else:
-        return 1.0
+        weight = _exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
+    if NORM:
+        weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))[:, None]
+    return weight
 
 
 @gluon.jit
 def _strictly_before(
-    x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr
+    x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, LB: gl.constexpr
 ):
     """-U of 16 columns, from products of keys, where s < r: zero where r is no token's; elsewhere anything."""
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    factor = numbers.over.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0
     if NORM:
-        r_s = numbers.r_k.load(gl.SliceLayout(1, LB))
-        r_r = numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        x = x * (r_s[:, None] * r_r[None, :])
-    x = (x * weight) * (numbers.over.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0)[None, :]
+        factor = factor * numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
+    x = (x * weight) * factor[None, :]
     return x if FULL else gl.where((o_r < rows)[None, :], x, 0.0)
 
 
 @gluon.jit
 def _up_to(
-    x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr
+    x,
+    weight,
+    numbers,
+    rows,
+    j: gl.constexpr,
+    FULL: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    LB: gl.constexpr,
 ):
     """P^T of 16 columns, from products of keys and queries: zero unless s <= r < rows."""
     o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    if NORM:
-        r_s = numbers.r_k.load(gl.SliceLayout(1, LB))
-        r_r = numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        x = x * (r_s[:, None] * r_r[None, :])
     last = o_r if FULL else gl.where(o_r < rows, o_r, -1)
-    return gl.where(o_s[:, None] <= last[None, :], x * weight, 0.0)
+    x = x * weight
+    if NORM:
+        x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
+    return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
 
 
 @gluon.jit
