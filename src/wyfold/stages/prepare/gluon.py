@@ -39,7 +39,7 @@ from wyfold.stages.prepare import triton
 from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
-from wyfold.tile.decay.triton import FLOOR, gate_kind, log_gate
+from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
 from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
 from wyfold.tile.inverse.triton import divisor
@@ -65,9 +65,7 @@ def prepare(
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
-    factors = None
-    if found.W is not None:
-        factors = every_box((found.F, found.W), (tile_boxes(found.F, C, C), tile_boxes(found.W, C, C)))
+    factors = None if found.W is None else every_box(found[5:], [tile_boxes(x, C, C) for x in (found.F, found.W)])
     if factors is None:  # too many chunks for the numbers of boxes
         return triton.prepare(
             q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear
@@ -105,7 +103,6 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
-        # A number, so that both directions launch one kernel, which is compiled once.
         int(clear),
         H=H,
         HV=HV,
@@ -117,6 +114,7 @@ def prepare(
         FULL=grid.cu is None and grid.tokens % C == 0,
         BOXED=rows is not None,
         GATE=gate,
+        SCALAR=gate_flags(g)["SCALAR"],
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
@@ -174,6 +172,7 @@ def wyfold_prepare_gluon(
     FULL: gl.constexpr,
     BOXED: gl.constexpr,
     GATE: gl.constexpr,
+    SCALAR: gl.constexpr,
     ACTIVATION: gl.constexpr,
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
@@ -240,7 +239,7 @@ def wyfold_prepare_gluon(
     over = divisor(beta)
     numbers.over.store(over)
     numbers.under.store(1.0 / over)
-    if GATE == "scalar":
+    if SCALAR:
         at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
@@ -259,7 +258,7 @@ def wyfold_prepare_gluon(
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
         barrier()
-    w_0, w_1, w_2, w_3 = _weights(numbers, GATE, NORM, BT, LB)
+    w_0, w_1, w_2, w_3 = _weights(numbers, SCALAR, NORM, BT, LB)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
@@ -343,7 +342,7 @@ def wyfold_prepare_gluon(
     r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
     if NORM:
         r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
-    if GATE == "scalar":
+    if SCALAR:
         last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
         before, after = gl.exp(G), gl.exp(last - G)
         gl.store(p_row, before * r_k)
@@ -391,21 +390,21 @@ def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(numbers, GATE: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+def _weights(numbers, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
     """What products of rows s and r have in common, four tiles of 16 columns r: the decay from s to r, right where s is
     not after r, and key s's reciprocal norm.   4 x [BT, 16], or what becomes that"""
     return (
-        _weight(numbers, 0, GATE, NORM, BT, LB),
-        _weight(numbers, 1, GATE, NORM, BT, LB),
-        _weight(numbers, 2, GATE, NORM, BT, LB),
-        _weight(numbers, 3, GATE, NORM, BT, LB),
+        _weight(numbers, 0, SCALAR, NORM, BT, LB),
+        _weight(numbers, 1, SCALAR, NORM, BT, LB),
+        _weight(numbers, 2, SCALAR, NORM, BT, LB),
+        _weight(numbers, 3, SCALAR, NORM, BT, LB),
     )
 
 
 @gluon.jit
-def _weight(numbers, j: gl.constexpr, GATE: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
     weight = 1.0
-    if GATE == "scalar":
+    if SCALAR:
         G_s = numbers.G.load(gl.SliceLayout(1, LB))
         G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
         weight = _exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
