@@ -1,8 +1,9 @@
 """`prepare` in Gluon, for Hopper: no gate or a scalar one, bfloat16, chunks of 64, factors W and F.
 
-A program owns a chunk of one value head. Its numbers are those of the Triton launch beside it; what differs is that k
-and q are both under way before anything is waited for, that products are no larger than what they are for, and that
-so little is held that four programs share a multiprocessor.
+A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
+leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
+What differs is that k and q are both under way before anything is waited for, that products are no larger than what
+they are for, and that so little is held that four programs share a multiprocessor.
 
 All tiles are [s, r], upper triangular. With U = L^T and D the inverses of the blocks of I + U on the diagonal, the
 columns of A^T = (I + U)^-1 are found from the left, 16 at a time:
@@ -60,8 +61,11 @@ def prepare(
     backward: bool,
     clear: bool = True,
 ) -> Prepared:
-    """Factors of every chunk, from tokens where they lie. Arguments as of the Triton launch, for keys of the table's
-    rows alone."""
+    """Factors of every chunk, from tokens where they lie.
+
+    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. Without a gate or
+    with a scalar one, bfloat16, K = 128, chunks of 64, not folded, as the configurations' rows say.
+    """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward)
