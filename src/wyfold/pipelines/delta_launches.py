@@ -70,7 +70,8 @@ class _Call:
         """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
         t = self.t
         arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
-        found: Prepared = self.stage("prepare").prepare(*arguments, folded=self.folded, backward=backward, clear=clear)
+        prepare = table.serving("prepare", self.options.backend, self.key, t.q.device).prepare
+        found: Prepared = prepare(*arguments, folded=self.folded, backward=backward, clear=clear)
         return found
 
     def outside(self, states: Tensor | None) -> Tensor | None:

@@ -75,7 +75,10 @@ ROWS = (
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
     Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
-    *(Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,)) for stage in ("scan", "scan_bwd")),
+    *(
+        Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,))
+        for stage in ("prepare", "scan", "scan_bwd")
+    ),
 )
 
 

@@ -1,0 +1,571 @@
+"""`prepare` in Gluon, for Hopper: no gate or a scalar one, bfloat16, chunks of 64, factors W and F.
+
+A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
+leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
+What differs is that k and q are both under way before anything is waited for, that products are no larger than what
+they are for, and that so little is held that four programs share a multiprocessor.
+
+All tiles are [s, r], upper triangular. With U = L^T and D the inverses of the blocks of I + U on the diagonal, the
+columns of A^T = (I + U)^-1 are found from the left, 16 at a time:
+
+    A^T[:, j] = D[j] - (sum over m < j of A^T[:, m] U[m, j]) D[j]
+
+Each of the four warps has 16 rows, of A^T as of everything before it, so that what one column hands to the next stays
+in its registers. A D is found by substitution, row after row, a thread holding one of its rows.
+
+Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.runtime.bound import launched
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.launch import tile_width, tuned
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.prepare import triton
+from wyfold.stages.prepare.triton import empty, launch_key
+from wyfold.stages.records import Prepared
+from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
+from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
+from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.inverse.triton import divisor
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    clear: bool = True,
+) -> Prepared:
+    """Factors of every chunk, from tokens where they lie.
+
+    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. Without a gate or
+    with a scalar one, bfloat16, K = 128, chunks of 64, not folded, as the configurations' rows say.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    gate, tiles = gate_kind(g), grid.chunks * HV
+    found = empty(q, g, tiles, C, folded=folded, backward=backward)
+    factors = None if found.W is None else every_box(found[5:], [tile_boxes(x, C, C) for x in (found.F, found.W)])
+    if factors is None:  # too many chunks for the numbers of boxes
+        return triton.prepare(
+            q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear
+        )
+    if clear and backward and grid.cu is not None:
+        # As in the Triton launch: a registered operator must not return what happened to lie in memory.
+        for x in found:
+            if x is not None:
+                x.zero_()
+    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    rows = every_box((q, k), [token_boxes(x, C, K) for x in (q, k)])
+    launched(
+        wyfold_prepare_gluon,
+        tiles,
+        *shared(rows or (q, k)),
+        q.stride(),
+        k.stride(),
+        g,
+        strides(g),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        o,
+        o.stride(),
+        found.rows,
+        found.total,
+        *shared(factors),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        int(clear),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BV=tile_width(V),
+        PACKED=grid.cu is not None,
+        FULL=grid.cu is None and grid.tokens % C == 0,
+        BOXED=rows is not None,
+        GATE=gate,
+        SCALAR=gate_flags(g)["SCALAR"],
+        ACTIVATION=options.activation,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        **config.options(),
+    )
+    return found
+
+
+class Numbers(NamedTuple):
+    """Shared memory for one number a row: beta held away from zero, its inverse, the gate's running sum, reciprocal
+    norms of k and q."""
+
+    over: Any
+    under: Any
+    G: Any
+    r_k: Any
+    r_q: Any
+
+
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear"])
+def wyfold_prepare_gluon(
+    x_q,
+    x_k,
+    s_q,
+    s_k,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_o,
+    s_o,
+    p_rows,
+    p_total,
+    x_F,
+    x_W,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    lower_bound,
+    clamp,
+    beta_most,
+    clear,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BV: gl.constexpr,
+    PACKED: gl.constexpr,
+    FULL: gl.constexpr,
+    BOXED: gl.constexpr,
+    GATE: gl.constexpr,
+    SCALAR: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    NORM: gl.constexpr,
+    LOGIT: gl.constexpr,
+):
+    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    # Accumulators: a whole tile's, and that of 16 columns, whose registers are a part of it.
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, LB)
+
+    pid = gl.program_id(0)
+    i_tile = pid.to(gl.int64)
+    i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            if clear:
+                _clear(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+            return
+
+    k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
+    q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
+    W = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], WIDE)
+    D = gl.allocate_shared_memory(gl.bfloat16, [2 * BT, 16], SLIM)
+    near = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    numbers = Numbers(
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+    )
+    come_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    come_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if BOXED:
+        mbarrier.init(come_k, count=1)
+        mbarrier.init(come_q, count=1)
+        fence_async_shared()
+        barrier()
+        token = (b * T + t).to(gl.int32)
+        mbarrier.expect(come_k, x_k.block_type.nbytes)
+        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
+        mbarrier.expect(come_q, x_q.block_type.nbytes)
+        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
+    else:
+        k.store(_tokens(x_k, s_k, b, t, i_h, rows, K, BT))
+        q.store(_tokens(x_q, s_q, b, t, i_h, rows, K, BT))
+        fence_async_shared()
+
+    # One number a row, two of them in each lane of every warp.
+    o = gl.arange(0, BT, layout=ONE)
+    beta = gl.where(o < rows, 1.0, 0.0)
+    if p_beta is not None:
+        at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
+        beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
+        if LOGIT:
+            beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    over = divisor(beta)
+    numbers.over.store(over)
+    numbers.under.store(1.0 / over)
+    if SCALAR:
+        at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
+        x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
+        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
+        G = gl.associative_scan(gl.where(o < rows, x, 0.0), 0, _add)
+        numbers.G.store(G)
+    barrier()
+
+    none = gl.zeros([BT, BT], gl.float32, LC)
+    if BOXED:
+        mbarrier.wait(come_k, 0)
+    kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    if BOXED:
+        mbarrier.wait(come_q, 0)
+    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    if NORM:
+        numbers.r_k.store(_reciprocal_norm(k, K, BT))
+        numbers.r_q.store(_reciprocal_norm(q, K, BT))
+        barrier()
+    w_0, w_1, w_2, w_3 = _weights(numbers, SCALAR, NORM, BT, LB)
+    kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
+    barrier()
+
+    # The places of q and of k are free: -U takes that of q, P^T that of k, both as bfloat16 pairs.
+    U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
+    P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
+    o_s = gl.arange(0, BT, layout=ROW)
+    kk_0, kk_1, kk_2, kk_3 = _columns(kk, BT, LB)
+    u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, LB)
+    u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, LB)
+    u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, LB)
+    u_3 = _strictly_before(kk_3, w_3, numbers, rows, 3, FULL, NORM, LB)
+    block = (o_s // 16)[:, None]
+    own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
+    o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
+    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
+    U.store(_pair(_joined(u_0, u_1, u_2, u_3, BT, LC), BT))
+    kq_0, kq_1, kq_2, kq_3 = _columns(kq, BT, LB)
+    PT = _joined(
+        _up_to(kq_0, w_0, numbers, rows, 0, FULL, NORM, BT, LB),
+        _up_to(kq_1, w_1, numbers, rows, 1, FULL, NORM, BT, LB),
+        _up_to(kq_2, w_2, numbers, rows, 2, FULL, NORM, BT, LB),
+        _up_to(kq_3, w_3, numbers, rows, 3, FULL, NORM, BT, LB),
+        BT,
+        LC,
+    )
+    k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(_pair(PT, BT))
+    fence_async_shared()
+    barrier()
+    _invert_near(near, D, BT)
+    barrier()
+
+    # Columns of A^T, and their share of F.
+    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d = d_high.to(gl.float32) + d_low.to(gl.float32)
+    nothing = gl.zeros([BT, 16], gl.float32, LB)
+    x_0 = gl.where(block == 0, d, 0.0)
+    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
+    F = _add_factor(high_0, low_0, P, 0, none, False, AC)
+    y = _add_exact(high_0, low_0, U, 1, 0, nothing, LB)
+    x_1 = _times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
+    high_1, low_1 = _parts(x_1)
+    F = _add_factor(high_1, low_1, P, 1, F, True, AC)
+    y = _add_exact(high_0, low_0, U, 2, 0, nothing, LB)
+    y = _add_exact(high_1, low_1, U, 2, 1, y, LB)
+    x_2 = _times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
+    high_2, low_2 = _parts(x_2)
+    F = _add_factor(high_2, low_2, P, 2, F, True, AC)
+    y = _add_exact(high_0, low_0, U, 3, 0, nothing, LB)
+    y = _add_exact(high_1, low_1, U, 3, 1, y, LB)
+    y = _add_exact(high_2, low_2, U, 3, 2, y, LB)
+    x_3 = _times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
+    high_3, low_3 = _parts(x_3)
+    F = _add_factor(high_3, low_3, P, 3, F, True, AC)
+
+    over_s = numbers.over.load(ROW)[:, None]
+    W.store(
+        _joined(
+            _weighed(x_0, over_s, numbers, 0, BT, LB),
+            _weighed(x_1, over_s, numbers, 1, BT, LB),
+            _weighed(x_2, over_s, numbers, 2, BT, LB),
+            _weighed(x_3, over_s, numbers, 3, BT, LB),
+            BT,
+            LC,
+        )
+    )
+    fence_async_shared()
+    barrier()
+    tma_store(x_W, [pid * BT, 0], W)
+    F = warpgroup_mma_wait(0, deps=[F])
+    # Every warp is past its last -U.
+    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE).index(0)
+    out.store(F.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    tma_store(x_F, [pid * BT, 0], out)
+
+    p_row = p_rows + i_tile * (4 * BT) + o
+    r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
+    if NORM:
+        r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
+    if SCALAR:
+        last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
+        before, after = gl.exp(G), gl.exp(last - G)
+        gl.store(p_row, before * r_k)
+        gl.store(p_row + BT, before * r_q)
+        gl.store(p_row + 2 * BT, after * r_k)
+        gl.store(p_total + i_tile, gl.exp(last))
+    else:
+        gl.store(p_row, r_k)
+        gl.store(p_row + BT, r_q)
+        gl.store(p_row + 2 * BT, r_k)
+        gl.store(p_total + i_tile, 1.0)
+    gl.store(p_row + 3 * BT, beta)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _clear(p_o, s_o, b, t, h, rows, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr):
+    """Write zeros to a head's rows that are tokens."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, L))
+    at = p_o + (b * s_o[0] + t * s_o[1] + h * s_o[2])
+    offsets = o_r.to(gl.int64)[:, None] * s_o[1] + o_v.to(gl.int64)[None, :] * s_o[3]
+    zeros = gl.zeros([BT, BV], p_o.dtype.element_ty, L)
+    gl.store(at + offsets, zeros, mask=(o_r < rows)[:, None] & (o_v < V)[None, :])
+
+
+@gluon.jit
+def _tokens(p, s, b, t, h, rows, K: gl.constexpr, BT: gl.constexpr):
+    """Rows of a head by address, zero where there is no token.   [BT, K]"""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
+    at = p + (b * s[0] + t * s[1] + h * s[2])
+    offsets = o_r.to(gl.int64)[:, None] * s[1] + o_k.to(gl.int64)[None, :] * s[3]
+    return gl.load(at + offsets, mask=(o_r < rows)[:, None] & (o_k >= 0)[None, :], other=0.0)
+
+
+@gluon.jit
+def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
+    """(sum x^2 + 1e-6)^(-1/2) of each row of a tile in shared memory.   [BT]"""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    y = x.load(L).to(gl.float32)
+    return gl.rsqrt(gl.sum(y * y, axis=1) + 1e-6)
+
+
+@gluon.jit
+def _weights(numbers, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    """What products of rows s and r have in common, four tiles of 16 columns r: the decay from s to r, right where s is
+    not after r, and key s's reciprocal norm.   4 x [BT, 16], or what becomes that"""
+    return (
+        _weight(numbers, 0, SCALAR, NORM, BT, LB),
+        _weight(numbers, 1, SCALAR, NORM, BT, LB),
+        _weight(numbers, 2, SCALAR, NORM, BT, LB),
+        _weight(numbers, 3, SCALAR, NORM, BT, LB),
+    )
+
+
+@gluon.jit
+def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    weight = 1.0
+    if SCALAR:
+        G_s = numbers.G.load(gl.SliceLayout(1, LB))
+        G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
+        weight = _exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
+    if NORM:
+        weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))[:, None]
+    return weight
+
+
+@gluon.jit
+def _strictly_before(
+    x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, LB: gl.constexpr
+):
+    """-U of 16 columns, from products of keys, where s < r: zero where r is no token's; elsewhere anything."""
+    o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    factor = numbers.over.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0
+    if NORM:
+        factor = factor * numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
+    x = (x * weight) * factor[None, :]
+    return x if FULL else gl.where((o_r < rows)[None, :], x, 0.0)
+
+
+@gluon.jit
+def _up_to(
+    x,
+    weight,
+    numbers,
+    rows,
+    j: gl.constexpr,
+    FULL: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    LB: gl.constexpr,
+):
+    """P^T of 16 columns, from products of keys and queries: zero unless s <= r < rows."""
+    o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
+    o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    last = o_r if FULL else gl.where(o_r < rows, o_r, -1)
+    x = x * weight
+    if NORM:
+        x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
+    return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
+
+
+@gluon.jit
+def _invert_near(near, D, BT: gl.constexpr):
+    """Inverses of I + U of the blocks on the diagonal, from -U, [block, s, r], as bfloat16 pairs.
+
+    A = (I + L)^-1 is found row after row, a thread holding a column; its transpose is what is wanted, in which a
+    thread's numbers are a row.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
+    STEP: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [1, 2, 0])
+    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    A = gl.where(r == c, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, L)
+    for s in gl.static_range(15):
+        l = gl.convert_layout(gl.permute(near.slice(s, 1, dim=1).load(STEP), (0, 2, 1)), L, assert_trivial=True)
+        row = gl.expand_dims(gl.sum(gl.where(r == s, A, 0.0), 1), 1)
+        A = gl.where(r > s, gl.fma(*gl.broadcast(l, row), A), A)
+    high, low = _parts(A)
+    D.store(gl.permute(gl.join(high, low), (3, 0, 2, 1)).reshape((2 * BT, 16)))
+
+
+@gluon.jit
+def _pair(x, BT: gl.constexpr):
+    """A tile's two bfloat16 parts, the larger above.   [2 BT, BT]"""
+    high, low = _parts(x)
+    return gl.permute(gl.join(high, low), (2, 0, 1)).reshape((2 * BT, BT))
+
+
+@gluon.jit
+def _add_exact(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.constexpr):
+    """acc + x (-U[m, j]) of a pair x [BT, 16]."""
+    u_high = U.slice(16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
+    u_low = U.slice(U.shape[0] // 2 + 16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
+    return _mm_pairs(high, low, u_high, u_low, acc, LB)
+
+
+@gluon.jit
+def _times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
+    """acc + y D[j]."""
+    high, low = _parts(y)
+    d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
+    d_low = D.slice(D.shape[0] // 2 + 16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
+    return _mm_pairs(high, low, d_high, d_low, acc, LB)
+
+
+@gluon.jit
+def _mm_pairs(a_high, a_low, b_high, b_low, acc, LB: gl.constexpr):
+    """acc + a b, small products first."""
+    A: gl.constexpr = gl.DotOperandLayout(0, LB, 2)
+    high = gl.convert_layout(a_high, A, assert_trivial=True)
+    low = gl.convert_layout(a_low, A, assert_trivial=True)
+    acc = mma_v2(low, b_high, acc)
+    acc = mma_v2(high, b_low, acc)
+    return mma_v2(high, b_high, acc)
+
+
+@gluon.jit
+def _add_factor(high, low, P, m: gl.constexpr, F, ADD: gl.constexpr, AC: gl.constexpr):
+    """F + A^T[:, m] P^T[m, :], under way."""
+    high = gl.convert_layout(high, AC, assert_trivial=True)
+    low = gl.convert_layout(low, AC, assert_trivial=True)
+    F = warpgroup_mma(low, P.index(m), F, use_acc=ADD, is_async=True)
+    F = warpgroup_mma(high, P.index(4 + m), F, is_async=True)
+    return warpgroup_mma(high, P.index(m), F, is_async=True)
+
+
+@gluon.jit
+def _weighed(x, over_s, numbers, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    """Columns of W from those of A^T."""
+    under_r = numbers.under.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
+    return ((x * over_s) * under_r).to(gl.bfloat16)
+
+
+@gluon.jit
+def _columns(x, BT: gl.constexpr, LB: gl.constexpr):
+    """A tile's columns, 16 each; nothing moves.   4 x [BT, 16]"""
+    even, odd = gl.split(gl.permute(x.reshape((BT, 2, 2, 16)), (0, 3, 1, 2)))
+    x_0, x_2 = gl.split(even)
+    x_1, x_3 = gl.split(odd)
+    return (
+        gl.convert_layout(x_0, LB, assert_trivial=True),
+        gl.convert_layout(x_1, LB, assert_trivial=True),
+        gl.convert_layout(x_2, LB, assert_trivial=True),
+        gl.convert_layout(x_3, LB, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
+    """The tile of these columns; nothing moves."""
+    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
+    return gl.convert_layout(gl.permute(x, (0, 3, 2, 1)).reshape((BT, BT)), LC, assert_trivial=True)
+
+
+@gluon.jit
+def _parts(x):
+    """x as a sum of two bfloat16, but for 2^-17 of it; x has been rounded, for none of this is contracted."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 u, v; .reg .f32 s, t;"
+        " cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 u, $0, 16; and.b32 v, $0, 0xffff0000;"
+        " mov.b32 s, u; mov.b32 t, v; sub.f32 s, $2, s; sub.f32 t, $3, t; cvt.rn.bf16x2.f32 $1, t, s; }",
+        "=&r,=&r,f,f",
+        [x],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _exp2(x):
+    """2^x; what is too small for a normal number is 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
