@@ -72,7 +72,7 @@ ROWS = (
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
     Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
-    Row("scan", "gluon", "wyfold.stages.scan.gluon", (torch.bfloat16,)),
+    *(Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,)) for stage in ("scan", "gradients")),
 )
 
 
