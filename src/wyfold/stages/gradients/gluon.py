@@ -1,26 +1,26 @@
-"""`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, a key head a value head.
+"""`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, as many heads as keys.
 
 One program has a chunk of one head. Whatever it reads is on its way to shared memory before it computes: four groups of
 tiles, each with a barrier of its own, in the order in which they are wanted; states come in halves of K, the second
 when the first has been read. Two programs fill a multiprocessor, so there is no tile to spare:
 
-    X           then dv, then of a scalar gate the pairs of its sums, then dP and dJ, which products read both ways round
-    q, k        then dq, dk, from where they leave
+    X       then dv, then of a scalar gate the pairs of its sums, then dP and dJ, which products read both ways round
+    q, k    then dq, dk, from where they leave
 
-q and k that are normalised here stay raw, as in the other launches. Both grams' gradients then carry both norms, so that
-what they add to a row is that row's gradient times its own 1/|x|, as is the part through the states; which is what the
-norm's adjoint wants, z = dy/|x|, y = x/|x|:
+q and k that are normalised here stay raw, as in the other launches. Both grams' gradients then carry both norms, so
+that what they add to a row is that row's gradient times its own 1/|x|, as is the part through the states; which is what
+the norm's adjoint wants, z = dy/|x|, y = x/|x|:
 
     dx = dy/|x| - y <y, dy>/|x| = z - x <x, z>/|x|^2
 
 The sum takes both halves of K. The first half of z waits in the place of x, rounded; its x comes a second time.
 
-The chunk that a sequence does not fill has its rows that are no tokens cleared, and leaves by address.
+The chunk that a sequence does not fill has its rows that are no tokens cleared, and leaves by address. Whatever the
+strides, bits are one kernel's: rows that have no boxes are copied, and what is not wanted has memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, log_gate, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
-from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
 
 
 def gradients(
@@ -62,7 +62,7 @@ def gradients(
     out: TokenGradients,
 ) -> None:
     """Gradients of every token and parameter. Arguments as of the Triton launch, to which calls are left whose key
-    heads have several value heads, or that want no dq, dk or dv, and those whose memory the copy engine cannot read.
+    heads have several value heads.
 
     Args:
         q, k, g, beta, A_log, dt_bias: As given to the operator; bfloat16, K and V as the table's row for `key` says.
@@ -74,21 +74,23 @@ def gradients(
         out: Written, as by the Triton launch.
     """
     (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    config = tuned("gradients.gluon", key, q.device)
-    boxes = _boxes(q, k, do, borders, out, C, K // 2) if H == HV else None
-    if boxes is None:
+    if H != HV:
         triton.gradients(q, k, g, beta, A_log, dt_bias, do, borders, grid, options, key, out)
         return
+    config = tuned("gradients.gluon", key, q.device)
+    read_q, read_k, read_do = (x if _boxed(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do))
+    wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
+    to_q, to_k, to_v = (like.new_empty(like.shape) if to is None or not _boxed(to) else to for to, like in wanted)
     dA_log, ddt_bias = (
         None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
     )
     launched(
         wyfold_gradients_gluon,
         grid.chunks * HV,
-        *shared(boxes),
-        *(q.stride(2), k.stride(2), do.stride(2)),
-        *(out.q, out.k, out.v),
-        *(strides(out.q), strides(out.k), strides(out.v)),
+        *_boxes((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),
+        *(read_q.stride(2), read_k.stride(2), read_do.stride(2)),
+        *(to_q, to_k, to_v),
+        *(to_q.stride(), to_k.stride(), to_v.stride()),
         g,
         strides(g),
         beta,
@@ -124,23 +126,26 @@ def gradients(
         LOGIT=options.beta_logit,
         **config.options(),
     )
+    for to, (wished, _) in zip((to_q, to_k, to_v), wanted, strict=True):
+        if wished is not None and wished is not to:
+            wished.copy_(to)
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-def _boxes(
-    q: Tensor, k: Tensor, do: Tensor, borders: TokenBorders, out: TokenGradients, C: int, BK: int
-) -> Sequence[Any] | None:
-    """The kernel's first arguments as boxes, or None if one is not there or cannot be one."""
-    if out.q is None or out.k is None or out.v is None:
-        return None
-    V = do.shape[3]
-    tokens = ((q, BK), (k, BK), (do, V), (out.q, BK), (out.k, BK), (out.v, V))
-    found = [token_boxes(x, C, n) for x, n in tokens]
+def _boxed(x: Tensor) -> bool:
+    """Whether memory is laid out for boxes of tokens."""
+    return token_boxes(x, 1, 64) is not None
+
+
+def _boxes(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+    """The kernel's first arguments: boxes of q, k, do and their gradients' like, and of tiles."""
+    V = tokens[2].shape[3]
+    found = [token_boxes(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
     found += [tile_boxes(x, V, BK) for x in (borders.S, borders.dS)] + [tile_boxes(x, C, V) for x in borders[2:]]
-    return every_box([x for x, _ in tokens] + list(borders), found)
+    return shared(found)
 
 
 class Source(NamedTuple):
@@ -281,9 +286,7 @@ def wyfold_gradients_gluon(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    tiles = Tiles(
-        s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3)
-    )
+    tiles = Tiles(s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3))
     source = Source(
         x_q, x_k, x_do, x_S, x_dS, x_e, x_X, at.token, pid.to(gl.int32),
         (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_h * h_do).to(gl.int32),
@@ -356,7 +359,7 @@ def wyfold_gradients_gluon(
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
     dg = gl.zeros([BT], gl.float32, ROW)
     if SCALAR:
-        dg = _pair_sums(dJ, dP, s_q, s_k, pair, gl.minimum(T, 0).to(gl.int32), BT)
+        dg = _pair_sums(dJ, dP, s_q, s_k, pair, (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32), BT)
     else:
         tma.store_wait(pendings=0)
         barrier()
@@ -390,10 +393,11 @@ def wyfold_gradients_gluon(
             _bring_states(source, tiles, 1, V, BK)
         elif NORM:
             _bring_again(source, tiles, BT, BK)
-        dq, dk = dq * scale_q[:, None], dk * scale_k[:, None]
+        dq = dq * scale_q[:, None]
         if SCALAR:
-            read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, k.load(LC).to(gl.float32) * dk), axis=1)
-        dk = dk + dw
+            along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
+            read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, along), axis=1)
+        dk = gl.fma(dk, gl.zeros_like(dk) + scale_k[:, None], dw)
         dq = warpgroup_mma(pair.index(0), k, dq, is_async=True)
         dk = warpgroup_mma(pair.index(1), k, dk, is_async=True)
         dk = warpgroup_mma(pair.index(1).permute((1, 0)), k, dk, is_async=True)
@@ -430,12 +434,12 @@ def wyfold_gradients_gluon(
     tma.store_wait(pendings=0)
     barrier()
     if SCALAR:
-        carried = gl.sum(traced, axis=0) * total
         numbers.slice(0, BT).store(read)
         numbers.slice(BT, BT).store(write)
         barrier()
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
-        dg = dg + gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1) + carried
+        dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
+        dg = gl.fma(gl.zeros_like(dg) + gl.sum(traced, axis=0), gl.zeros_like(dg) + total, dg)
         raw = _load_scalars(p_g, s_g, at, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
@@ -451,8 +455,8 @@ def wyfold_gradients_gluon(
 def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
     """Of a scalar gate's dg what pairs give: each to the tokens after its column up to its row.   [BT]
 
-    Once dv has left its memory, which the pairs take in two parts. `nothing` is 0, of which no compiler knows it: a
-    constant in a left operand would be put into its register after the product has begun (facts.md, PTXAS-2).
+    Once dv has left its memory, which the pairs take in two parts. `nothing` is 0, of which no compiler knows its
+    sign: a constant in a left operand would be put into its register after the product has begun (facts.md, PTXAS-2).
     """
     LC: gl.constexpr = dJ.type.layout
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))
