@@ -298,6 +298,8 @@ def launch_keys(
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["scan"] = table.launches("scan", "triton").scan_key(key, sequences, v, kept=kept)
+    if "gradients" in keys:
+        keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
     return list(keys.items())
 
 

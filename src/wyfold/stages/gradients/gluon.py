@@ -39,7 +39,6 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.gradients import triton
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, log_gate, log_gate_bwd
@@ -61,11 +60,10 @@ def gradients(
     key: str,
     out: TokenGradients,
 ) -> None:
-    """Gradients of every token and parameter. Arguments as of the Triton launch, to which calls are left whose key
-    heads have several value heads.
+    """Gradients of every token and parameter. Arguments as of the Triton launch.
 
     Args:
-        q, k, g, beta, A_log, dt_bias: As given to the operator; bfloat16, K and V as the table's row for `key` says.
+        q, k, g, beta, A_log, dt_bias: As given to the operator, as the table's rows for `key` say.
         do: [B, T, HV, V] gradient of the output.
         borders: From `scan_bwd`.
         grid: The call's chunk grid, of chunks of 64.
@@ -73,10 +71,7 @@ def gradients(
         key: Of the launch configuration.
         out: Written, as by the Triton launch.
     """
-    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    if H != HV:
-        triton.gradients(q, k, g, beta, A_log, dt_bias, do, borders, grid, options, key, out)
-        return
+    (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do = (x if _boxed(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do))
     wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
@@ -357,7 +352,6 @@ def wyfold_gradients_gluon(
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
-    dg = gl.zeros([BT], gl.float32, ROW)
     if SCALAR:
         dg = _pair_sums(dJ, dP, s_q, s_k, pair, (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32), BT)
     else:
@@ -369,8 +363,8 @@ def wyfold_gradients_gluon(
     barrier()
 
     # Through the states and the grams.
-    read, write, traced = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW), dg * 0.0
-    along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
+    zero = gl.zeros([BT], gl.float32, ROW)
+    read, write, traced, along_q, along_k = zero, zero, zero, zero, zero
     for h in range(2):
         mbarrier.wait(tiles.states_here, h)
         dw = warpgroup_mma(s_e, s_dS, none, use_acc=False, is_async=True)
@@ -397,7 +391,7 @@ def wyfold_gradients_gluon(
         if SCALAR:
             along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
             read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, along), axis=1)
-        dk = gl.fma(dk, gl.zeros_like(dk) + scale_k[:, None], dw)
+        dk = gl.fma(dk, scale_k[:, None], dw)
         dq = warpgroup_mma(pair.index(0), k, dq, is_async=True)
         dk = warpgroup_mma(pair.index(1), k, dk, is_async=True)
         dk = warpgroup_mma(pair.index(1).permute((1, 0)), k, dk, is_async=True)
@@ -439,7 +433,7 @@ def wyfold_gradients_gluon(
         barrier()
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
-        dg = gl.fma(gl.zeros_like(dg) + gl.sum(traced, axis=0), gl.zeros_like(dg) + total, dg)
+        dg = gl.fma(zero + gl.sum(traced, axis=0), total, dg)
         raw = _load_scalars(p_g, s_g, at, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
