@@ -363,8 +363,12 @@ def wyfold_gradients_gluon(
     barrier()
 
     # Through the states and the grams.
-    zero = gl.zeros([BT], gl.float32, ROW)
-    read, write, traced, along_q, along_k = zero, zero, zero, zero, zero
+    read, write, traced = (
+        gl.zeros([BT], gl.float32, ROW),
+        gl.zeros([BT], gl.float32, ROW),
+        gl.zeros([BT], gl.float32, ROW),
+    )
+    along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
     for h in range(2):
         mbarrier.wait(tiles.states_here, h)
         dw = warpgroup_mma(s_e, s_dS, none, use_acc=False, is_async=True)
@@ -433,7 +437,7 @@ def wyfold_gradients_gluon(
         barrier()
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
-        dg = gl.fma(zero + gl.sum(traced, axis=0), total, dg)
+        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total, dg)
         raw = _load_scalars(p_g, s_g, at, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
