@@ -383,6 +383,8 @@ def launch_keys(
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
     keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+    if "gradients" in keys:
+        keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
     back = [("summary", f"{key} bwd")] if "summary" in keys else []
     return [*keys.items(), *back]
 

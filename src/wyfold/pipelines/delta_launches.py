@@ -150,9 +150,10 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
     del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
-        gradients = call.stage("gradients").gradients
+        key = call.stage("gradients").gradients_key(call.key, t.q, t.v)
+        gradients = table.serving("gradients", options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
-        gradients(*inputs, do, borders, call.grid, options, call.key, TokenGradients(*wanted))
+        gradients(*inputs, do, borders, call.grid, options, key, TokenGradients(*wanted))
     return found
 
 

@@ -183,6 +183,11 @@ def gradients(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
+def gradients_key(key: str, q: Tensor, v: Tensor) -> str:
+    """What a launch depends on: the call's key, and how many value heads a key head has."""
+    return f"{key} GR{v.shape[2] // q.shape[2]}"
+
+
 def _token_boxes(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:
     """Boxes of whole chunks of tokens, or None if one cannot be: a chunk that a sequence does not fill has no box."""
     return every_box(given, [None if x is None else token_boxes(x, C, n) for x, n in zip(given, columns, strict=True)])

@@ -1,0 +1,117 @@
+"""`gradients` in Gluon: which calls it serves, and that no left operand is written while a product reads it."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tests.compile import aot
+
+import wyfold
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+NAMES = ("wyfold_gradients_triton", "wyfold_gradients_gluon")
+
+
+def taken(
+    op=wyfold.chunk_gated_delta_rule, T=70, H=2, HV=2, K=128, dtype=torch.bfloat16, stride=1, wrt="qkv", **options
+):
+    """Kernels of `gradients` that a call would launch on sm_90."""
+    found = []
+    q, k = (torch.zeros(2, T * stride, H, K, dtype=dtype)[:, ::stride].requires_grad_() for _ in range(2))
+    v, beta = torch.zeros(2, T, HV, 128, dtype=dtype).requires_grad_(), torch.ones(2, T, HV)
+    g = {wyfold.chunk_delta_rule: (), wyfold.chunk_kda: (torch.zeros(2, T, HV, K),)}.get(op, (torch.zeros(2, T, HV),))
+    if "cu_seqlens" in options:
+        q, k, v, beta, *g = (x[:1] for x in (q, k, v, beta, *g))
+    options = {"chunk_size": 64, "backend": "triton", **options}
+    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+        o = op(q, k, v, *g, beta, **options)[0]
+        torch.autograd.grad(o.sum(), [{"q": q, "k": k, "v": v}[name] for name in wrt])
+    return [name for name in found if name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"op": wyfold.chunk_delta_rule},
+        {"T": 128},
+        {"cu_seqlens": torch.tensor([0, 30, 70])},
+        {"use_qk_l2norm_in_kernel": True},
+        {"disable_recompute": True},
+        {"stride": 2},
+        {"wrt": "v"},
+    ],
+    ids=str,
+)
+def test_served_in_gluon(call: dict):
+    assert taken(**call) == ["wyfold_gradients_gluon"]
+
+
+@pytest.mark.parametrize(
+    "call", [{"HV": 4}, {"K": 64}, {"dtype": torch.float16}, {"chunk_size": 32}, {"op": wyfold.chunk_kda}], ids=str
+)
+def test_left_to_triton(call: dict):
+    assert taken(**call) == ["wyfold_gradients_triton"]
+
+
+def overtaken(sass: str) -> list[str]:
+    """Instructions that write a register which a product under way still reads as its left operand."""
+    groups: list[set[int]] = [set()]
+    found = []
+    for instruction in re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE):
+        wait = re.search(r"DEPBAR\.LE gsb0, 0x(\d+)", instruction)
+        if wait:
+            groups = [*groups[:-1][max(0, len(groups) - 1 - int(wait[1])) :], groups[-1]]
+        elif "HGMMA" in instruction:
+            left = re.search(r", R(\d+), gdesc", instruction)
+            if left:
+                groups[-1] |= set(range(int(left[1]), int(left[1]) + 4))
+            if "gsb0" in instruction:
+                groups.append(set())
+        else:
+            written = re.match(
+                r"(?:@!?U?P\d+ )?(?!ST|UTMA)[A-Z]\S* (?:P\d+, )*R(\d+)", re.sub(r"\s+", " ", instruction)
+            )
+            if written and any(int(written[1]) in group for group in groups):
+                found.append(instruction)
+    return found
+
+
+def test_an_overtaken_operand_is_found():
+    lines = [
+        "HGMMA.64x64x16.F32.BF16 R24, R72, gdesc[UR4], RZ, !UPT, gsb0",
+        "IMAD.MOV.U32 R74, RZ, RZ, 0x3f803f80",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "IMAD.MOV.U32 R75, RZ, RZ, RZ",
+    ]
+    sass = "\n".join(f"        /*{at:04x}*/    {line} ;" for at, line in enumerate(lines))
+    assert [line.split()[1] for line in overtaken(sass)] == ["R74,"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "call", [call for call in aot.OWN["sm_90"] if "delta_rule" in str(call) and call.heads == 1], ids=str
+)
+def test_no_left_operand_is_overtaken(call: aot.Call, tmp_path: Path):
+    """Constants are put in place late: facts.md, PTXAS-2."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    code = []
+
+    def look(kernel, *arguments, **options) -> None:
+        if kernel.fn.__name__ == "wyfold_gradients_gluon":
+            code.append(aot.code(kernel, *arguments, **options)[0].asm["cubin"])
+
+    with aot.pretending("sm_90", look):
+        call.run()
+    assert len(code) == 1
+    (tmp_path / "cubin").write_bytes(code[0])
+    sass = subprocess.run([str(tool), tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    assert sass.count("HGMMA") > 50
+    assert not overtaken(sass)
