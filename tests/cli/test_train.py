@@ -12,7 +12,8 @@ import torch
 
 from wyfold.cli import main
 from wyfold.cli.corpus import Batch
-from wyfold.cli.trainer import Recipe, Trainer, build, optimizer
+from wyfold.cli.recipe import Recipe, build, optimizer
+from wyfold.cli.trainer import Trainer
 
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
@@ -269,7 +270,7 @@ def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_
 
     run = Trainer(recipe(packed=True, length=24), read(data), tmp_path / "run", torch.device("cpu"))
     run.model.double()
-    batch = run.batches.at(0)
+    batch = run.lesson.at(0)
     assert len(batch.lengths) > 1
     with torch.no_grad():
         alone = [

@@ -23,7 +23,8 @@ DONE, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 VERBS = {
     "doctor": "what this machine has, and which backend serves each operator",
     "demo": "train a small hybrid byte model on the standard library's prose, sample from it, check its decoding",
-    "train": "train a byte model on text files, with resumable checkpoints",
+    "train": "train a byte model on text files, or a model of a known task, with resumable checkpoints",
+    "tasks": "train every layer on every known task: one table",
     "generate": "stream text from a checkpoint through the recurrent form",
     "bench": "time and memory of every operator, beside installed peers",
     "verify": "error of every operator and gradient on this machine against the float64 recurrence",

@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         model = Decoder.load(find_model(args.checkpoint), device=args.device, backend=args.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if model.config.vocab_size != 256:
+        raise UsageError(f"{args.checkpoint}: its {model.config.vocab_size} tokens are not the bytes of a text")
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
     prompts = _prompts(args)
     with _destination(args.out) as out:
