@@ -139,5 +139,5 @@ LOCK = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes
 WITHOUT_TORCH = --override <(echo "torch ; python_version < '3'")
 
 lock: $(VENV)/.tools
-	$(LOCK) pyproject.toml --group dev --extra cli --extra bench $(WITHOUT_TORCH) --output-file requirements/dev.txt
+	$(LOCK) pyproject.toml --group dev --extra cli --extra bench --extra report $(WITHOUT_TORCH) --output-file requirements/dev.txt
 	$(LOCK) --group kernels --output-file requirements/kernels.txt

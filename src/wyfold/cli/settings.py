@@ -35,8 +35,8 @@ TASKS: dict[str, dict[str, Any]] = {
     | {"pairs": 64, "vocabulary": 8192, "length": 512, "batch": 64, "width": 128, "heads": 2, "head_dim": 64}
     | {"steps": 8000, "lr": 3e-3, "eval_bytes": 131072},
     "s_niah": RECALL
-    | {"vocabulary": 256, "length": 1024, "batch": 32, "width": 128, "heads": 2, "head_dim": 64}
-    | {"steps": 4000, "lr": 3e-3, "eval_bytes": 262144, "eval_lengths": (4096,)},
+    | {"vocabulary": 256, "length": 512, "batch": 64, "width": 128, "heads": 2, "head_dim": 64}
+    | {"steps": 4000, "lr": 3e-3, "eval_bytes": 262144, "eval_lengths": (2048,)},
     "parity": TRACKING | {"length": 32, "width": 64, "heads": 2, "steps": 400, "eval_lengths": (128, 512)},
     "s5": TRACKING | {"length": 24, "width": 96, "head_dim": 16, "lr": 5e-3, "steps": 1500, "eval_lengths": (48, 96)},
 }

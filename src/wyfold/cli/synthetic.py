@@ -89,11 +89,12 @@ class Needle:
     but the marks, digits included; the needle begins anywhere in it with equal probability.
 
     Source:
-        arXiv:2404.06654, single needle, with tokens in the place of words.
+        arXiv:2404.06654, single needle, with tokens in the place of words; its numbers of seven digits are about three
+        tokens of a language model.
     """
 
     vocabulary: int = 256
-    digits: int = 7
+    digits: int = 3
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> Batch:
         needle, noise = self.digits + 2, self.vocabulary - 2
