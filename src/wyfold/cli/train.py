@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, INTERRUPTED, UsageError
 from wyfold.cli.arguments import add_backend, at_least, between, device, whole
 from wyfold.cli.settings import SETTINGS, TASKS, TEXT
+from wyfold.models import RECOMPUTED
 from wyfold.parallel.team import Ranks, Team, launched, leave
 
 if TYPE_CHECKING:
@@ -70,6 +72,19 @@ def _run_options(run: argparse._ActionsContainer) -> None:
         choices=("float32", "bfloat16"),
         default="float32",
         help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)",
+    )
+    run.add_argument(
+        "--recompute",
+        choices=RECOMPUTED,
+        help="keep less for the backward and compute it again, the same bits: selective keeps what recurrences and "
+        "attention returned, blocks only what enters a block (default: keep everything)",
+    )
+    run.add_argument(
+        "--peak-tflops",
+        type=at_least(0, above=True),
+        metavar="X",
+        help="10^12 operations per second of one device in --dtype, of which the used share (MFU) is told "
+        "(default: of NVIDIA A100, H100, H200 and B200 what is published)",
     )
     run.add_argument("--seed", type=whole(0), default=0, help="of first parameters and batches (default: %(default)s)")
     run.add_argument(
@@ -190,7 +205,7 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    from wyfold.cli import checkpoint
+    from wyfold.cli import checkpoint, speed
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
@@ -204,7 +219,9 @@ def run(args: argparse.Namespace) -> int:
     own = ("data", "replicas")
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
     recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
-    trainer = Trainer(recipe, source, folder, args.device, args.backend, team)
+    peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
+    means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
+    trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
     if team.cp * team.replicas > 1:
         about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
     try:
@@ -278,6 +295,10 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         f"validation: {trainer.lesson.verdict(looks[0])} at step {looks[0]['step']}, "
         f"{trainer.lesson.verdict(looks[-1])} at step {looks[-1]['step']}, after {trainer.elapsed:.0f} s of training"
     )
+    steps = [entry for entry in trainer.history if "loss" in entry]
+    speed = f"speed: {statistics.median(entry['tokens_per_second'] for entry in steps):,.0f} tokens/s"
+    shares = [entry["mfu"] for entry in steps if "mfu" in entry]
+    print(f"{speed}{f', MFU {statistics.median(shares):.1%}' if shares else ''}, medians of the steps")
     print(f"curve: {trainer.folder / CURVE}")
     if recipe.task is None:
         print(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')

@@ -23,16 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wyfold.cli import Failure, checkpoint
+from wyfold.cli import Failure, checkpoint, speed
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.lessons import lesson_of, points
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
+from wyfold.parallel import shards
 from wyfold.parallel.team import Team
 
 HISTORY, CHECKPOINTS, CURVE = "metrics.jsonl", "checkpoint", "curve.png"
+RANDOM = "random_state"
 
 
 class Trainer:
@@ -44,6 +46,8 @@ class Trainer:
         backend: of every operator, as `Decoder` takes it; like the device no part of the recipe.
         team: The processes of the run, of which this is one; None is a process alone. How many ranks share a replica
             is no part of the recipe either.
+        recompute: what a backward computes again, as `Decoder.recompute` takes it; no part of the recipe.
+        peak: operations per second of one device, of which a step's share is told; None tells none.
 
     Raises:
         UsageError: the folder's run has another recipe, the source has no such rows, or no model can be built so.
@@ -57,11 +61,15 @@ class Trainer:
         device: torch.device,
         backend: str | None = None,
         team: Team | None = None,
+        *,
+        recompute: str | None = None,
+        peak: float | None = None,
     ) -> None:
-        self.recipe, self.folder, self.backend = recipe, folder, backend
+        self.recipe, self.folder, self.backend, self.recompute = recipe, folder, backend, recompute
         self.team = Team(device) if team is None else team
         self.device = self.team.device
         self.lesson = lesson_of(source, recipe)
+        self.peak, self.flops = peak, 0 if peak is None else speed.step_flops(recipe, self.lesson.vocabulary)
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False
@@ -108,9 +116,9 @@ class Trainer:
                     self.save()
                     saved = self.step
                 entry = self._take_step()
-                display.step(
-                    self.step, f"{self.lesson.figures(entry['loss'])}  {entry['tokens_per_second']:,} tokens/s"
-                )
+                share = f"  MFU {entry['mfu']:.1%}" if "mfu" in entry else ""
+                loss = self.lesson.figures(entry["loss"])
+                display.step(self.step, f"{loss}  {entry['tokens_per_second']:,} tokens/s{share}")
             self.save()
         self.draw()
         return self.complete
@@ -140,12 +148,7 @@ class Trainer:
         return logits, loss, labels
 
     def save(self) -> None:
-        """Checkpoint of this moment; one process writes it, all bring what they hold."""
-        tensors = {"random_state": torch.get_rng_state()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{name}/{key}"] = self.team.whole(value)
-        weights = {name: self.team.whole(x) for name, x in self.model.state_dict().items()}
+        """Checkpoint of this moment, of which every process writes what it holds."""
         record = {
             "recipe": dataclasses.asdict(self.recipe),
             "cursor": self.step * self.recipe.grad_accum,
@@ -153,12 +156,15 @@ class Trainer:
             "history": self.history,
             "torch": torch.__version__,
         }
-        if self.team.leads:
-            with torch.device("meta"):
-                model = Decoder(self.model.config)
-            model.load_state_dict(weights, assign=True)
-            checkpoint.save(self.folder / CHECKPOINTS, self.step, record, tensors, model.save)
-        self.team.most(0)  # nobody goes on, or ends, before it is there
+        root, tensors = self.folder / CHECKPOINTS, {RANDOM: torch.get_rng_state()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{name}/{key}"] = value
+        if self.team.sharded:
+            tensors |= self.model.state_dict()
+            checkpoint.save_shards(root, self.step, record, tensors, self.model.config, self.team)
+        else:
+            checkpoint.save(root, self.step, record, tensors, self.model.save)
 
     def draw(self) -> None:
         """Write the loss curve beside the checkpoints."""
@@ -200,6 +206,8 @@ class Trainer:
             "lr": rate,
             "tokens_per_second": round(tokens / seconds),
         }
+        if self.peak is not None:
+            entry["mfu"] = self.flops / (seconds * self.team.processes * self.peak)
         self._record(entry)
         return entry
 
@@ -230,8 +238,18 @@ class Trainer:
         record, tensors = checkpoint.load(found)
         self.recipe.check_same(record["recipe"], self.folder)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
+        if (found / checkpoint.SHARDS).is_dir():
+            self._start(build(self.recipe, self.backend, self.lesson.vocabulary))
+            tensors = {RANDOM: torch.get_rng_state()}
+            for name, parameter in self.model.named_parameters() if self.step else ():
+                moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **moments}
+                tensors |= {f"{name}/{key}": value for key, value in self.optimizer.state[parameter].items()}
+            shards.read(found / checkpoint.SHARDS, tensors | self.model.state_dict())
+            torch.set_rng_state(tensors[RANDOM])
+            return
         self._start(Decoder.load(found / checkpoint.MODEL, backend=self.backend))
-        torch.set_rng_state(tensors.pop("random_state"))
+        torch.set_rng_state(tensors.pop(RANDOM))
         parameters = dict(self.model.named_parameters())
         for key, value in tensors.items():
             name, _, moment = key.rpartition("/")
@@ -240,6 +258,7 @@ class Trainer:
     def _start(self, model: Decoder) -> None:
         """This model, where and as it is trained, and an optimizer for it."""
         self.model = model.to(self.device)
+        self.model.recompute(self.recompute)
         self.team.spread(self.model, self.model.blocks)
         self.optimizer = optimizer(self.model, self.recipe)
 
