@@ -70,10 +70,10 @@ class AssociativeRecall:
                 f"mqar: {self.pairs} pairs take a --length of at least {4 * self.pairs} and a --vocabulary above "
                 f"{2 * self.pairs + 2}, got {length} and {self.vocabulary}"
             )
-        keys = _subsets(torch.ones(half - 1), rows, self.pairs, generator) + 1
-        values = _subsets(torch.ones(self.vocabulary - half), rows, self.pairs, generator) + half
+        keys = _subsets(half - 1, rows, self.pairs, generator) + 1
+        values = _subsets(self.vocabulary - half, rows, self.pairs, generator) + half
         weights = torch.arange(1, slots + 1, dtype=torch.float64) ** (self.power - 1)
-        places = 2 * (self.pairs + _subsets(weights, rows, self.pairs, generator))
+        places = 2 * (self.pairs + _weighted_subsets(weights, rows, self.pairs, generator))
         ids = torch.randint(self.vocabulary, (rows, length), generator=generator)
         ids[:, : 2 * self.pairs] = torch.stack([keys, values], dim=-1).flatten(1)
         ids.scatter_(1, places, keys)
@@ -202,7 +202,12 @@ class Rows:
             yield self.at(index)
 
 
-def _subsets(weights: Tensor, rows: int, size: int, generator: torch.Generator) -> Tensor:
+def _subsets(count: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """[rows, size] numbers below count, in random order, no two of a row alike."""
+    return torch.rand(rows, count, generator=generator).topk(size, dim=1).indices
+
+
+def _weighted_subsets(weights: Tensor, rows: int, size: int, generator: torch.Generator) -> Tensor:
     """[rows, size] indices drawn one after the other by the weights [n] that are left, no two of a row alike."""
     # The first of independent exponential clocks to ring is drawn by its rate; so is the next of those that are left.
     clocks = torch.empty(rows, len(weights), dtype=torch.float64).exponential_(generator=generator) / weights
