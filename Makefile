@@ -5,6 +5,7 @@
 #   make check           style, types, import order, architecture, repeated code, budgets
 #   make bench OP=kda    that operator's tests, then its timings   (OP as `wyfold bench` names it)
 #   make format          rewrites the files as `make check` wants them
+#   make docs            the documentation as a site, in build/site, with warnings as errors
 #   make compile         every kernel for every architecture, without a GPU   (make compile TRITON=3.7.1)
 #   make lock            resolves the pinned tools afresh into requirements/
 #
@@ -27,7 +28,7 @@ ARGS =
 OP =
 TRITON =
 
-.PHONY: help demo test check lint types imports architecture repeats budgets bench compile format lock
+.PHONY: help demo test check lint types imports architecture repeats budgets bench docs compile format lock
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,6 +59,11 @@ TESTS_ttt := tests/ops/test_ttt_linear.py
 bench: $(VENV)/.wyfold
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(or $(TESTS_$(OP:recurrent_%=%)),tests/ops)
 	$(BIN)/wyfold bench $(OP) --out docs/results
+
+# Plots and tables first, then the pages. The variable silences an advertisement of the theme.
+docs: $(VENV)/.wyfold $(VENV)/.docs
+	$(BIN)/python tools/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Another Triton than the environment's goes into a folder of its own, in front of it on the path.
 compile: $(VENV)/.wyfold
@@ -129,6 +135,10 @@ $(VENV)/.kernels: requirements/kernels.txt $(VENV)/.torch-$(TORCH)
 	$(BIN)/python -c '$(NAMES_TRITON)' || $(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.tools
+	$(PIP) install --quiet --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
 $(VENV)/.wyfold: pyproject.toml $(VENV)/.tools $(VENV)/.kernels
 	$(PIP) install --quiet --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -139,5 +149,6 @@ LOCK = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes
 WITHOUT_TORCH = --override <(echo "torch ; python_version < '3'")
 
 lock: $(VENV)/.tools
-	$(LOCK) pyproject.toml --group dev --extra cli --extra bench $(WITHOUT_TORCH) --output-file requirements/dev.txt
+	$(LOCK) pyproject.toml --group dev --extra cli --extra bench --extra report $(WITHOUT_TORCH) --output-file requirements/dev.txt
 	$(LOCK) --group kernels --output-file requirements/kernels.txt
+	$(LOCK) --group docs --constraint requirements/dev.txt --output-file requirements/docs.txt

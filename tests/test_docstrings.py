@@ -153,7 +153,7 @@ def test_examples_print_what_they_say(module: str):
     assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/packing.md", "docs/serving.md"])
 def test_a_page_of_examples_runs(page: str):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
     exec(compile("\n".join(blocks), page, "exec"), {})

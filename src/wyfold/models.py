@@ -25,6 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from wyfold import layers
 from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache
@@ -46,6 +52,13 @@ ALIASES = {"gdn": "gated_delta_net"}
 IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
 PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activations do not grow with it
 PREFILL_GRID = 64  # packed prompts are cut at multiples of it, where a cut changes no state
+
+RECOMPUTED = ("selective", "blocks")
+KEPT_RESULTS = frozenset(
+    {"wyfold.delta_fwd", "wyfold.ttt_fwd"}
+    | {f"aten._scaled_dot_product_{kind}" for kind in ("flash_attention", "efficient_attention", "cudnn_attention")}
+    | {"aten._scaled_dot_product_flash_attention_for_cpu"}
+)
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
@@ -236,6 +249,20 @@ class Decoder(nn.Module):
             check.floating("Decoder", (torch.int64,), labels=labels)
         logits = self._logits(self._hidden(ids, layout, cache, cp_context))
         return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context)
+
+    def recompute(self, what: str | None) -> None:
+        """What a training step computes again in its backward, in order to keep less: memory for time, the same bits.
+
+        Args:
+            what: None for nothing. "blocks": each block keeps its input alone. "selective": it keeps what its
+                recurrence and its attention returned besides, and computes again projections, norms and MLP.
+
+        Raises:
+            ValueError: what is none of these.
+        """
+        check.choice("Decoder.recompute", "what", what, (None, *RECOMPUTED))
+        for block in self.blocks:
+            block.recomputed = what  # type: ignore[assignment]
 
     def new_cache(self, batch_size: int) -> DecodingCache:
         """A cache with which `batch_size` sequences start."""
@@ -482,6 +509,8 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
+    recomputed: str | None = None  # by the backward, as `Decoder.recompute` says it
+
     def __init__(self, config: DecoderConfig, name: str, backend: str | None):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -496,8 +525,29 @@ class Block(nn.Module):
         cache: LayerCache | LayerPool | None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
+        if self.recomputed is None or cache is not None or not torch.is_grad_enabled():
+            return self._mixed(x, layout, cache, cp_context)
+        # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
+        context = (
+            partial(create_selective_checkpoint_contexts, _kept) if self.recomputed == "selective" else noop_context_fn
+        )
+        return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, context_fn=context)
+
+    def _mixed(
+        self,
+        x: Tensor,
+        layout: SequenceLayout | None,
+        cache: LayerCache | LayerPool | None,
+        cp_context: ContextParallel | None,
+    ) -> Tensor:
         x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache, cp_context=cp_context)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def _kept(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """What selective checkpointing keeps of a block: the results of its one sequential step."""
+    kept = str(operator).rpartition(".")[0] in KEPT_RESULTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SwiGLU(nn.Module):

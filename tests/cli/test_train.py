@@ -5,14 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from tests.parallel.ranks import Case, refusals
 
-from wyfold.cli import main
-from wyfold.cli.corpus import Batch
-from wyfold.cli.trainer import Recipe, Trainer, build, optimizer
+from wyfold.cli import checkpoint, main
+from wyfold.cli.corpus import Batch, Corpus
+from wyfold.cli.recipe import Recipe, build, optimizer
+from wyfold.cli.trainer import Trainer
+from wyfold.parallel.team import Ranks
 
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
@@ -39,6 +44,7 @@ def history(out):
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for entry in entries:
         entry.pop("tokens_per_second", None)
+        entry.pop("mfu", None)
     return entries
 
 
@@ -104,6 +110,8 @@ def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeyp
     assert done.returncode == 0, done.stderr
     assert "1 x 2 processes" in done.stdout
     assert "continuing" in done.stdout and done.stdout.count("sample from it") == 1
+    assert {path.name for path in (newest(tmp_path / "parts") / "shards").iterdir()} >= {"__0_0.distcp", "__1_0.distcp"}
+    assert main(["generate", str(tmp_path / "parts"), "--prompt", "one", "--max-bytes", "3"]) == 0
     ends = []
     for entry, whole in zip(history(tmp_path / "parts"), history(tmp_path / "whole"), strict=True):
         assert entry.keys() == whole.keys()
@@ -269,7 +277,7 @@ def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_
 
     run = Trainer(recipe(packed=True, length=24), read(data), tmp_path / "run", torch.device("cpu"))
     run.model.double()
-    batch = run.batches.at(0)
+    batch = run.lesson.at(0)
     assert len(batch.lengths) > 1
     with torch.no_grad():
         alone = [
@@ -296,3 +304,79 @@ def test_a_run_may_go_on_with_another_backend(data, tmp_path, monkeypatch, taken
     assert train(*words) == 1  # taken up, and refused by the first operator
     assert taken_for_cuda[before:] == [("causal_conv1d", None)]
     assert train(*words, "--backend", "eager") == 0
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+PROCESSES = 4
+DATA = Corpus.of("words", [word * 60 for word in (b"one two three ", b"red green blue ", b"spring summer ")])
+
+
+def replicated(**changes):
+    return recipe(layers="gdn kda", depth=2, length=24, steps=4, eval_every=2, eval_bytes=96, lr=0.02, **changes)
+
+
+def alone():
+    """The run of one process that takes the batches of two replicas in turn: folder and history."""
+    folder = Path(tempfile.mkdtemp(prefix="wyfold-"))
+    run = Trainer(replicated(grad_accum=2), DATA, folder / "alone", torch.device("cpu"))
+    assert run.train(100)
+    return folder, history(folder / "alone")
+
+
+def two_replicas_of_two_ranks(given, group):
+    """A run that four processes begin, save and end: two replicas, the rows of each cut over two ranks."""
+    folder, truth = given
+
+    def take_up():
+        return Trainer(replicated(replicas=2), DATA, folder / "ranks", torch.device("cpu"), team=team, **means)
+
+    means = {"recompute": "selective", "peak": 1e12}
+    team = Ranks(torch.device("cpu"), cp=2)
+    first = take_up()
+    first._rewrite_history()
+    first._take_step()
+    first.save()
+    second = take_up()
+    assert second.step == 1 and second.history == first.history
+    assert second.train(100)
+    assert 0 < second.history[-2]["mfu"] < 1
+    if team.leads:
+        found = [entry for entry in history(folder / "ranks") if "loss" in entry]
+        expected = [entry for entry in truth if "loss" in entry]
+        assert [entry["step"] for entry in found] == [1, 2, 3, 4]
+        ends = [
+            abs(entry[name] - value) / max(1e-6, abs(value))
+            for entry, whole in zip(found, expected, strict=True)
+            for name, value in whole.items()
+        ]
+        assert max(ends) < HALF_PERCENT, ends
+    whole = {name: team.whole(x) for name, x in second.model.state_dict().items()}
+    # One process reads what four have written.
+    model = checkpoint.load_model(folder / "ranks", torch.device("cpu"), None)
+    assert all(torch.equal(x, whole[name]) for name, x in model.state_dict().items())
+
+
+OF_A_GROUP = {"two replicas of two ranks": Case(alone, two_replicas_of_two_ranks)}
+
+
+@pytest.mark.long
+def test_replicas_of_ranks_take_the_steps_of_one_process(tmp_path):
+    assert not refusals([PROCESSES], tmp_path, __name__, "OF_A_GROUP")
+
+
+def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys):
+    from wyfold.cli import speed
+
+    words = ["--steps", 2, "--eval-every", 10, "--peak-tflops", 0.001, "--recompute", "blocks", "--grad-accum", 2]
+    assert train(data, tmp_path / "run", *words, layers="delta_net") == 0
+    said = capsys.readouterr()
+    assert "MFU" in said.err and "MFU" in said.out
+    of_run = Recipe(**json.loads((newest(tmp_path / "run") / "training.json").read_text())["recipe"])
+    model = build(of_run)
+    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    products = 2 * sum(weight.numel() for weight in [*matrices, model.embedding.weight])
+    mixer = model.blocks[0].mixer
+    rule, conv = 6 * mixer.value_size * mixer.head_dim, 2 * mixer.conv.weight.numel()
+    tokens = 2 * of_run.batch * of_run.length
+    assert speed.step_flops(of_run, 256) == 3 * tokens * (products + of_run.depth * (rule + conv))

@@ -23,15 +23,17 @@ DONE, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 VERBS = {
     "doctor": "what this machine has, and which backend serves each operator",
     "demo": "train a small hybrid byte model on the standard library's prose, sample from it, check its decoding",
-    "train": "train a byte model on text files, with resumable checkpoints",
+    "train": "train a byte model on text files, or a model of a known task, with resumable checkpoints",
+    "tasks": "train every layer on every known task: one table",
     "generate": "stream text from a checkpoint through the recurrent form",
     "bench": "time and memory of every operator, beside installed peers",
+    "report": "draw runs and stored results as one HTML page that opens offline",
     "verify": "error of every operator and gradient on this machine against the float64 recurrence",
     "tune": "for developers: launch configurations for this GPU, proved before they are timed",
 }
 
-EXTRAS = frozenset({"matplotlib", "rich", "safetensors"})
-"""What the verbs need beyond torch; `pip install "wyfold[cli]"` brings all of it."""
+EXTRAS = {"matplotlib": "cli", "rich": "cli", "safetensors": "cli", "plotly": "report"}
+"""What the verbs need beyond torch, and the extra that brings it: `pip install "wyfold[cli]"`."""
 
 
 class UsageError(Exception):
@@ -120,7 +122,7 @@ def _run(verb: str, words: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        _complain(name, f'needs {missing}, which is not installed: pip install "wyfold[cli]"')
+        _complain(name, f'needs {missing}, which is not installed: pip install "wyfold[{EXTRAS[missing]}]"')
         return FAILED
     except BrokenPipeError:
         raise

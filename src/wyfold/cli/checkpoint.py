@@ -4,6 +4,9 @@
                                  training.safetensors   optimizer moments, random state
                                  training.json          step, cursor, recipe, history, size of every file
 
+A run of several processes has, in the place of both files of tensors, a folder `shards` in which each has written what
+it holds; any number of processes, one included, goes on from it.
+
 A checkpoint is written into a hidden folder beside its place and renamed there when all of it is on the disk, so a
 process killed at any moment leaves the previous checkpoints as they were. The last two are kept.
 """
@@ -17,15 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wyfold.cli import UsageError
+from wyfold.models import CONFIG_FILE, WEIGHTS_FILE, Decoder, DecoderConfig
+from wyfold.parallel import shards
+from wyfold.parallel.team import Team
 
 KEPT = 2
 PREFIX = "step-"
 UNFINISHED = ".unfinished-"
-MODEL, TENSORS, RECORD = "model", "training.safetensors", "training.json"
+MODEL, TENSORS, RECORD, SHARDS = "model", "training.safetensors", "training.json", "shards"
 
 
 def save(
@@ -40,13 +47,60 @@ def save(
         tensors: name -> tensor; each is stored on its own, whatever memory they share.
         save_model: writes the model into the folder it is given.
     """
-    final = root / f"{PREFIX}{step:08d}"
-    partial, replaced = root / f"{UNFINISHED}{final.name}", root / f"{UNFINISHED}replaced"
-    for leftover in root.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = _begin(root, step)
     save_model(partial / MODEL)
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial / TENSORS)
+    return _finish(partial, step, record)
+
+
+def save_shards(
+    root: Path, step: int, record: dict[str, Any], tensors: dict[str, Tensor], config: DecoderConfig, team: Team
+) -> None:
+    """The checkpoint of a run of several processes, complete when this returns on any of them.
+
+    Args:
+        root, step, record: As of `save`.
+        tensors: Name -> tensor, those of the model included; each process has all of it or its shards.
+        config: The model's.
+        team: All processes, which call this alike.
+    """
+    partial = root / f"{UNFINISHED}{PREFIX}{step:08d}"
+    if team.leads:
+        _begin(root, step)
+        (partial / MODEL).mkdir()
+        (partial / MODEL / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
+    team.most(0)  # the folder is there
+    shards.write(partial / SHARDS, tensors)
+    team.most(0)  # all of it is
+    if team.leads:
+        _finish(partial, step, record)
+    team.most(0)  # nobody goes on, or ends, before it has its name
+
+
+def load_model(path: Path, device: torch.device, backend: str | None) -> Decoder:
+    """The model that `path` stands for, as `find_model` understands it."""
+    folder = find_model(path)
+    if not (folder.parent / SHARDS).is_dir() or (folder / WEIGHTS_FILE).exists():
+        return Decoder.load(folder, device=device, backend=backend)
+    config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    model = Decoder(config, backend=backend).to(device)
+    shards.read(folder.parent / SHARDS, model.state_dict())
+    return model
+
+
+def _begin(root: Path, step: int) -> Path:
+    """A fresh hidden folder for the checkpoint of a step."""
+    for leftover in root.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = root / f"{UNFINISHED}{PREFIX}{step:08d}"
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
+    """Give a hidden folder whose tensors are written its record and its name."""
+    root = partial.parent
+    final, replaced = root / f"{PREFIX}{step:08d}", root / f"{UNFINISHED}replaced"
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(_files(partial))}
     (partial / RECORD).write_text(json.dumps({**record, "step": step, "files": sizes}))
     _reach_disk(partial)
@@ -60,8 +114,9 @@ def save(
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Record and tensors of a complete checkpoint, on the CPU."""
-    return json.loads((folder / RECORD).read_text()), load_file(folder / TENSORS)
+    """Record and tensors of a complete checkpoint, on the CPU; none of shards."""
+    tensors = load_file(folder / TENSORS) if (folder / TENSORS).exists() else {}
+    return json.loads((folder / RECORD).read_text()), tensors
 
 
 def complete(folder: Path) -> bool:

@@ -185,7 +185,7 @@ class Windows:
     def _start(self, drawn: int) -> int:
         epoch, place = divmod(drawn, self.per_epoch)
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             slack = len(self.text) - 1 - self.per_epoch * self.length
             phase = torch.randint(min(slack, self.length) + 1, (), generator=generator)
             self.starts = torch.randperm(self.per_epoch, generator=generator) * self.length + phase
@@ -230,7 +230,7 @@ class Packs:
         """Batch number `index`, counted from the first of the run."""
         epoch, place = divmod(index, self.per_epoch)
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
             order = torch.randperm(len(self.pieces), generator=generator).tolist()
             self.packs = list(_fill([self.pieces[i] for i in order], self.capacity))
             self.epoch = epoch
@@ -266,9 +266,9 @@ def _fill(pieces: list[tuple[int, int]], capacity: int) -> Iterator[list[tuple[i
                 pack, room = [], capacity
 
 
-def _mix(seed: int, epoch: int) -> int:
-    """A seed of its own for every (seed, epoch): neighbouring seeds must not share epochs."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
+def mix(*parts: int | str) -> int:
+    """A seed of its own for every (seed, epoch), or whatever is counted: neighbouring seeds must not share epochs."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7], "big")
 
 
 def _long_enough(corpus: Corpus, least: int) -> None:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Points = Sequence[tuple[float, float]]
-"""(step, bits per byte), in the order of steps."""
+"""(step, value), in the order of steps."""
 
 
 def smooth(points: Points, reach: float = 0.8) -> list[tuple[float, float]]:
@@ -26,7 +27,21 @@ def smooth(points: Points, reach: float = 0.8) -> list[tuple[float, float]]:
 def draw(file: Path, training: Points, validation: Points, title: str) -> None:
     """Write the curve as PNG: training bits per byte (every step and smoothed) and the validation points."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="tight")
-    axes = figure.subplots()
+    _plot(figure.subplots(), training, validation, title, "bits per byte")
+    _write(figure, file)
+
+
+def draw_task(file: Path, losses: Points, accuracies: Points, title: str) -> None:
+    """Write the curves of a known task as PNG: the training loss in nats above, the accuracy on held-out rows below."""
+    figure = Figure(figsize=(8, 6), dpi=120, layout="tight")
+    above, below = figure.subplots(2, 1, sharex=True)
+    _plot(above, losses, (), title, "nats per answer")
+    _plot(below, (), accuracies, "", "accuracy")
+    below.set_ylim(-0.02, 1.02)
+    _write(figure, file)
+
+
+def _plot(axes: Axes, training: Points, validation: Points, title: str, unit: str) -> None:
     if training:
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.25, linewidth=0.8)
         axes.plot(*zip(*smooth(training), strict=True), color="tab:blue", label="training")
@@ -34,17 +49,22 @@ def draw(file: Path, training: Points, validation: Points, title: str) -> None:
         axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", markersize=4, label="validation")
         axes.axhline(validation[-1][1], color="tab:orange", alpha=0.3, linewidth=0.8)
         axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], textcoords="offset points", xytext=(0, 8), ha="right")
-    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(alpha=0.25)
     if training or validation:
         axes.legend()
+
+
+def _write(figure: Figure, file: Path) -> None:
     unfinished = file.with_name(f".{file.name}")
     figure.savefig(unfinished, format="png")
     unfinished.replace(file)
 
 
-def sketch(training: Points, validation: Points, width: int = 72, height: int = 12) -> str:
-    """The curve in text: `.` the smoothed training loss, `o` validation; bits per byte up, steps to the right."""
+def sketch(
+    training: Points, validation: Points, width: int = 72, height: int = 12, *, legend: str = "bits per byte"
+) -> str:
+    """The curve in text: `.` the smoothed training loss, `o` validation; the legend's unit up, steps to the right."""
     curve = [point for point in smooth(training) if math.isfinite(point[1])]
     marks = [point for point in validation if math.isfinite(point[1])]
     everything = curve + marks
@@ -61,4 +81,5 @@ def sketch(training: Points, validation: Points, width: int = 72, height: int = 
     lines = [f"{high - row / (height - 1) * span:6.2f} |{''.join(cells)}".rstrip() for row, cells in enumerate(grid)]
     lines.append(f"{'':6} +{'-' * width}")
     lines.append(f"{'':8}0{f'step {last:.0f}':>{width - 1}}")
-    return "bits per byte   . training   o validation\n" + "\n".join(lines)
+    dots = "   . training" if training else ""
+    return f"{legend}{dots}   o validation\n" + "\n".join(lines)

@@ -76,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
     from wyfold.cli import corpus
     from wyfold.cli.generate import Sampling, speak
+    from wyfold.cli.recipe import Recipe
     from wyfold.cli.train import finish
-    from wyfold.cli.trainer import CHECKPOINTS, CURVE, HISTORY, Recipe, Trainer
+    from wyfold.cli.trainer import CHECKPOINTS, CURVE, HISTORY, Trainer
 
     # Threads would save part of the minute on idle cores. On busy ones they spin while they wait for each other, and
     # a step takes twenty times as long; and sums cut among threads differ from machine to machine. So one.
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     )
 
     print("\nDecoding byte by byte against one chunked pass, on held-out text:")
-    ids = trainer.validation.text[None, :CHECKED_BYTES].long()
+    _, held_out = text.split(RECIPE["held_out"], at_document=RECIPE["packed"])
+    ids = held_out.text[None, :CHECKED_BYTES].long()
     return check(trainer.model, ids)
 
 

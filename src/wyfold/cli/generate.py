@@ -80,13 +80,14 @@ class Sampling:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompt, or every line of the file of prompts."""
-    from wyfold.cli.checkpoint import find_model
-    from wyfold.models import Decoder
+    from wyfold.cli.checkpoint import load_model
 
     try:
-        model = Decoder.load(find_model(args.checkpoint), device=args.device, backend=args.backend)
+        model = load_model(args.checkpoint, args.device, args.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if model.config.vocab_size != 256:
+        raise UsageError(f"{args.checkpoint}: its {model.config.vocab_size} tokens are not the bytes of a text")
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
     prompts = _prompts(args)
     with _destination(args.out) as out:

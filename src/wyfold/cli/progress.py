@@ -45,9 +45,8 @@ class Display:
     ) -> None:
         self.bar.stop()
 
-    def step(self, step: int, loss: float, bits: float, rate: float) -> None:
-        """Loss in nats, bits per byte and bytes per second of the step that was just taken."""
-        figures = f"loss {loss:.3f}  {bits:.3f} bits/byte  {rate:,.0f} tokens/s"
+    def step(self, step: int, figures: str) -> None:
+        """What is to be shown of the step that was just taken."""
         self.bar.update(self.task, completed=step, figures=figures)
         if not self.live and (step % self.every == 0 or step == self.total):
             self.say(f"step {step}{f'/{self.total}' if self.total else ''}  {figures}")

@@ -1,37 +1,61 @@
-"""Train a byte-level model on text files.
+"""Train a byte-level model on text files, or a model of a known task.
 
 The text is read as bytes, part of it is held out, and the model, a pattern of delta-rule and attention layers, learns
-to predict each next byte. The run's folder keeps the last two checkpoints, the loss curve as PNG and every number as
-JSON lines. The same command run again continues an interrupted run where it stopped; on the CPU with the very losses it
-would have had.
+to predict each next byte. With --task it learns to answer questions whose answers are known: mqar (multi-query
+associative recall), s_niah (a single needle in a haystack), parity, s5 (products of transpositions of five things);
+each task brings settings of its own, which options change. The run's folder keeps the last two checkpoints, the curve
+as PNG and every number as JSON lines; of a task also the result as JSON. The same command run again continues an
+interrupted run where it stopped; on the CPU with the very losses it would have had.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, INTERRUPTED, UsageError
 from wyfold.cli.arguments import add_backend, at_least, between, device, whole
+from wyfold.cli.settings import SETTINGS, TASKS, TEXT
+from wyfold.models import RECOMPUTED
 from wyfold.parallel.team import Ranks, Team, launched, leave
 
 if TYPE_CHECKING:
+    from wyfold.cli.corpus import Corpus
+    from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
+
+RESULT = "result.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold train`."""
-    run = parser.add_argument_group("run")
-    run.add_argument(
+    _run_options(parser.add_argument_group("run"))
+    _task_options(parser.add_argument_group("task"))
+    _model_options(parser.add_argument_group("model"))
+    _learning_options(parser.add_argument_group("learning"))
+
+
+def _default(setting: str) -> str:
+    """What the help of an option says of its default, which argparse does not know: a task has others."""
+    return f'(default: "{TEXT[setting]}")' if isinstance(TEXT[setting], str) else f"(default: {TEXT[setting]})"
+
+
+def _run_options(run: argparse._ActionsContainer) -> None:
+    source = run.add_mutually_exclusive_group()
+    source.add_argument(
         "--data",
         type=Path,
         metavar="FILE|DIR",
         help="text to learn; a folder stands for the text files below it "
         "(default: the language reference inside Python's own standard library)",
     )
-    run.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after the data)")
+    source.add_argument("--task", choices=TASKS, help="learn this known task; it brings the defaults of other options")
+    run.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after what is learned)"
+    )
     run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
     run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(run)
@@ -49,6 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)",
     )
+    run.add_argument(
+        "--recompute",
+        choices=RECOMPUTED,
+        help="keep less for the backward and compute it again, the same bits: selective keeps what recurrences and "
+        "attention returned, blocks only what enters a block (default: keep everything)",
+    )
+    run.add_argument(
+        "--peak-tflops",
+        type=at_least(0, above=True),
+        metavar="X",
+        help="10^12 operations per second of one device in --dtype, of which the used share (MFU) is told "
+        "(default: of NVIDIA A100, H100, H200 and B200 what is published)",
+    )
     run.add_argument("--seed", type=whole(0), default=0, help="of first parameters and batches (default: %(default)s)")
     run.add_argument(
         "--save-every",
@@ -60,46 +97,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--eval-every",
         type=whole(1),
-        default=100,
         metavar="STEPS",
-        help="steps between measurements of the loss on the validation bytes (default: %(default)s)",
+        help=f"steps between measurements of the loss on the validation bytes {_default('eval_every')}",
     )
     run.add_argument(
         "--eval-bytes",
         type=whole(1),
-        default=65536,
         metavar="N",
-        help="most validation bytes read each time (default: %(default)s)",
+        help=f"most validation bytes read each time {_default('eval_bytes')}",
     )
 
-    model = parser.add_argument_group("model")
+
+def _task_options(task: argparse._ActionsContainer) -> None:
+    task.add_argument("--pairs", type=whole(1), help="of mqar: keys with their values (default: 64)")
+    task.add_argument(
+        "--vocabulary", type=whole(1), metavar="N", help="of mqar and s_niah: tokens (default: 8192 and 256)"
+    )
+    task.add_argument(
+        "--eval-lengths",
+        type=whole(1),
+        nargs="+",
+        metavar="N",
+        help="lengths of row the finished model is also examined on (default: the task's)",
+    )
+    task.add_argument(
+        "--stop-at",
+        type=between(0, 1, closed_above=True),
+        metavar="PART",
+        help="accuracy on held-out rows that ends the run before its last step (default: the task's)",
+    )
+
+
+def _model_options(model: argparse._ActionsContainer) -> None:
     model.add_argument(
         "--layers",
-        default="gdn*3 attention",
         metavar="PATTERN",
-        help='mixers, repeated to the depth, such as "kda*3 attention" (default: "%(default)s")',
+        help=f'mixers, repeated to the depth, such as "kda*3 attention" {_default("layers")}',
     )
-    model.add_argument("--depth", type=whole(1), default=4, help="layers (default: %(default)s)")
-    model.add_argument("--width", type=whole(1), default=128, help="channels (default: %(default)s)")
-    model.add_argument("--heads", type=whole(1), default=4, help="heads of every mixer (default: %(default)s)")
-    model.add_argument("--head-dim", type=whole(1), default=32, help="channels of a head (default: %(default)s)")
+    model.add_argument("--depth", type=whole(1), help=f"layers {_default('depth')}")
+    model.add_argument("--width", type=whole(1), help=f"channels {_default('width')}")
+    model.add_argument("--heads", type=whole(1), help=f"heads of every mixer {_default('heads')}")
+    model.add_argument("--head-dim", type=whole(1), help=f"channels of a head {_default('head_dim')}")
     model.add_argument(
         "--window",
         type=whole(1),
-        default=256,
-        help="bytes an attention layer looks back, all that its cache keeps (default: %(default)s)",
+        help=f"bytes an attention layer looks back, all that its cache keeps {_default('window')}",
+    )
+    model.add_argument(
+        "--neg-eigval",
+        action="store_true",
+        help="delta-rule layers may turn their state over: beta in [0, 2] (default: no, of any task either)",
     )
 
-    learning = parser.add_argument_group("learning")
+
+def _learning_options(learning: argparse._ActionsContainer) -> None:
     duration = learning.add_mutually_exclusive_group()
-    duration.add_argument("--steps", type=whole(1), help="optimizer steps in all (default: 1000)")
+    duration.add_argument("--steps", type=whole(1), help=f"optimizer steps in all {_default('steps')}")
     duration.add_argument(
         "--minutes",
         type=at_least(0, above=True),
         help="follow the clock instead of a number of steps; such a run is not repeatable",
     )
-    learning.add_argument("--batch", type=whole(1), default=8, help="rows of a batch (default: %(default)s)")
-    learning.add_argument("--length", type=whole(1), default=256, help="bytes of a row (default: %(default)s)")
+    learning.add_argument("--batch", type=whole(1), help=f"rows of a batch {_default('batch')}")
+    learning.add_argument("--length", type=whole(1), help=f"bytes of a row {_default('length')}")
     learning.add_argument(
         "--grad-accum",
         type=whole(1),
@@ -120,28 +180,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="part of the text kept for validation, from its end (default: %(default)s)",
     )
-    learning.add_argument(
-        "--lr", type=at_least(0, above=True), default=3e-3, help="peak learning rate (default: %(default)s)"
-    )
+    learning.add_argument("--lr", type=at_least(0, above=True), help=f"peak learning rate {_default('lr')}")
     learning.add_argument(
         "--warmup",
         type=whole(0),
-        default=50,
         metavar="STEPS",
-        help="steps of linear warm-up; a cosine follows (default: %(default)s)",
+        help=f"steps of linear warm-up; a cosine follows {_default('warmup')}",
     )
     learning.add_argument(
         "--lr-end",
         type=at_least(0),
-        default=0.1,
         metavar="PART",
-        help="part of --lr that the cosine ends on (default: %(default)s)",
+        help=f"part of --lr that the cosine ends on {_default('lr_end')}",
     )
     learning.add_argument(
         "--weight-decay",
         type=at_least(0),
-        default=0.1,
-        help="of the matrices; norms and decay parameters have none (default: %(default)s)",
+        help=f"of the matrices; norms and decay parameters have none {_default('weight_decay')}",
     )
     learning.add_argument(
         "--clip", type=at_least(0, above=True), default=1.0, help="largest gradient norm (default: %(default)s)"
@@ -150,22 +205,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    from wyfold.cli import checkpoint, corpus
-    from wyfold.cli.trainer import CHECKPOINTS, Recipe, Trainer
+    from wyfold.cli import checkpoint, speed
+    from wyfold.cli.recipe import Recipe
+    from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
-    if args.steps is None and args.minutes is None:
-        args.steps = 1000
-    folder = args.out or Path("runs", args.data.resolve().stem if args.data else "python-prose")
+    settle(args)
+    folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
     if args.resume and checkpoint.latest(folder / CHECKPOINTS) is None:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
 
-    text = corpus.read(args.data)
+    source, digest, about = _source(args)
     team = _team(args)
     own = ("data", "replicas")
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
-    recipe = Recipe(data=text.digest(), replicas=team.replicas, **asked)
-    trainer = Trainer(recipe, text, folder, args.device, args.backend, team)
-    about = f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
+    recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
+    peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
+    means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
+    trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
     if team.cp * team.replicas > 1:
         about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
     try:
@@ -174,6 +230,34 @@ def run(args: argparse.Namespace) -> int:
         return DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
     finally:
         leave()
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Give options that were left out what the text or the task takes.
+
+    Raises:
+        UsageError: an option that the source has no use for.
+    """
+    for_tasks = ("pairs", "vocabulary", "eval_lengths", "stop_at")
+    for option in for_tasks if args.task is None else ():
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option.replace('_', '-')}: is for a --task")
+    if args.task is not None and args.packed:
+        raise UsageError("--packed: rows of a task are independent already")
+    for setting, value in SETTINGS[args.task].items():
+        if getattr(args, setting) is None and not (setting == "steps" and args.minutes is not None):
+            setattr(args, setting, value)
+
+
+def _source(args: argparse.Namespace) -> tuple[Corpus | Task, str, str]:
+    """What is learned, the name of its content, and a line about it."""
+    from wyfold.cli import corpus, lessons
+
+    if args.task is None:
+        text = corpus.read(args.data)
+        return text, text.digest(), f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
+    task = lessons.task_of(args.task, pairs=args.pairs, vocabulary=args.vocabulary)
+    return task, repr(task), f"{args.task}: {task}"
 
 
 def _team(args: argparse.Namespace) -> Team:
@@ -190,7 +274,6 @@ def _team(args: argparse.Namespace) -> Team:
 
 def finish(trainer: Trainer, save_every: int, about: str) -> int:
     """Train to the end or to the first interruption, and say what became of it."""
-    from wyfold.cli import curve
     from wyfold.cli.trainer import CURVE
 
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -206,12 +289,40 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         print(f"\nstopped after step {trainer.step}; all of it is saved in {trainer.folder}")
         print("to continue, give the same command again")
         return INTERRUPTED
-    validation = trainer.validation_curve()
-    print(curve.sketch(trainer.training_curve(), validation))
+    looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
+    print(trainer.lesson.sketch(trainer.history))
     print(
-        f"validation: {validation[0][1]:.3f} bits per byte at step {validation[0][0]}, "
-        f"{validation[-1][1]:.3f} at step {validation[-1][0]}, after {trainer.elapsed:.0f} s of training"
+        f"validation: {trainer.lesson.verdict(looks[0])} at step {looks[0]['step']}, "
+        f"{trainer.lesson.verdict(looks[-1])} at step {looks[-1]['step']}, after {trainer.elapsed:.0f} s of training"
     )
+    steps = [entry for entry in trainer.history if "loss" in entry]
+    speed = f"speed: {statistics.median(entry['tokens_per_second'] for entry in steps):,.0f} tokens/s"
+    shares = [entry["mfu"] for entry in steps if "mfu" in entry]
+    print(f"{speed}{f', MFU {statistics.median(shares):.1%}' if shares else ''}, medians of the steps")
     print(f"curve: {trainer.folder / CURVE}")
-    print(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
+    if recipe.task is None:
+        print(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
+    else:
+        print(f"result: {_write_result(trainer, size, looks[-1])}")
     return DONE
+
+
+def _write_result(trainer: Trainer, parameters: int, entry: dict[str, Any]) -> Path:
+    """What the run of a task came to, beside its checkpoints."""
+    from wyfold.cli import results
+
+    recipe = dataclasses.asdict(trainer.recipe)
+    words = []
+    for field, value in recipe.items():
+        if field not in ("data", "replicas") and value not in (None, False, ()):
+            given = [] if value is True else value if isinstance(value, tuple) else [value]
+            words += [f"--{field.replace('_', '-')}", *map(str, given)]
+    record = {
+        "kind": "task",
+        **results.provenance("train", [*words, "--device", trainer.device.type]),
+        "recipe": recipe,
+        "parameters": parameters,
+        "seconds": round(trainer.elapsed, 1),
+        **{key: value for key, value in entry.items() if key != "last"},
+    }
+    return results.write(trainer.folder, RESULT, record)

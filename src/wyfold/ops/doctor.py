@@ -30,7 +30,14 @@ from wyfold.stages import table
 
 OLDEST_TORCH = (2, 11)
 
-EXTRAS = {"matplotlib": "cli", "numpy": "cli", "rich": "cli", "safetensors": "cli", "transformers": "bench"}
+EXTRAS = {
+    "matplotlib": "cli",
+    "numpy": "cli",
+    "plotly": "report",
+    "rich": "cli",
+    "safetensors": "cli",
+    "transformers": "bench",
+}
 """Optional package -> the extra of wyfold that brings it."""
 
 

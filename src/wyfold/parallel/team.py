@@ -23,14 +23,21 @@ class Team:
 
     Attributes:
         device: Of this process's model and batches.
+        sharded: Whether the processes hold shards of parameters and moments.
         rank, replicas, replica, cp: Number of the process; replicas of the model, and which one this process is of;
             ranks that share one replica's tokens.
     """
 
     rank, replicas, replica, cp = 0, 1, 0, 1
+    sharded = False
 
     def __init__(self, device: torch.device):
         self.device = device
+
+    @property
+    def processes(self) -> int:
+        """Of the run."""
+        return self.replicas * self.cp
 
     @property
     def leads(self) -> bool:
@@ -84,6 +91,8 @@ class Ranks(Team):
     Raises:
         ValueError: cp does not divide the number of processes.
     """
+
+    sharded = True
 
     def __init__(self, device: torch.device, cp: int):
         import torch.distributed as dist

@@ -1,0 +1,125 @@
+"""What decides the numbers of a run: its recipe, and the model and optimizer that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wyfold.cli import UsageError
+from wyfold.models import Decoder, DecoderConfig
+
+BETAS = (0.9, 0.95)
+DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the numbers of a run; two runs of one recipe on one machine are equal.
+
+    Args:
+        layers, depth, width, heads, head_dim, window: of the model; `layers` is repeated to `depth`.
+        packed: documents stay apart (`Packs`), or are one text (`Windows`).
+        batch, length, grad_accum: rows, bytes of a row, and batches of one step.
+        steps, minutes: one of them is None; with minutes the schedule follows the clock and no two runs are equal.
+        lr, warmup, lr_end: peak, steps to reach it, and the part of it that the cosine ends on.
+        weight_decay, clip: of the matrices; largest gradient norm.
+        held_out, eval_every, eval_bytes: part kept for validation, steps between two looks at it, bytes of a look.
+        seed: of the model's first parameters and of the batches.
+        dtype: "float32", or "bfloat16" for autocast.
+        data: `Corpus.digest` of the text, or the definition of the task.
+        replicas: Of the model, each with batches of its own: a step takes those of all.
+        task, pairs, vocabulary: a known task in the place of text, and what its definition leaves open.
+        neg_eigval: whether delta-rule layers may turn their state over (beta in [0, 2]).
+        stop_at: accuracy on held-out rows at which the run of a task is over before its last step.
+        eval_lengths: further lengths of row a task's model is examined on, once, at the end.
+    """
+
+    data: str
+    layers: str
+    depth: int
+    width: int
+    heads: int
+    head_dim: int
+    window: int
+    packed: bool
+    batch: int
+    length: int
+    grad_accum: int
+    steps: int | None
+    minutes: float | None
+    lr: float
+    warmup: int
+    lr_end: float
+    weight_decay: float
+    clip: float
+    held_out: float
+    eval_every: int
+    eval_bytes: int
+    seed: int
+    dtype: str
+    replicas: int = 1
+    task: str | None = None
+    pairs: int = 0
+    vocabulary: int = 0
+    neg_eigval: bool = False
+    stop_at: float | None = None
+    eval_lengths: tuple[int, ...] = ()
+
+    def learning_rate(self, step: int, progress: float) -> float:
+        """Rate of the step after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup))
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return self.lr * warm * (self.lr_end + (1 - self.lr_end) * cosine)
+
+    def check_same(self, stored: dict[str, Any], folder: Path) -> None:
+        """Refuse to continue a run that was started with another recipe."""
+        if stored["data"] != self.data and self.task == stored.get("task"):
+            what = "text of --data" if self.task is None else f"definition of {self.task}"
+            raise UsageError(f"the {what} is not the one that the run in {folder} learns: give another --out")
+        first = {field.name: field.default for field in dataclasses.fields(self)}  # a run from before it was an option
+        # Another task has other settings, too: it is what is to be said of them.
+        for field, wanted in ({"task": self.task} | dataclasses.asdict(self)).items():
+            then = stored.get(field, first[field])
+            if json.dumps(then) != json.dumps(wanted) and field != "data":
+                option = f"--{field.replace('_', '-')}"
+                raise UsageError(
+                    f"{option} is {wanted!r} here, but the run in {folder} was started with {then!r}: "
+                    "give the same value to resume it, or another --out"
+                )
+
+
+def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> Decoder:
+    """The untrained model of a recipe, for that many tokens."""
+    options: dict[str, dict[str, Any]] = {"attention": {"window": recipe.window}}
+    if recipe.neg_eigval:
+        options |= {layer: {"allow_neg_eigval": True} for layer in DELTA_LAYERS}
+    try:
+        config = DecoderConfig(
+            vocab_size=vocabulary,
+            pattern=recipe.layers,
+            num_layers=recipe.depth,
+            hidden_size=recipe.width,
+            num_heads=recipe.heads,
+            head_dim=recipe.head_dim,
+            options=options,
+        )
+    except ValueError as error:
+        raise UsageError(f"no model can be built so: {error}") from error
+    if recipe.neg_eigval and not set(DELTA_LAYERS) & set(config.layers):
+        raise UsageError(f"--neg-eigval: there is no delta-rule layer in --layers {recipe.layers!r}")
+    return Decoder(config, backend=backend)
+
+
+def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; decay applies to the matrices that mix channels, not to norms, biases or the parameters of the decay."""
+    matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    groups = [{"params": list(matrices), "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=BETAS, fused=True)

@@ -1,0 +1,164 @@
+"""Draw runs and stored results as one HTML page.
+
+PATH is a run's folder, a JSON file that a verb wrote, or a folder in which both are looked for; without one, `runs` and
+`docs/results` are. The page holds its data and the charting library (plotly) itself: it opens from a disk without a
+network, and forbids the browser to ask for one. It needs `pip install "wyfold[report]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from wyfold.cli import DONE, UsageError, checkpoint
+
+USUAL = (Path("runs"), Path("docs", "results"))
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 0 auto; padding: 1.5em; color: #222; }}
+nav li {{ margin: 0.1em 0; }}
+section {{ border-top: 1px solid #ccc; margin-top: 2em; padding-top: 0.5em; }}
+p.from {{ color: #555; font-size: 0.9em; overflow-wrap: anywhere; }}
+div.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 0.85em; }}
+th, td {{ text-align: left; vertical-align: top; padding: 0.15em 0.8em 0.15em 0; border-bottom: 1px solid #eee; }}
+summary {{ cursor: pointer; color: #346; }}
+</style>
+<script>{library}</script>
+</head>
+<body>
+<h1>{title}</h1>
+<nav><ol>{contents}</ol></nav>
+{sections}
+</body>
+</html>
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `wyfold report`."""
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="run, JSON file or folder of both (default: runs, docs/results)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: %(default)s)"
+    )
+    parser.add_argument("--title", default="Wyfold: runs and results", help='(default: "%(default)s")')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page."""
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    from wyfold.cli import figures
+
+    for path in args.paths:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder")
+    found = dict(_found(args.paths or [path for path in USUAL if path.is_dir()]))
+    if not found:
+        raise UsageError("nothing to report: no finished part of a run and no result in what was given")
+    sections, contents = [], []
+    for number, (name, record) in enumerate(found.items()):
+        parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
+        for part in figures.kind_of(record)(record):
+            drawn = isinstance(part, figures.go.Figure)
+            responsive = {"responsive": True, "displaylogo": False}
+            parts.append(to_html(part, include_plotlyjs=False, full_html=False, config=responsive) if drawn else part)
+        sections.append("\n".join([*parts, "</section>"]))
+        contents.append(f'<li><a href="#s{number}">{html.escape(name)}</a></li>')
+    page = PAGE.format(
+        title=html.escape(args.title),
+        # Its own end would end the element it stands in.
+        library=get_plotlyjs().replace("</script", "<\\/script"),
+        contents="\n".join(contents),
+        sections="\n".join(sections),
+    )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = args.out.with_name(f".{args.out.name}")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(args.out)
+    print(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
+    return DONE
+
+
+def _found(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and record of everything there is to draw, in the order of paths and names."""
+    for path in paths:
+        if path.is_file():
+            yield str(path), _read(path)
+            continue
+        folders = sorted(metrics.parent for metrics in path.rglob("metrics.jsonl"))
+        for folder in folders:
+            record = _run(folder)
+            if record is not None:
+                yield str(folder), record
+        for file in sorted(path.rglob("*.json")):
+            # What lies in a run belongs to it.
+            if not any(folder in file.parents for folder in folders):
+                yield str(file), _read(file)
+
+
+def _run(folder: Path) -> dict[str, Any] | None:
+    """A run as its latest checkpoint has it, with what it came to since; None before the first checkpoint."""
+    found = checkpoint.latest(folder / "checkpoint")
+    if found is None:
+        return None
+    record = _read(found / checkpoint.RECORD)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    history = [json.loads(line) for line in lines if line.endswith("}")]
+    result = folder / "result.json"
+    origin = {key: value for key, value in _read(result).items() if key in ORIGIN} if result.exists() else {}
+    return {**origin, "kind": "run", "recipe": record["recipe"], "history": history}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file}: no JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"{file}: no record that a verb of wyfold wrote")
+    return record
+
+
+ORIGIN = ("date", "command", "hardware", "versions", "commit", "modified")
+
+
+def _origin(record: dict[str, Any]) -> str:
+    """Where, when and by what command a record came to be, as far as it says."""
+    hardware = record.get("hardware") or {}
+    machine = hardware.get("gpus") or record.get("gpu") or hardware.get("processor")
+    versions = record.get("versions") or {}
+    tools = [
+        f"{tool} {versions[tool]}" for tool in ("torch", "triton") if isinstance(versions, dict) and tool in versions
+    ]
+    modified = " with changes" if record.get("modified") else ""
+    commit = f"commit {record['commit']}{modified}" if record.get("commit") else ""
+    said = [record.get("date"), _machine(machine), *tools, commit]
+    line = html.escape(", ".join(str(word) for word in said if word))
+    command = f"<br><code>{html.escape(record['command'])}</code>" if record.get("command") else ""
+    return f'<p class="from">{line}{command}</p>'
+
+
+def _machine(machine: Any) -> str:
+    if isinstance(machine, list):
+        return ", ".join(_machine(one) for one in machine)
+    return str(machine.get("name", "")) if isinstance(machine, dict) else str(machine or "")

@@ -1,0 +1,46 @@
+"""What `train` takes where nothing was given: for text, and for each known task what is known to learn it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TEXT: dict[str, Any] = {
+    "layers": "gdn*3 attention",
+    "depth": 4,
+    "width": 128,
+    "heads": 4,
+    "head_dim": 32,
+    "window": 256,
+    "steps": 1000,
+    "batch": 8,
+    "length": 256,
+    "lr": 3e-3,
+    "warmup": 50,
+    "lr_end": 0.1,
+    "weight_decay": 0.1,
+    "eval_every": 100,
+    "eval_bytes": 65536,
+    "pairs": 0,
+    "vocabulary": 0,
+    "eval_lengths": (),
+    "stop_at": None,
+}
+
+RECALL = {"layers": "gdn", "depth": 2, "lr_end": 0.02, "warmup": 200, "eval_every": 250, "stop_at": 0.999}
+TRACKING = {"layers": "delta_net", "depth": 1, "batch": 64, "lr_end": 0.02, "eval_every": 100, "eval_bytes": 32768}
+
+TASKS: dict[str, dict[str, Any]] = {
+    # The size that Zoology's figures end on. Two heads keep 2 x 64 x 64 numbers for 64 pairs.
+    "mqar": RECALL
+    | {"pairs": 64, "vocabulary": 8192, "length": 512, "batch": 64, "width": 128, "heads": 2, "head_dim": 64}
+    | {"steps": 8000, "lr": 3e-3, "eval_bytes": 131072},
+    "s_niah": RECALL
+    | {"vocabulary": 256, "length": 512, "batch": 64, "width": 128, "heads": 2, "head_dim": 64}
+    | {"steps": 4000, "lr": 3e-3, "eval_bytes": 262144, "eval_lengths": (2048,)},
+    "parity": TRACKING | {"length": 32, "width": 64, "heads": 2, "steps": 400, "eval_lengths": (128, 512)},
+    "s5": TRACKING | {"length": 24, "width": 96, "head_dim": 16, "lr": 5e-3, "steps": 1500, "eval_lengths": (48, 96)},
+}
+"""Of each task, where it differs from TEXT."""
+
+SETTINGS: dict[str | None, dict[str, Any]] = {None: TEXT}
+SETTINGS |= {name: TEXT | settings for name, settings in TASKS.items()}

@@ -1,0 +1,158 @@
+"""Train every layer on every known task, and write what came of it as one table.
+
+Each cell is a run of `wyfold train --task`, with the settings of the task, in a folder of its own below --out; the
+table names the command of each. Runs that are finished are not run again, an interrupted one is continued: the same
+command given again ends with the whole table. parity and s5 are run with and without negative eigenvalues, which they
+need. The table is printed, and written as JSON with the machine, versions and commit of every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wyfold.cli import DONE, UsageError, train
+from wyfold.cli.arguments import add_backend, device, whole
+from wyfold.cli.settings import TASKS
+
+LAYERS = ("delta_net", "gated_delta_net", "kda")
+STATE_TRACKING = ("parity", "s5")
+TABLE = "tasks.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the table.
+
+    Args:
+        task, layers: of `wyfold train`.
+        neg_eigval: with negative eigenvalues.
+        seed: of the run.
+        further: other words of its command.
+    """
+
+    task: str
+    layers: str
+    neg_eigval: bool
+    seed: int
+    further: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        sign = "-neg" if self.neg_eigval else ""
+        options = "".join(self.further).replace("--", "-").replace("/", "_")
+        return f"{self.task}-{self.layers.replace(' ', '+').replace('*', 'x')}{sign}{options}-seed{self.seed}"
+
+    def words(self) -> list[str]:
+        """Of its command, without what says where and on what it is run."""
+        sign = ["--neg-eigval"] if self.neg_eigval else []
+        return ["--task", self.task, "--layers", self.layers, *sign, "--seed", str(self.seed), *self.further]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `wyfold tasks`."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs", "tasks"),
+        metavar="DIR",
+        help="folder of the runs and the table (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--task", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="only these tasks (default: all)"
+    )
+    parser.add_argument(
+        "--layers", nargs="+", default=list(LAYERS), metavar="PATTERN", help=f"models (default: {', '.join(LAYERS)})"
+    )
+    parser.add_argument("--seed", nargs="+", type=whole(0), default=[0], help="of the runs (default: 0)")
+    parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
+    add_backend(parser)
+    parser.add_argument(
+        "--train",
+        default="",
+        metavar="OPTIONS",
+        help='further options of every `wyfold train`, as one word, such as --train="--width 256 --heads 4"',
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
+    from wyfold.cli import results
+
+    cells = list(_cells(args))
+    where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
+    runs = []
+    for number, cell in enumerate(cells, 1):
+        folder = args.out / cell.name
+        words = [*cell.words(), *where, "--out", str(folder)]
+        print(f"\n[{number}/{len(cells)}] wyfold train {shlex.join(words)}", flush=True)
+        code = train.run(_parsed(words))
+        if code != DONE:
+            return code
+        runs.append(json.loads((folder / train.RESULT).read_text()))
+        # After every run, so that an interruption leaves the table of what there is.
+        file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
+    results.show("known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs])
+    print(f"\ntable: {file}")
+    return DONE
+
+
+COLUMNS = ("task", "layers", "eigenvalues", "seed", "parameters", "steps", "seconds", "accuracy", "at other lengths")
+
+
+def row(found: dict[str, Any]) -> tuple[str, ...]:
+    """A run's result as cells of the table."""
+    recipe = found["recipe"]
+    own = str(recipe["length"])
+    others = {length: part for length, part in found.get("accuracy_at", {}).items() if length != own}
+    return (
+        recipe["task"],
+        f"{recipe['layers']} x {recipe['depth']}, {recipe['width']}",
+        "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]",
+        str(recipe["seed"]),
+        f"{found['parameters']:,}",
+        str(found["step"]),
+        f"{found['seconds']:.0f}",
+        f"{found['accuracy']:.2%} at {own}",
+        ", ".join(f"{part:.2%} at {length}" for length, part in others.items()),
+    )
+
+
+def _cells(args: argparse.Namespace) -> Iterator[Cell]:
+    for task in args.task:
+        for layers in args.layers:
+            for neg_eigval in (True, False) if task in STATE_TRACKING else (False,):
+                for seed in args.seed:
+                    yield Cell(task, layers, neg_eigval, seed, tuple(shlex.split(args.train)))
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """The options of a `wyfold train`."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    train.add_arguments(parser)
+    try:
+        return parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"--train: {error}") from error
+
+
+def _provenance(args: argparse.Namespace) -> dict[str, Any]:
+    from wyfold.cli import results
+
+    words = [
+        "--task",
+        *args.task,
+        "--layers",
+        *args.layers,
+        "--seed",
+        *map(str, args.seed),
+        "--device",
+        args.device.type,
+    ]
+    return results.provenance("tasks", [*words, *([f"--train={args.train}"] if args.train else [])])

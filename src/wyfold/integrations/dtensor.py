@@ -1,0 +1,163 @@
+"""Tensor parallelism for a `Decoder`: heads and inner channels divided over the ranks of a mesh, by DTensor.
+
+    mesh = init_device_mesh("cuda", (tp,), mesh_dim_names=("tp",))
+    wyfold.integrations.dtensor.parallelize(model, mesh)
+
+A head's recurrence never looks at another's, so a rank that holds some of the heads runs them as a layer of so many
+heads. What a mixer or an MLP reads is whole on every rank, and what it returns is the sum of what the ranks make of
+their parts: one all-reduce behind it in the forward, one in front of it in the backward.
+
+| parameters | placement |
+|---|---|
+| projections to queries, keys, values, beta, decay and gate; filters; decay parameters; the MLP's way in | `Shard(0)` |
+| the way out of a mixer and of the MLP | `Shard(1)` |
+| what all heads of a layer share: the norm of a head, the narrow side of a gate of low rank | `Replicate()` |
+| embedding, norms of the residual stream, output matrix | ordinary tensors, alike on all ranks |
+
+Matrices whose rows are several projections one after the other (queries, keys and values) are kept in another order:
+each rank's queries, keys and values together. `whole` has the decoder's own order, and names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wyfold.layers.attention import SoftmaxAttention
+from wyfold.layers.delta_net import DeltaMixer
+from wyfold.models import Decoder, DecoderConfig, SwiGLU
+
+STACKED = ("qkv.weight", "conv.weight", "up.weight")
+"""Parameters whose rows are several projections, one after the other."""
+
+
+class Parted(nn.Module):
+    """A module of which each rank of a mesh holds and computes a part.
+
+    Args:
+        whole: With its parameters, alike on all ranks.
+        part: The same with so many heads or channels fewer; its own parameters are not read.
+        mesh: Of one axis.
+        stacks: Rows of each of the projections in a stacked matrix of the whole.
+    """
+
+    def __init__(self, whole: nn.Module, part: nn.Module, mesh: Any, stacks: Sequence[int]):
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        super().__init__()
+        self.part, self.mesh, self.stacks = part, mesh, tuple(stacks)
+        for name, own in list(part.named_parameters()):
+            source = whole.get_parameter(name)
+            cut = [d for d, (size, all_of_it) in enumerate(zip(own.shape, source.shape)) if size != all_of_it]
+            placement = Shard(cut[0]) if cut else Replicate()
+            rows = source.detach()
+            if name in STACKED:
+                rows = rows[self._order(rows.device)]
+            parameter = nn.Parameter(distribute_tensor(rows, mesh, [placement]), requires_grad=source.requires_grad)
+            owner, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(owner), leaf, parameter)
+
+    def forward(self, x: Tensor, **where: Any) -> Tensor:
+        """As the whole module's, on every rank."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        everywhere, summed = [Replicate()], [Partial()]
+        own: dict[str, Tensor] = {}
+        held: Any
+        for name, held in self.part.named_parameters():
+            # What all ranks share gets a gradient from each rank's heads, which are added up.
+            shared = held.placements[0].is_replicate()
+            given = held.redistribute(placements=everywhere) if shared else held
+            own[name] = given.to_local(grad_placements=summed if shared else None)
+        mine = DTensor.from_local(x, self.mesh, everywhere, run_check=False).to_local(grad_placements=summed)
+        y = torch.func.functional_call(self.part, own, (mine,), where)
+        return DTensor.from_local(y, self.mesh, summed, run_check=False).redistribute(placements=everywhere).to_local()
+
+    def gathered(self) -> dict[str, Tensor]:
+        """The whole module's parameters, in its own order; every rank calls this alike."""
+        found = {}
+        for name, parameter in self.part.named_parameters():
+            kept: Any = parameter.detach()
+            rows: Tensor = kept.full_tensor()
+            if name in STACKED:
+                rows = torch.empty_like(rows).index_copy_(0, self._order(rows.device), rows)
+            found[name] = rows
+        return found
+
+    def _order(self, device: torch.device) -> Tensor:
+        """Row of the whole's stacked matrices at each row of ours, rank after rank."""
+        ranks = self.mesh.size()
+        stacks = torch.arange(sum(self.stacks), device=device).split(self.stacks)
+        return torch.cat([stack.chunk(ranks)[rank] for rank in range(ranks) for stack in stacks])
+
+
+def parallelize(model: Decoder, mesh: Any) -> None:
+    """Divide the mixers and MLPs of a decoder, in place; its parameters have to be alike on all ranks, or rank 0's win.
+
+    Args:
+        model: Its layers of the delta family or softmax attention.
+        mesh: A `DeviceMesh` of one axis, on whose devices the model is.
+
+    Raises:
+        ValueError: a number of heads or channels that the ranks do not divide, or a layer whose heads are not apart.
+    """
+    ranks, config = mesh.size(), model.config
+    blocks: list[Any] = list(model.blocks)
+    if mesh.ndim != 1:
+        raise ValueError(f"parallelize: mesh must have one axis, got {mesh.ndim}")
+    for name, block in zip(config.layers, blocks, strict=True):
+        if not isinstance(block.mixer, DeltaMixer | SoftmaxAttention):
+            raise ValueError(f"parallelize: layers must be of the delta family or attention, got {name}")
+        for what, count in _counts(block).items():
+            if count % ranks:
+                raise ValueError(f"parallelize: {what} must be a multiple of the {ranks} ranks, got {count} in {name}")
+    for name, block in zip(config.layers, blocks, strict=True):
+        mixer, mlp = block.mixer, block.mlp
+        inner = mlp.out.in_features
+        with torch.device("meta"):
+            fewer, thinner = _narrowed(config, name, mixer, ranks), SwiGLU(config.hidden_size, inner // ranks)
+        block.mixer = Parted(mixer, fewer, mesh, _stacks(mixer))
+        block.mlp = Parted(mlp, thinner, mesh, (inner, inner))
+
+
+def whole(model: Decoder) -> dict[str, Tensor]:
+    """State dict of the decoder that was divided, under its own names and in its own order; every rank calls it alike.
+
+    Args:
+        model: After `parallelize`.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Parted):
+            found |= {f"{path}.{name}": x for name, x in module.gathered().items()}
+    ordinary = {name: x for name, x in model.state_dict().items() if ".part." not in name}
+    return ordinary | found
+
+
+def _counts(block: Any) -> dict[str, int]:
+    mixer = block.mixer
+    kv = mixer.num_kv_heads if isinstance(mixer, SoftmaxAttention) else mixer.num_v_heads
+    return {"num_heads": mixer.num_heads, "value heads": kv, "mlp_size": block.mlp.out.in_features}
+
+
+def _narrowed(config: DecoderConfig, name: str, mixer: Any, ranks: int) -> nn.Module:
+    """A mixer like that one with its share of the heads."""
+    options = dict(config.options.get(name, {}))
+    heads = {"num_heads": mixer.num_heads // ranks}
+    if isinstance(mixer, SoftmaxAttention):
+        heads["num_kv_heads"] = mixer.num_kv_heads // ranks
+    else:
+        heads["num_v_heads"] = mixer.num_v_heads // ranks
+    fewer = dataclasses.replace(config, options={name: options | heads}, num_layers=1, pattern=name)
+    return fewer.mixer(name, backend=getattr(mixer, "backend", None))
+
+
+def _stacks(mixer: Any) -> tuple[int, int, int]:
+    if isinstance(mixer, SoftmaxAttention):
+        q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        return q, kv, kv
+    return mixer.key_size, mixer.key_size, mixer.value_size

@@ -1,0 +1,82 @@
+"""The report holds every run and result it is given, and a real browser draws it without a network or an error."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.test_tasks import TINY, train
+
+from wyfold.cli import main
+
+pytest.importorskip("plotly", reason="plotly is not installed")
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of a task and the table of it."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert train(folder / "parity <&>", "parity", f"{TINY} --length 8 --eval-lengths 12") == 0
+    found = json.loads((folder / "parity <&>" / "result.json").read_text())
+    (folder / "tasks.json").write_text(json.dumps({"kind": "tasks", "runs": [found]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(runs):
+    """The report of them, and of everything the project keeps."""
+    file = runs.parent / "report.html"
+    assert main(["report", str(runs), str(RESULTS), "--out", str(file), "--title", "A & B"]) == 0
+    return file
+
+
+def test_every_run_and_result_has_its_section(page):
+    text = page.read_text()
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert len(titles) == 2 + len(list(RESULTS.glob("*.json")))
+    assert any("parity &lt;&amp;&gt;" in title for title in titles)
+    assert "<title>A &amp; B</title>" in text
+    assert "wyfold bench" in text and "NVIDIA H200" in text
+
+
+def test_nothing_in_it_is_to_be_fetched(page):
+    """Neither an element of the page nor one that a chart might make: the policy forbids both."""
+    text = page.read_text()
+    own = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"<(link|img|iframe|script)[^>]*(href|src)=", own)
+    assert "default-src 'none'" in text and "connect-src" not in text.partition("<script>")[0]
+
+
+@pytest.mark.long
+def test_a_browser_draws_every_chart_and_has_nothing_to_complain_of(page, tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser is installed: none of {', '.join(BROWSERS)}")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+    said = ["--enable-logging=stderr", f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
+    done = subprocess.run([browser, *options, *said], capture_output=True, text=True, timeout=120, check=True)
+    charts = page.read_text().count('class="plotly-graph-div"')
+    drawn = re.findall(r'class="plotly-graph-div js-plotly-plot"', done.stdout)
+    assert charts > 10 and len(drawn) == charts
+    assert done.stdout.count('class="main-svg"') >= charts
+    assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_what_is_no_result_is_refused(tmp_path, capsys):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "empty").mkdir()
+    for name, complaint in {
+        "bad.json": "no JSON",
+        "list.json": "no record that a verb of wyfold wrote",
+        "empty": "nothing to report",
+        "missing": "no such file or folder",
+    }.items():
+        assert main(["report", str(tmp_path / name), "--out", str(tmp_path / "x.html")]) == 2
+        assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()

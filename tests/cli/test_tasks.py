@@ -1,0 +1,112 @@
+"""Runs of known tasks learn what they can and not what they cannot; their table names what it was run by."""
+
+import json
+
+import pytest
+from tests.cli.test_train import history, stop_after, weights
+
+from wyfold.cli import main
+from wyfold.cli.trainer import Trainer
+
+PARITY = "--length 8 --batch 32 --width 32 --heads 1 --steps 120 --eval-every 120 --eval-bytes 4096 --eval-lengths 12"
+TINY = "--depth 1 --width 16 --heads 1 --head-dim 8 --batch 2 --steps 3 --eval-every 2 --eval-bytes 64 --warmup 1"
+
+
+def train(out, task, words):
+    return main(["train", "--task", task, "--out", str(out), *words.split()])
+
+
+def result(out):
+    return json.loads((out / "result.json").read_text())
+
+
+@pytest.mark.long
+def test_parity_needs_and_gets_negative_eigenvalues(tmp_path, capsys):
+    found = {}
+    for words in ("", "--neg-eigval"):
+        assert train(tmp_path / f"run{words}", "parity", f"{PARITY} {words}") == 0
+        found[words] = result(tmp_path / f"run{words}")
+    assert found["--neg-eigval"]["accuracy"] > 0.99
+    assert found[""]["accuracy"] < 0.9
+    assert found["--neg-eigval"]["accuracy_at"]["12"] > found[""]["accuracy_at"]["12"] + 0.2
+    said = capsys.readouterr().out
+    assert "answers that are right" in said and "by length" in said
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_task_interrupted_continues_with_the_very_numbers(tmp_path, monkeypatch):
+    words = f"{TINY} --length 32 --pairs 4 --vocabulary 64 --eval-lengths 40"
+    assert train(tmp_path / "whole", "mqar", words) == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=2)
+        assert train(tmp_path / "parts", "mqar", words) == 130
+    assert not (tmp_path / "parts" / "result.json").exists()
+    assert train(tmp_path / "parts", "mqar", words) == 0
+    assert history(tmp_path / "parts") == history(tmp_path / "whole")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    assert result(tmp_path / "parts")["accuracy_at"] == result(tmp_path / "whole")["accuracy_at"]
+
+
+def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
+    words = PARITY.replace("--eval-every 120", "--eval-every 5")
+    assert train(tmp_path / "run", "parity", f"{words} --stop-at 0.5") == 0
+    found = result(tmp_path / "run")
+    assert 0 < found["step"] < 120 and found["accuracy"] >= 0.5
+    assert set(found["accuracy_at"]) == {"8", "12"}
+    assert train(tmp_path / "run", "parity", f"{words} --stop-at 0.5") == 0  # and it stays ended
+    assert result(tmp_path / "run") == found
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--task parity --pairs 3", "--pairs: the definition of parity has no such choice"),
+        ("--task s_niah --pairs 3", "--pairs: the definition of s_niah has no such choice"),
+        ("--task mqar --length 100", "mqar: 64 pairs take a --length of at least 256"),
+        ("--task parity --packed", "--packed: rows of a task are independent already"),
+        ("--task parity --layers attention --neg-eigval", "--neg-eigval: there is no delta-rule layer"),
+        ("--pairs 3", "--pairs: is for a --task"),
+        ("--task parity --data x", "not allowed with argument"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, complaint):
+    assert main(["train", "--out", str(tmp_path / "run"), *words.split()]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_run_of_a_task_is_not_taken_up_as_another_and_does_not_speak(tmp_path, capsys):
+    assert train(tmp_path / "run", "parity", f"{TINY} --length 8") == 0
+    assert train(tmp_path / "run", "s5", f"{TINY} --length 8") == 2
+    assert "--task is 's5' here, but the run in" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert "its 4 tokens are not the bytes of a text" in capsys.readouterr().err
+
+
+def tasks(out, *words):
+    further = f"--train={TINY} --length 8 --eval-lengths 16"
+    return main(["tasks", "--out", str(out), "--task", "parity", "--layers", "delta_net", *words, further])
+
+
+def test_the_table_has_every_run_and_runs_none_twice(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=2)
+        assert tasks(tmp_path) == 130
+    assert tasks(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "[-1, 1]" in said and "[0, 1]" in said and "[2/2] wyfold train --task parity" in said
+    table = json.loads((tmp_path / "tasks.json").read_text())
+    assert table["kind"] == "tasks" and table["command"].startswith("wyfold tasks ")
+    assert [run["recipe"]["neg_eigval"] for run in table["runs"]] == [True, False]
+    assert all(set(run["accuracy_at"]) == {"8", "16"} for run in table["runs"])
+
+    def none(self):
+        raise AssertionError("a finished run was run again")
+
+    monkeypatch.setattr(Trainer, "_take_step", none)
+    assert tasks(tmp_path) == 0
+    assert json.loads((tmp_path / "tasks.json").read_text())["runs"] == table["runs"]
+
+
+def test_options_that_train_does_not_have_are_refused(tmp_path, capsys):
+    assert main(["tasks", "--out", str(tmp_path), "--task", "parity", "--train=--widht 3"]) == 2
+    assert "--widht" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""The site has a page for every public operator, and the parts of it that are computed are right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import wyfold
+from wyfold import layers
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+pages = pytest.importorskip("tools.pages", reason="what the command line draws with is not installed")
+
+ASKED_IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # whose own help is enough
+OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
+
+
+def test_every_public_name_is_documented():
+    written = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    documented = set(re.findall(r"^::: wyfold\.([\w.]+)$", written, flags=re.MULTILINE))
+    assert set(wyfold.__all__) - ASKED_IN_PROSE - OTHER_NAMES <= documented
+    mixers = {f"layers.{name}" for name in layers.__all__}
+    assert {"layers.DeltaNet", "layers.GatedDeltaNet", "layers.KimiDeltaAttention", "layers.TTTLinear"} <= mixers
+    unknown = {name for name in documented if not name.startswith(("layers.", "models."))} - set(wyfold.__all__)
+    assert not unknown
+
+
+def test_every_page_is_on_the_map_and_every_picture_is_drawn():
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    own = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    own = {page for page in own if not page.startswith(("generated/", "experiments/"))}
+    computed = {f"generated/{name}.md" for name in ("support", "performance", "contributing", "changelog")}
+    assert named == own | computed
+    written = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in own)
+    assert set(re.findall(r"generated/(\w+)\.svg", written)) == {plot.__name__ for plot in pages.PLOTS}
+
+
+def test_the_tables_hold_what_the_results_say():
+    support, performance = pages.support(), pages.performance()
+    assert "| `chunk_kda` | 0.00 |" in support and "NVIDIA H200" in support
+    assert "fails" not in support
+    assert performance.count("| `wyfold.chunk_delta_rule` |") >= 2
+    assert all(line.count("|") == 9 for line in performance.splitlines() if line.startswith("|"))
+
+
+def test_links_are_turned_to_the_site():
+    assert pages.turned("[a](docs/facts.md) [b](docs/results/)") == "[a](../facts.md) [b](performance.md)"
