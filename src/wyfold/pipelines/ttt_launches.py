@@ -19,7 +19,6 @@ from wyfold.runtime.chunks import ChunkGrid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.stages import table
 from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
-from wyfold.tile.index.eager import wide
 
 
 def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequence[Tensor]) -> None:
@@ -68,7 +67,6 @@ def backward(
     borders = Borders(*saved) if saved else _borders(t, options, True)
     if not saved:
         _walk(t, options, States(None, None), None, borders)
-    dw_wide, db_wide = (dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db))
     _stage(options).ttt_bwd(
         _tokens(t, options),
         borders,
@@ -78,11 +76,9 @@ def backward(
         options.chunk_size,
         options.scale,
         options.eps,
-        TokenGradients(dq, dk, dv, dw_wide, db_wide, deta, None if t.eta_col is None else dcol),
+        TokenGradients(dq, dk, dv, dw, db, deta, None if t.eta_col is None else dcol),
         _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
-    dw.copy_(dw_wide)
-    db.copy_(db_wide)
 
 
 def _stage(options: TTTOptions) -> Any:

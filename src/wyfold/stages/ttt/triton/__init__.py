@@ -4,6 +4,7 @@
     outputs      forward, parallel over segments of 64 tokens: what is read, normalised
     replay       backward, parallel over segments: dO, and dN's share of reading
     walk back    serial: the gradient of the state in registers, from tokens alone; leaves dZ and dY
+    parameters   backward, parallel over channels: dw and du, of the shares that replay and the walk back leave
     gradients    parallel over segments: dq, dk, dv, deta
 
 A walk carries its chain alone: what the next mini-batch does not wait for is another launch's. What the walk leaves, N
@@ -36,6 +37,7 @@ from wyfold.stages.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
 from wyfold.stages.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
 from wyfold.stages.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys
 from wyfold.stages.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
+from wyfold.stages.ttt.triton.parameters import parameter_gradients, wyfold_ttt_parameters_triton
 from wyfold.stages.ttt.triton.replay import replayed, wyfold_ttt_replay_triton
 from wyfold.stages.ttt.triton.walk import walk, wyfold_ttt_triton
 from wyfold.tile.dot.triton import workspace
@@ -51,6 +53,7 @@ __all__ = [
     "wyfold_ttt_bwd_triton",
     "wyfold_ttt_gradients_triton",
     "wyfold_ttt_outputs_triton",
+    "wyfold_ttt_parameters_triton",
     "wyfold_ttt_replay_triton",
     "wyfold_ttt_triton",
 ]
@@ -122,7 +125,5 @@ def ttt_bwd(
     """
     left = replayed(x, borders, do, grid, chunk_size, scale, eps)
     walk_back(x, borders, left, dleaving, grid, chunk_size, scale, found.col, dentering)
-    for index, dx in enumerate((found.w, found.u)):
-        torch.sum(left.read[index], 0, out=dx)
-        dx.add_(left.stepped[index].sum(0))
+    parameter_gradients(left, found.w, found.u)
     token_gradients(x, borders, left, do if x.residual == "q" else None, grid, chunk_size, scale, found)
