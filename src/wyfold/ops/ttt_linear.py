@@ -158,11 +158,11 @@ def chunk_ttt_linear(
             disable_recompute=disable_recompute,
             batch_invariant=batch_invariant,
         )
-        cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        cu, N = check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
         given = N
         if cp_context is not None:
             given = _check_context(op, cp_context, q, cu, chunk_size)
-        check.dtype_option(op, "state_dtype", state_dtype, _state_dtypes(q))
+        check.dtype_option(op, "state_dtype", state_dtype, state_dtypes(q))
         order = "N HV V K" if state_v_first else "N HV K V"
         named = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
         _check_states(op, v, given, named, optional=tuple(named))
@@ -247,7 +247,7 @@ def fused_recurrent_ttt_linear(
 
     def checked() -> TTTOptions:
         check.flag(op, output_final_state=output_final_state)
-        cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        cu, N = check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
         if parts is not None:
             _check_state(op, v, N, parts)
         return _decide(op, (q, k, v, w, b, eta, eta_col, None, None), cu, N, form, backend, None, recurrent=True)
@@ -307,7 +307,7 @@ def _tensors(
 ) -> TTTTensors:
     """Of a call that was checked, without states."""
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
-    steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
+    steps = column(v, eta), None if eta_col is None else column(v, eta_col)
     q, k, v = in_autocast_dtype(q, k, v)
     return TTTTensors(q, k, v, w, b, *steps, None, None, None, None, None, cu)
 
@@ -360,7 +360,7 @@ def _decide(
         eps=float(form.eps),
         chunk_size=C,
         state_v_first=form.state_v_first,
-        state_dtype=form.state_dtype or _state_dtypes(q)[0],
+        state_dtype=form.state_dtype or state_dtypes(q)[0],
         final_state=form.final_state,
         save=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given),
         keep_states=form.keep_states,
@@ -396,7 +396,7 @@ def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
     return {**sizes, **asked, "requires_grad": options.save}
 
 
-def _check_tokens(
+def check_tokens(
     op: str,
     q: Tensor,
     k: Tensor,
@@ -461,17 +461,17 @@ def _check_states(
     sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
     check.shapes(op, optional=optional, known=sizes, **states)
     tensors = {name: state for name, (state, _) in states.items()}
-    check.floating(op, _state_dtypes(v), **tensors)
+    check.floating(op, state_dtypes(v), **tensors)
     check.alike(op, "device", v=v, **tensors)
 
 
-def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+def state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     """Dtypes that states may have beside q, the default first."""
     return (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
 
 
-def _column(v: Tensor, eta: Tensor | float) -> Tensor:
+def column(v: Tensor, eta: Tensor | float) -> Tensor:
     """Step sizes, or factors of them, as [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
-    return torch.full((1, 1, 1, 1), eta, dtype=_state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)
+    return torch.full((1, 1, 1, 1), eta, dtype=state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

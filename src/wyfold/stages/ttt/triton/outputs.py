@@ -113,9 +113,7 @@ def wyfold_ttt_outputs_triton(
         b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
         b_O = read_rows(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
-        b_pairs, b_O = read_in_parts(
-            p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION
-        )
+        b_pairs, b_O = read_in_parts(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
         b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_raw = None
     if ON_Q:
