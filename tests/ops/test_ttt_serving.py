@@ -76,7 +76,7 @@ def test_tokens_one_by_one_are_the_recurrent_call(residual: str, backend: str, d
 
 
 def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):
-    """[1, N, ..] rows, a step that is a number, an output that is given, a pool whose slots lie apart, no slots named."""
+    """[1, N, ..] rows, a step that is a number, an output that is given, slots that lie apart, none named."""
     a, before = drawn(2, 1), to(a_pool(2, 15, 4), device)
     a = to(a | {"eta": torch.full((2, 1, HV, 1), 0.125)}, device)
     pools = [TTTState(*(x.clone() for x in before)) for _ in range(3)]

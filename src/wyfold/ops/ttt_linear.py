@@ -111,8 +111,9 @@ def chunk_ttt_linear(
             states are those of the sequences that begin here (`starts`), final states those of the ones that end here
             (`ends`); of w and b each rank gets its own share of the gradient. States go from rank to rank: memory is
             split, the time of one sequence is not.
-        disable_recompute: Keep for the backward what it would run the forward again for, on eager the state of every
-            mini-batch: memory for time, same bits.
+        disable_recompute: On eager, keep for the backward the state of every mini-batch, which it would run the forward
+            again for: memory for time, same bits. Kernels keep the states of every fourth mini-batch of 16 and two
+            tensors like v either way, since walking again would need as much memory at its most.
         batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
         backend: None: the table's choice. "eager", "triton", "gluon": a demand.
 

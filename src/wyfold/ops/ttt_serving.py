@@ -36,7 +36,7 @@ def ttt_decode(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """One token of each of N sequences of TTT-Linear, wherever in a mini-batch they stand; the pool is updated in place.
+    """One token of each of N sequences of TTT-Linear, inside their mini-batches; the pool is updated in place.
 
         S, c, G, a = the pool's state, bias, grad and bias_grad at state_indices[n]
         z = S^T k + c               p = its position

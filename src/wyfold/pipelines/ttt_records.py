@@ -24,7 +24,7 @@ class TTTOptions(NamedTuple):
         state_dtype: Storage of returned states.
         final_state: Whether the states after the last token are wanted.
         save: Whether a backward will follow.
-        keep_states: Whether states are kept for it instead of rebuilt.
+        keep_states: Whether eager keeps the states for it instead of rebuilding them; kernels always do.
         backend: The plan's.
     """
 

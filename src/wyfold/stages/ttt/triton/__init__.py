@@ -13,7 +13,7 @@ of every token and the state at the borders of segments, makes the rest parallel
     S entering r's mini-batch = S of the border - sum over s before that mini-batch of e_s' k_s^T N_s
 
 with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
-mini-batch. The backward walks forward again unless the forward left those, with X of every token beside them.
+mini-batch. The forward of a call that has a backward leaves those to it, with X of every token beside them.
 
 A mini-batch is a chain of short steps, and few programs run: the latency of each step is what counts, not the work.
 
@@ -80,7 +80,7 @@ def ttt(
     chunk_size: int,
     scale: float,
     eps: float,
-    o: Tensor | None,
+    o: Tensor,
     borders: Borders,
 ) -> None:
     """Run every sequence from its entering state.
@@ -93,12 +93,11 @@ def ttt(
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
         eps: Of both norms.
-        o: [B, T, HV, D] written, zero past the last boundary; or None.
+        o: [B, T, HV, D] written, zero past the last boundary.
         borders: From `empty`, written, for the outputs and for `ttt_bwd`.
     """
     walk(x, entering, leaving, grid, chunk_size, eps, borders)
-    if o is not None:
-        outputs(x, borders, grid, chunk_size, scale, eps, o)
+    outputs(x, borders, grid, chunk_size, scale, eps, o)
 
 
 def ttt_bwd(

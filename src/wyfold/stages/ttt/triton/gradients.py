@@ -151,7 +151,6 @@ def wyfold_ttt_gradients_triton(
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
-    NV: tl.constexpr = (D + BV - 1) // BV
     b_dq, b_dk = tl.zeros((SEGMENT, BD), tl.float32), tl.zeros((SEGMENT, BD), tl.float32)
     o_t = tl.arange(0, SEGMENT)
     if i_n == N:
