@@ -9,9 +9,10 @@ from torch import Tensor
 
 import wyfold
 from wyfold import TTTState, serving
+from wyfold.reference.error import judge, require
 
 H, HV, D, C = 2, 4, 16, 16
-TOKENS = ("q", "k", "v", "eta")
+TOKENS = ("q", "k", "v", "eta", "eta_col")
 
 
 def drawn(N: int, T: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -41,38 +42,39 @@ def to(x: Any, device: torch.device) -> Any:
     return TTTState(*(y.to(device) for y in x)) if isinstance(x, TTTState) else {n: y.to(device) for n, y in x.items()}
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.cpu(), expected, rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("residual", ["o", "q"])
 def test_tokens_one_by_one_are_the_recurrent_call(residual: str, backend: str, device):
     """From any position, over the end of a mini-batch, in any slots; a skipped row is zero and writes nothing."""
     N, T = 3, 3
     a, before = drawn(N, T), a_pool(6, 14, 0, 3, 15)
-    col, slots = 0.5 + torch.rand(N, T, HV, 1), torch.tensor([3, 0, 2])
-    more = {"residual": residual, "scale": 0.7, "chunk_size": C}
-    o, left = wyfold.fused_recurrent_ttt_linear(
-        **a, eta_col=col, state=TTTState(*(x[slots] for x in before)), output_final_state=True, backend="eager", **more
-    )
-    pool = to(TTTState(*(x.clone() for x in before)), device)
-    padded = torch.tensor([3, -1, 0, 6, 2], device=device)
-    rows = [0, 2, 4]
+    a["eta_col"] = 0.5 + torch.rand(N, T, HV, 1)
+    slots = torch.tensor([3, 0, 2])
+    options = {"residual": residual, "scale": 0.7, "chunk_size": C}
+    entering = TTTState(*(x[slots] for x in before))
+    yardstick = recurrent(a, entering, **options)
+    wide = TTTState(*(x.double() for x in entering[:4]), entering.position)
+    truth = recurrent({name: x.double() for name, x in a.items()}, wide, **options)
+
+    pool, rows = to(TTTState(*(x.clone() for x in before)), device), [0, 2, 4]
+    padded, found = torch.tensor([3, -1, 0, 6, 2], device=device), []
     for t in range(T):
-        tokens = {n: torch.full((5, *x[:, 0].shape[1:]), torch.nan)[:, None] for n, x in a.items() if n in TOKENS}
-        factors = torch.full((5, 1, HV, 1), torch.nan)
+        tokens = {n: torch.full((5, 1, *x.shape[2:]), torch.nan) for n, x in a.items() if n in TOKENS}
         for n, x in tokens.items():
             x[rows] = a[n][:, t : t + 1]
-        factors[rows] = col[:, t : t + 1]
-        call = to(a | tokens, device)
-        found = serving.ttt_decode(
-            **call, eta_col=factors.to(device), pool=pool, state_indices=padded, backend=backend, **more
-        )
-        close(found[rows], o[:, t : t + 1])
-        assert not found[[1, 3]].any()
-    for x, y, z in zip(pool, left, before, strict=True):
-        close(x[slots.to(device)], y)
-        assert torch.equal(x[[1, 4, 5]].cpu().nan_to_num(9.0), z[[1, 4, 5]].nan_to_num(9.0))
+        o = serving.ttt_decode(**to(a | tokens, device), pool=pool, state_indices=padded, backend=backend, **options)
+        assert not o[[1, 3]].any()
+        found.append(o[rows])
+    left = torch.cat(found, 1), *(x[slots.to(device)] for x in pool)
+    names = "o", *TTTState._fields[:4]
+    require(*(judge(x.cpu(), y, z, name=n) for n, x, y, z in zip(names, left, truth, yardstick, strict=False)))
+    assert torch.equal(left[-1].cpu(), truth[-1])
+    for x, y in zip(pool, before, strict=True):
+        assert torch.equal(x[[1, 4, 5]].cpu().nan_to_num(9.0), y[[1, 4, 5]].nan_to_num(9.0))
+
+
+def recurrent(a: dict[str, Any], state: TTTState, **options: Any) -> tuple[Tensor, ...]:
+    o, left = wyfold.fused_recurrent_ttt_linear(**a, state=state, output_final_state=True, backend="eager", **options)
+    return o, *left
 
 
 def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):

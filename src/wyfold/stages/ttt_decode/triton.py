@@ -172,8 +172,9 @@ def wyfold_ttt_decode_triton(
     b_n = tl.reshape(b_n, (BD,))
     b_G += b_n[:, None] * b_k[None, :]
     b_a += b_n
-    b_stepped, b_biased = b_S - e * b_G, b_c - e * b_a
-    b_h = tl.sum(b_stepped * b_q[None, :], axis=1) * scale + b_biased
+    b_read = tl.sum(b_S * b_q[None, :], axis=1) - e * tl.sum(b_G * b_q[None, :], axis=1)
+    b_biased = b_c - e * b_a
+    b_h = b_read * scale + b_biased
     b_mean = tl.full((1,), 0.0, tl.float32) + tl.sum(b_h) * (1.0 / D)
     b_raw = None
     if ON_Q:
@@ -181,7 +182,7 @@ def wyfold_ttt_decode_triton(
     b_out, _, _ = residual_norm(b_h[None, :], b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
     tl.store(p_out, tl.reshape(b_out, (BD,)).to(p_o.dtype.element_ty), mask=o_v < D)
     if position + 1 >= C:
-        leave(p_S, s_S, p_c, s_c, slot, i_hv, b_stepped, b_biased, D, BD)
+        leave(p_S, s_S, p_c, s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
         b_G, b_a = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
     leave(p_G, s_G, p_a, s_a, slot, i_hv, b_G, b_a, D, BD)
 

@@ -165,8 +165,8 @@ def wyfold_ttt_gradients_triton(
     b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    # Of tiles that fit, every product takes the same; wider ones are loaded again, a part at a time.
-    WHOLE: tl.constexpr = BV == BD
+    # Of tiles that fit, every product takes the same; others are loaded again, a part at a time.
+    WHOLE: tl.constexpr = BV == BD and OP == tl.bfloat16
     if WHOLE:
         b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
         b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
