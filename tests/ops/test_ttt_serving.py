@@ -9,6 +9,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import TTTState, serving
+from wyfold.pipelines import ttt_serving as pipeline
 from wyfold.reference.error import judge, require
 
 H, HV, D, C = 2, 4, 16, 16
@@ -92,6 +93,15 @@ def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):
     assert all(torch.equal(o, x) for x in (out.transpose(0, 1), number, named))
     assert all(torch.equal(x, y) for other in (pools[1], wide, pools[2]) for x, y in zip(other, pools[0], strict=True))
     assert pools[0].position.tolist() == [0, 5] and not pools[0].grad[0].any()
+
+
+def test_pytorchs_own_checks_of_the_registered_operator(monkeypatch):
+    seen = []
+    monkeypatch.setattr(pipeline, "call", lambda operator, *arguments: seen.append((operator, arguments)))
+    serving.ttt_decode(**drawn(2, 1), pool=a_pool(3, 15, 0, 4), state_indices=torch.tensor([2, 0]), backend="eager")
+    ((operator, arguments),) = seen
+    arguments[13].zero_()  # what nobody wrote yet is NaN, which is equal to nothing
+    torch.library.opcheck(operator, arguments)
 
 
 def test_storage_is_rounded_once(backend: str, device):
