@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from wyfold.stages.records import Slots
-from wyfold.stages.slots.eager import entered
 from wyfold.stages.ttt import Tokens
 from wyfold.stages.ttt_decode import Pools
 from wyfold.tile.index.eager import wide
@@ -25,8 +24,8 @@ def ttt_decode(x: Tokens, pools: Pools, slots: Slots, chunk_size: int, scale: fl
         eps: Of both norms.
         o: [N, 1, HV, D] written, zero in rows without a slot.
     """
-    slot, live = entered(slots, x.q.shape[0], pools.S)
-    rows = live.nonzero().flatten()
+    slot = torch.arange(x.q.shape[0], device=o.device) if slots.source is None else slots.source[:, 0].to(torch.int64)
+    rows = ((slot > slots.pad) & (slot < pools.S.shape[0])).nonzero().flatten()
     at, HV, dtype = slot[rows], x.v.shape[2], wide(x.q.dtype)
 
     def tiles(y: Tensor) -> Tensor:
