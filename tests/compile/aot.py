@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 
 import wyfold
-from wyfold import serving
+from wyfold import TTTState, serving
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.parallel import segments
 from wyfold.reference.shapes import Shape
@@ -147,6 +147,13 @@ class Served:
         if self.operator == "conv1d_update":
             pool = torch.zeros(2, 512, 3, dtype=getattr(torch, self.stored))
             serving.conv1d_update(torch.randn(1, 512), pool, torch.randn(512, 4), activation="silu", backend="triton")
+            return
+        if self.operator == "ttt_decode":
+            tokens, dtype = (torch.randn(1, 1, 1, 128) for _ in range(3)), getattr(torch, self.stored)
+            S, c = torch.zeros(2, 1, 128, 128, dtype=dtype), torch.zeros(2, 1, 1, 128, dtype=dtype)
+            stand = TTTState(S, c, S.clone(), c.clone(), torch.zeros(2, dtype=torch.int32))
+            w = torch.ones(1, 128)
+            serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
         tokens = (torch.randn(1, 1, 1, 16) for _ in range(3))
         pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
@@ -473,7 +480,7 @@ WIDE = (
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
-SERVED = (Served("prefill", "bfloat16"), Served("conv1d_update", "bfloat16"))
+SERVED = (Served("prefill", "bfloat16"), Served("conv1d_update", "bfloat16"), Served("ttt_decode"))
 """For kernels that the differentiable operators have no use for."""
 
 

@@ -937,7 +937,7 @@ def registered_call(form: str) -> tuple[Any, ...]:
         backend="eager",
     )
     tokens = (arguments.get(name) for name in pipeline.TTTTensors._fields[:7])
-    return (*tokens, *state, cu, *options.scalars())
+    return (*tokens, *state, cu, *options)
 
 
 @pytest.mark.parametrize("form", ["chunk dense", "chunk packed", "recurrent packed"])

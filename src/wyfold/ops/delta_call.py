@@ -159,7 +159,7 @@ _decisions: dict[tuple[Any, ...], Any] = {}
 """What calls asked for came to: checks and plans look at metadata, and are the same for the same metadata."""
 
 
-Decision = TypeVar("Decision", DeltaOptions, str)
+Decision = TypeVar("Decision")
 
 
 def decided(key: tuple[Any, ...] | None, decide: Callable[[], Decision]) -> Decision:

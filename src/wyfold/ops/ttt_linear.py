@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wyfold.ops.context_call import agreed, check_share
-from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, packed_boundaries
+from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, decided, decision_key, packed_boundaries
 from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.ttt import chunks_per_part, ttt
@@ -111,8 +111,9 @@ def chunk_ttt_linear(
             states are those of the sequences that begin here (`starts`), final states those of the ones that end here
             (`ends`); of w and b each rank gets its own share of the gradient. States go from rank to rank: memory is
             split, the time of one sequence is not.
-        disable_recompute: Keep for the backward what it would run the forward again for, on eager the state of every
-            mini-batch: memory for time, same bits.
+        disable_recompute: On eager, keep for the backward the state of every mini-batch, which it would run the forward
+            again for: memory for time, same bits. Kernels keep the states of every fourth mini-batch of 16 and two
+            tensors like v either way, since walking again would need as much memory at its most.
         batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
         backend: None: the table's choice. "eager", "triton", "gluon": a demand.
 
@@ -141,8 +142,16 @@ def chunk_ttt_linear(
         (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 1, 16]))
     """
     op = "chunk_ttt_linear"
+    form = _Form(residual, scale, eps, chunk_size, state_v_first, state_dtype, output_final_state, disable_recompute)
+    states = initial_state, initial_state_bias
 
-    def decide() -> tuple[TTTTensors, TTTOptions]:
+    def decide() -> TTTOptions:
+        key = _decided_by(
+            op, (q, k, v, w, b, eta, eta_col, *states), cu_seqlens, cp_context, (*form, batch_invariant), backend
+        )
+        return decided(key, checked)
+
+    def checked() -> TTTOptions:
         check.flag(
             op,
             output_final_state=output_final_state,
@@ -150,37 +159,25 @@ def chunk_ttt_linear(
             disable_recompute=disable_recompute,
             batch_invariant=batch_invariant,
         )
-        cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        cu, N = check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        given = N
         if cp_context is not None:
-            N = _check_context(op, cp_context, q, cu, chunk_size)
-        dtypes = _state_dtypes(q)
-        check.dtype_option(op, "state_dtype", state_dtype, dtypes)
+            given = _check_context(op, cp_context, q, cu, chunk_size)
+        check.dtype_option(op, "state_dtype", state_dtype, state_dtypes(q))
         order = "N HV V K" if state_v_first else "N HV K V"
-        states = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
-        _check_states(op, v, N, states, optional=tuple(states))
-        steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
-        return _decide(
-            op,
-            TTTTensors(q, k, v, w, b, *steps, initial_state, initial_state_bias, None, None, None, cu),
-            N,
-            recurrent=False,
-            residual=residual,
-            scale=scale,
-            eps=eps,
-            chunk_size=chunk_size,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype or dtypes[0],
-            final_state=output_final_state,
-            keep_states=disable_recompute,
-            backend=backend,
-            context=cp_context,
-        )
+        named = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
+        _check_states(op, v, given, named, optional=tuple(named))
+        return _decide(op, (q, k, v, w, b, eta, eta_col, *states), cu, N, form, backend, cp_context)
+
+    def tensors() -> TTTTensors:
+        return _tensors(q, k, v, w, b, eta, eta_col, cu_seqlens)._replace(state=initial_state, bias=initial_state_bias)
 
     if cp_context is None:
-        result = ttt(*decide())
+        options = decide()
+        result = ttt(tensors(), options)
     else:
-        tensors, options = agreed(op, cp_context, q, decide, lambda decided: _alike_on_ranks(*decided))
-        result = ttt_across(tensors, options, cp_context)
+        options = agreed(op, cp_context, q, decide, lambda options: _alike_on_ranks(tensors(), options))
+        result = ttt_across(tensors(), options, cp_context)
     return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
 
 
@@ -246,63 +243,103 @@ def fused_recurrent_ttt_linear(
         [4]
     """
     op = "fused_recurrent_ttt_linear"
-    check.flag(op, output_final_state=output_final_state)
-    cu, N = _check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
-    steps = _column(v, eta), None if eta_col is None else _column(v, eta_col)
-    tensors = TTTTensors(q, k, v, w, b, *steps, None, None, None, None, None, cu)
-    if state is not None:
-        _check_state(op, v, N, state)
-        S, c, G, a, position = (x.detach() for x in state)
-        tensors = tensors._replace(state=S, bias=c, grad=G, bias_grad=a, position=position)
-    found = _decide(
-        op,
-        tensors,
-        N,
-        recurrent=True,
-        residual=residual,
-        scale=scale,
-        eps=eps,
-        chunk_size=chunk_size,
-        state_v_first=False,
-        state_dtype=_state_dtypes(q)[0],
-        final_state=output_final_state,
-        keep_states=False,
-        backend=backend,
-        context=None,
+    form = _Form(residual, scale, eps, chunk_size, False, None, output_final_state, False)
+    parts = None if state is None else _parts(op, state)
+
+    def checked() -> TTTOptions:
+        check.flag(op, output_final_state=output_final_state)
+        cu, N = check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+        if parts is not None:
+            _check_state(op, v, N, parts)
+        return _decide(op, (q, k, v, w, b, eta, eta_col, None, None), cu, N, form, backend, None, recurrent=True)
+
+    options = decided(
+        _decided_by(op, (q, k, v, w, b, eta, eta_col, *(parts or ())), cu_seqlens, None, form, backend), checked
     )
-    result = ttt(*found)
+    tensors = _tensors(q, k, v, w, b, eta, eta_col, cu_seqlens)
+    if parts is not None:
+        S, c, G, a, position = (x.detach() for x in parts)
+        tensors = tensors._replace(state=S, bias=c, grad=G, bias_grad=a, position=position)
+    result = ttt(tensors, options)
     return result.o, TTTState(*result[1:]) if output_final_state else None
+
+
+class _Form(NamedTuple):
+    """Arguments that are no tensors, and that a decision depends on."""
+
+    residual: str
+    scale: float | None
+    eps: float
+    chunk_size: int
+    state_v_first: bool
+    state_dtype: torch.dtype | None
+    final_state: bool
+    keep_states: bool
+
+
+def _decided_by(
+    op: str,
+    given: tuple[Any, ...],
+    cu_seqlens: Tensor | SequenceLayout | None,
+    context: ContextParallel | None,
+    values: tuple[Any, ...],
+    backend: str | None,
+) -> tuple[Any, ...] | None:
+    """Everything that a decision looks at, by value; None if it must not be reused."""
+    if context is not None:
+        return None
+    tokens = 0
+    if isinstance(cu_seqlens, SequenceLayout):
+        tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
+    numbers = tuple([x if isinstance(x, float | int) else None for x in given])  # step sizes, which may be numbers
+    tensors = tuple([x if number is None else None for x, number in zip(given, numbers, strict=True)])
+    return decision_key((*tensors, cu_seqlens), (op, tokens, numbers, *map(type, numbers), *values, backend), backend)
+
+
+def _tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    eta_col: Tensor | float | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+) -> TTTTensors:
+    """Of a call that was checked, without states."""
+    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
+    steps = column(v, eta), None if eta_col is None else column(v, eta_col)
+    q, k, v = in_autocast_dtype(q, k, v)
+    return TTTTensors(q, k, v, w, b, *steps, None, None, None, None, None, cu)
 
 
 def _decide(
     op: str,
-    tensors: TTTTensors,
+    given: tuple[Any, ...],
+    cu: Tensor | None,
     N: int,
-    *,
-    recurrent: bool,
-    residual: str,
-    scale: float | None,
-    eps: float,
-    chunk_size: int,
-    state_v_first: bool,
-    state_dtype: torch.dtype,
-    final_state: bool,
-    keep_states: bool,
+    form: _Form,
     backend: str | None,
     context: ContextParallel | None,
-) -> tuple[TTTTensors, TTTOptions]:
-    """Check what both forms share, and decide."""
-    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
-    check.choice(op, "residual", residual, RESIDUALS)
-    if check.number(op, "eps", eps) <= 0:
-        raise ValueError(f"{op}: eps must be > 0, got {eps}")
-    B, T, _, D = tensors.v.shape
-    scale = D**-0.5 if scale is None else check.number(op, "scale", scale)
-    q, k, v = in_autocast_dtype(*tensors[:3])
+    *,
+    recurrent: bool = False,
+) -> TTTOptions:
+    """Check what both forms share, and decide.
+
+    Args:
+        given: q, k, v, w, b, eta, eta_col, and states that a gradient may go to.
+        cu, N: Boundaries, and the number of sequences.
+    """
+    check.choice(op, "chunk_size", form.chunk_size, CHUNK_SIZES)
+    check.choice(op, "residual", form.residual, RESIDUALS)
+    if check.number(op, "eps", form.eps) <= 0:
+        raise ValueError(f"{op}: eps must be > 0, got {form.eps}")
+    q, k, v = in_autocast_dtype(*given[:3])
+    B, T, _, D = v.shape
+    scale = D**-0.5 if form.scale is None else check.number(op, "scale", form.scale)
     check.alike(op, "dtype", q=q, k=k, v=v)
-    tensors = tensors._replace(q=q, k=k, v=v)
-    packed = None if tensors.cu_seqlens is None and not recurrent else N
-    stages = ("ttt_open",) if recurrent else ("ttt",)
+    packed = None if cu is None and not recurrent else N
+    stages, C = ("ttt_open",) if recurrent else ("ttt",), form.chunk_size
     plan = table.plan(
         op,
         v.device,
@@ -310,27 +347,26 @@ def _decide(
         forward=stages,
         backward=stages,
         dtypes=table.dtypes(q, k, v),
-        chunk_size=chunk_size,
-        parts=split.part_count(B, T, packed, chunk_size, chunks_per_part(v, chunk_size)),
+        chunk_size=C,
+        parts=split.part_count(B, T, packed, C, chunks_per_part(v, C)),
         collectives=() if context is None else _collectives(context, v),
-        keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, chunk_size)],
-        sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{chunk_size}"),),
+        keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, C)],
+        sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
     )
-    options = TTTOptions(
+    return TTTOptions(
         operator=op,
         recurrent=recurrent,
-        residual=residual,
+        residual=form.residual,
         scale=scale,
-        eps=float(eps),
-        chunk_size=chunk_size,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype,
-        final_state=final_state,
-        save=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
-        keep_states=keep_states,
+        eps=float(form.eps),
+        chunk_size=C,
+        state_v_first=form.state_v_first,
+        state_dtype=form.state_dtype or state_dtypes(q)[0],
+        final_state=form.final_state,
+        save=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given),
+        keep_states=form.keep_states,
         backend=plan.backend,
     )
-    return tensors, options
 
 
 def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
@@ -361,7 +397,7 @@ def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
     return {**sizes, **asked, "requires_grad": options.save}
 
 
-def _check_tokens(
+def check_tokens(
     op: str,
     q: Tensor,
     k: Tensor,
@@ -401,9 +437,14 @@ def _check_tokens(
     return cu, cu.shape[0] - 1
 
 
-def _check_state(op: str, v: Tensor, N: int, state: TTTState) -> None:
+def _parts(op: str, state: TTTState) -> TTTState:
+    """The state, if it is one."""
     if not isinstance(state, TTTState):
         raise TypeError(f"{op}: state must be a TTTState or None, got {type(state).__name__}")
+    return state
+
+
+def _check_state(op: str, v: Tensor, N: int, state: TTTState) -> None:
     tensors, position = state[:4], check.tensor(op, "state.position", state.position)
     orders = ("N HV K V", "N HV 1 V") * 2
     named = {f"state.{name}": (x, order) for name, x, order in zip(TTTState._fields, tensors, orders)}
@@ -421,17 +462,17 @@ def _check_states(
     sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
     check.shapes(op, optional=optional, known=sizes, **states)
     tensors = {name: state for name, (state, _) in states.items()}
-    check.floating(op, _state_dtypes(v), **tensors)
+    check.floating(op, state_dtypes(v), **tensors)
     check.alike(op, "device", v=v, **tensors)
 
 
-def _state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+def state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     """Dtypes that states may have beside q, the default first."""
     return (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
 
 
-def _column(v: Tensor, eta: Tensor | float) -> Tensor:
+def column(v: Tensor, eta: Tensor | float) -> Tensor:
     """Step sizes, or factors of them, as [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
-    return torch.full((1, 1, 1, 1), eta, dtype=_state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)
+    return torch.full((1, 1, 1, 1), eta, dtype=state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

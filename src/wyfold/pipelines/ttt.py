@@ -19,6 +19,7 @@ from wyfold.parallel.split import Part
 from wyfold.pipelines import ttt_launches
 from wyfold.pipelines.ttt_records import (
     DIFFERENTIABLE,
+    OPTIONS_SCHEMA,
     RESULTS,
     TENSORS,
     TENSORS_SCHEMA,
@@ -30,7 +31,7 @@ from wyfold.pipelines.ttt_records import (
     turned,
 )
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.register import distinct, once_differentiable, register
+from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.ttt import State, States
 from wyfold.tile.index.eager import to_chunks, wide
@@ -38,12 +39,14 @@ from wyfold.tile.index.eager import to_chunks, wide
 
 def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
     """Output and states of one call."""
+    if not differentiating():
+        return run(tensors, options)[0]
     return TTTResult(*TTT.apply(*distinct(tensors), options))
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
     """Results, and what the backward needs of them, without autograd's knowledge."""
-    found = _forward_op(*tensors, *options.scalars())
+    found = call(_forward_op, *tensors, *options)
     return TTTResult(*found[:RESULTS]), found[RESULTS]
 
 
@@ -51,7 +54,7 @@ def run_backward(
     tensors: TTTTensors, saved: list[Tensor], gradients: Sequence[Tensor | None], options: TTTOptions
 ) -> list[Tensor]:
     """Gradient of every differentiable tensor, from those of the results but the position."""
-    return list(_backward_op(*tensors, saved, *gradients, *options.scalars()))
+    return list(call(_backward_op, *tensors, saved, *gradients, *options))
 
 
 class TTT(torch.autograd.Function):
@@ -281,14 +284,14 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 _forward_op = register(
-    f"ttt_fwd({TENSORS_SCHEMA}, {TTTOptions.SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, "
+    f"ttt_fwd({TENSORS_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, "
     f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, Tensor[] saved)",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
     f"ttt_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
-    f"Tensor? dbias_grad, {TTTOptions.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
+    f"Tensor? dbias_grad, {OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
     "Tensor deta_col, Tensor dinitial_state, Tensor dinitial_bias)",
     _backward,
     _backward_fake,

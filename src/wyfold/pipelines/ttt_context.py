@@ -13,7 +13,6 @@ holds itself.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -170,7 +169,7 @@ class _Call(NamedTuple):
     def inside(self) -> TTTOptions:
         """The options of local calls: states in full width, [.., K, V], and always returned."""
         dtype = wide(self.tensors.q.dtype)
-        return dataclasses.replace(self.options, state_v_first=False, state_dtype=dtype, final_state=True)
+        return self.options._replace(state_v_first=False, state_dtype=dtype, final_state=True)
 
     def states(self) -> State:
         """Zeros for every piece."""

@@ -1,7 +1,10 @@
 """TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
 
     forward     walk, outputs
-    backward    walk (unless its borders were kept), replay, walk back, gradients
+    backward    replay, walk back, gradients
+
+The forward keeps for the backward what its walk leaves. Walking again would hold as much while the backward runs, which
+is when a call needs most memory, and would take a sixth of both directions: a walk is serial, and fills no card.
 
 Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels.
 """
@@ -19,7 +22,6 @@ from wyfold.runtime.chunks import ChunkGrid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.stages import table
 from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
-from wyfold.tile.index.eager import wide
 
 
 def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequence[Tensor]) -> None:
@@ -30,12 +32,15 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
             _pass_through(States(t.state, t.bias), final)
         return
     leaving = _outside(options, *final) if options.final_state else States(None, None)
-    _walk(t, options, leaving, result.o, Borders(*saved) if saved else _borders(t, options, False))
+    entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
+    borders = Borders(*saved) if saved else _borders(t, options, False)
+    numbers = options.chunk_size, options.scale, options.eps
+    _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
-    if not (options.save and options.keep_states):
+    if not options.save:
         return []
     found = [x for x in _borders(t, options, True) if x is not None]
     # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
@@ -53,7 +58,7 @@ def backward(
     """Write the gradients of everything that has one.
 
     Args:
-        saved: What the forward kept, or nothing.
+        saved: What the forward kept.
         do, dfinal: Gradients of the results, each of which may be None.
         found: Of the call's tensors, in their order, of no elements for a state that was not given.
     """
@@ -65,24 +70,18 @@ def backward(
         return
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    borders = Borders(*saved) if saved else _borders(t, options, True)
-    if not saved:
-        _walk(t, options, States(None, None), None, borders)
-    dw_wide, db_wide = (dx.new_empty(dx.shape, dtype=wide(t.q.dtype)) for dx in (dw, db))
     _stage(options).ttt_bwd(
         _tokens(t, options),
-        borders,
+        Borders(*saved),
         do,
         _outside(options, *dfinal),
         _grid(t, options),
         options.chunk_size,
         options.scale,
         options.eps,
-        TokenGradients(dq, dk, dv, dw_wide, db_wide, deta, None if t.eta_col is None else dcol),
+        TokenGradients(dq, dk, dv, dw, db, deta, None if t.eta_col is None else dcol),
         _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
-    dw.copy_(dw_wide)
-    db.copy_(db_wide)
 
 
 def _stage(options: TTTOptions) -> Any:
@@ -91,12 +90,6 @@ def _stage(options: TTTOptions) -> Any:
 
 def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
     return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
-
-
-def _walk(t: TTTTensors, options: TTTOptions, leaving: States, o: Tensor | None, borders: Borders) -> None:
-    entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
-    numbers = options.chunk_size, options.scale, options.eps
-    _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, o, borders)
 
 
 def _borders(t: TTTTensors, options: TTTOptions, backward: bool) -> Borders:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +10,7 @@ from torch import Tensor
 from wyfold.tile.index.eager import wide
 
 
-@dataclass(frozen=True)
-class TTTOptions:
+class TTTOptions(NamedTuple):
     """One call of TTT-Linear. Every field is a scalar of the registered operators' schema, in this order.
 
     Attributes:
@@ -27,7 +24,7 @@ class TTTOptions:
         state_dtype: Storage of returned states.
         final_state: Whether the states after the last token are wanted.
         save: Whether a backward will follow.
-        keep_states: Whether states are kept for it instead of rebuilt.
+        keep_states: Whether eager keeps the states for it instead of rebuilding them; kernels always do.
         backend: The plan's.
     """
 
@@ -44,14 +41,11 @@ class TTTOptions:
     keep_states: bool
     backend: str
 
-    SCHEMA = (
-        "str operator, bool recurrent, str residual, float scale, float eps, int chunk_size, bool state_v_first, "
-        "ScalarType state_dtype, bool final_state, bool save, bool keep_states, str backend"
-    )
 
-    def scalars(self) -> tuple[object, ...]:
-        """The fields, in the schema's order."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+OPTIONS_SCHEMA = (
+    "str operator, bool recurrent, str residual, float scale, float eps, int chunk_size, bool state_v_first, "
+    "ScalarType state_dtype, bool final_state, bool save, bool keep_states, str backend"
+)
 
 
 class TTTTensors(NamedTuple):

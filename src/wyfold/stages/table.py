@@ -63,6 +63,7 @@ STAGES = (
     "recurrent",
     "slots",
     "ttt",
+    "ttt_decode",
     "conv",
     "conv_slots",
     "norm",

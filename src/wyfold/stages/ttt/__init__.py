@@ -110,7 +110,7 @@ class States(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of the tensors of `Tokens`, with its shapes and dtypes, but w and u in float32."""
+    """Gradients of the tensors of `Tokens`, with its shapes and dtypes."""
 
     q: Tensor
     k: Tensor

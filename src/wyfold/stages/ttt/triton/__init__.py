@@ -4,6 +4,7 @@
     outputs      forward, parallel over segments of 64 tokens: what is read, normalised
     replay       backward, parallel over segments: dO, and dN's share of reading
     walk back    serial: the gradient of the state in registers, from tokens alone; leaves dZ and dY
+    parameters   backward, parallel over channels: dw and du, of the shares that replay and the walk back leave
     gradients    parallel over segments: dq, dk, dv, deta
 
 A walk carries its chain alone: what the next mini-batch does not wait for is another launch's. What the walk leaves, N
@@ -12,7 +13,7 @@ of every token and the state at the borders of segments, makes the rest parallel
     S entering r's mini-batch = S of the border - sum over s before that mini-batch of e_s' k_s^T N_s
 
 with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
-mini-batch. The backward walks forward again unless the forward left those, with X of every token beside them.
+mini-batch. The forward of a call that has a backward leaves those to it, with X of every token beside them.
 
 A mini-batch is a chain of short steps, and few programs run: the latency of each step is what counts, not the work.
 
@@ -36,6 +37,7 @@ from wyfold.stages.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
 from wyfold.stages.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
 from wyfold.stages.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys
 from wyfold.stages.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
+from wyfold.stages.ttt.triton.parameters import parameter_gradients, wyfold_ttt_parameters_triton
 from wyfold.stages.ttt.triton.replay import replayed, wyfold_ttt_replay_triton
 from wyfold.stages.ttt.triton.walk import walk, wyfold_ttt_triton
 from wyfold.tile.dot.triton import workspace
@@ -51,6 +53,7 @@ __all__ = [
     "wyfold_ttt_bwd_triton",
     "wyfold_ttt_gradients_triton",
     "wyfold_ttt_outputs_triton",
+    "wyfold_ttt_parameters_triton",
     "wyfold_ttt_replay_triton",
     "wyfold_ttt_triton",
 ]
@@ -77,7 +80,7 @@ def ttt(
     chunk_size: int,
     scale: float,
     eps: float,
-    o: Tensor | None,
+    o: Tensor,
     borders: Borders,
 ) -> None:
     """Run every sequence from its entering state.
@@ -90,12 +93,11 @@ def ttt(
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
         eps: Of both norms.
-        o: [B, T, HV, D] written, zero past the last boundary; or None.
+        o: [B, T, HV, D] written, zero past the last boundary.
         borders: From `empty`, written, for the outputs and for `ttt_bwd`.
     """
     walk(x, entering, leaving, grid, chunk_size, eps, borders)
-    if o is not None:
-        outputs(x, borders, grid, chunk_size, scale, eps, o)
+    outputs(x, borders, grid, chunk_size, scale, eps, o)
 
 
 def ttt_bwd(
@@ -122,7 +124,5 @@ def ttt_bwd(
     """
     left = replayed(x, borders, do, grid, chunk_size, scale, eps)
     walk_back(x, borders, left, dleaving, grid, chunk_size, scale, found.col, dentering)
-    for index, dx in enumerate((found.w, found.u)):
-        torch.sum(left.read[index], 0, out=dx)
-        dx.add_(left.stepped[index].sum(0))
+    parameter_gradients(left, found.w, found.u)
     token_gradients(x, borders, left, do if x.residual == "q" else None, grid, chunk_size, scale, found)

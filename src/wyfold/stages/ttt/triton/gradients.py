@@ -151,7 +151,6 @@ def wyfold_ttt_gradients_triton(
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
-    NV: tl.constexpr = (D + BV - 1) // BV
     b_dq, b_dk = tl.zeros((SEGMENT, BD), tl.float32), tl.zeros((SEGMENT, BD), tl.float32)
     o_t = tl.arange(0, SEGMENT)
     if i_n == N:
@@ -163,11 +162,19 @@ def wyfold_ttt_gradients_triton(
         store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         return
 
+    b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
     b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-    b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
-
-    b_pairs = pairs(p_dO, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    # Of tiles that fit, every product takes the same; others are loaded again, a part at a time.
+    WHOLE: tl.constexpr = BV == BD and OP == tl.bfloat16
+    if WHOLE:
+        b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+        b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+        b_S = load_tile(p_states, pid, 0, 0, D, D, BD, BD)
+        b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+        b_pairs = mm(b_dO, tl.trans(b_N), None, OP, PRECISION)
+    else:
+        b_pairs = pairs(p_dO, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_steps, b_before = read_steps(b_e, b_e_last, "r", BT)
     b_read = mm(b_q, tl.trans(b_k), None, OP, PRECISION) * scale + 1.0
     b_step = load_token_scalars(p_step, s_row, b, t, i_hv, rows, SEGMENT)
@@ -177,29 +184,44 @@ def wyfold_ttt_gradients_triton(
     b_de += tl.where(m_own & m_closing[:, None], b_step[None, :], 0.0)
     store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, -tl.sum(b_de, axis=1), SEGMENT)
     b_dq = mm(-b_steps * b_pairs, b_k, b_dq, OP, PRECISION)
-    for i_v in tl.static_range(NV):
-        b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
-        b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+    if WHOLE:
         b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+    else:
+        for i_v in tl.range(0, D, BV):
+            b_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
+            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
     b_dq *= scale
     if p_do is not None:
         b_dq += load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
     # Now, so that its registers are dk's.
     store_tokens(p_dq, s_dq, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
 
-    b_pairs = b_before * pairs(p_dZ, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
-    b_steps, b_before = read_steps(b_e, b_e_last, "s", BT)
-    b_pairs += b_before * pairs(p_N, s_tile, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    b_steps, b_after = read_steps(b_e, b_e_last, "s", BT)
+    if WHOLE:
+        b_pairs = b_before * mm(b_dZ, tl.trans(b_N), None, OP, PRECISION)
+        b_pairs += b_after * mm(b_N, tl.trans(b_dZ), None, OP, PRECISION)
+    else:
+        b_pairs = b_before * pairs(p_dZ, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+        b_pairs += b_after * pairs(p_N, s_tile, p_dZ, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_dk = mm(-b_pairs, b_k, b_dk, OP, PRECISION)
-    b_pairs = b_steps * pairs(p_N, s_tile, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
+    if WHOLE:
+        b_pairs = b_steps * mm(b_N, tl.trans(b_dO), None, OP, PRECISION)
+    else:
+        b_pairs = b_steps * pairs(p_N, s_tile, p_dO, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
     b_dk = mm(b_pairs * -scale, b_q, b_dk, OP, PRECISION)
-    for i_v in tl.static_range(NV):
-        b_S = load_tile(p_states, pid, i_v * BV, 0, D, D, BV, BD)
-        b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+    if WHOLE:
         b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
-        b_dS = load_tile(p_dstates, pid, i_v * BV, 0, D, D, BV, BD)
-        b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v * BV, rows, D, SEGMENT, BV)
+        b_dS = load_tile(p_dstates, pid, 0, 0, D, D, BD, BD)
         b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
+    else:
+        for i_v in tl.range(0, D, BV):
+            b_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
+            b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
+            b_dS = load_tile(p_dstates, pid, i_v, 0, D, D, BV, BD)
+            b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
     b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
     store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
     store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dk + b_dY, D, SEGMENT, BD)

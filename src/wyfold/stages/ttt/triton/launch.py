@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -43,14 +44,18 @@ class Replayed(NamedTuple):
 
 def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
     """What the configurations of all launches depend on, in the order of `LAUNCHES`."""
-    return [f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}" for launch in LAUNCHES]
+    return [_launch_key(dtype, D, chunk_size, launch) for launch in LAUNCHES]
+
+
+@functools.cache
+def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str:
+    return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
 
 
 def arranged(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
     """A launch's configuration, and the constexprs and options that all of them have."""
     HV, D = x.v.shape[2:]
-    key = launch_keys(x.q.dtype, D, chunk_size)[LAUNCHES.index(launch)]
-    config = tuned("ttt.triton", key, x.q.device)
+    config = tuned("ttt.triton", _launch_key(x.q.dtype, D, chunk_size, launch), x.q.device)
     return config, {
         "H": x.q.shape[2],
         "HV": HV,

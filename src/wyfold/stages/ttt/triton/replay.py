@@ -11,7 +11,7 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.stages.ttt import Borders, Tokens
 from wyfold.stages.ttt.triton.launch import SEGMENT, Replayed, arranged
-from wyfold.stages.ttt.triton.tiles import pairs, parameter, read_rows, rows_of_state, segment_steps, store_share
+from wyfold.stages.ttt.triton.tiles import pairs, parameter, read_in_parts, read_rows, segment_steps, store_share
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
 from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bwd
@@ -138,8 +138,7 @@ def wyfold_ttt_replay_triton(
         b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
         b_O = read_rows(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
-        b_pairs = pairs(p_q, s_q, p_k, s_k, b, t, i_h, rows, D, SEGMENT, BK, OP, PRECISION)
-        b_O = rows_of_state(p_q, s_q, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+        b_pairs, b_O = read_in_parts(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
         b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
     _, b_XO, b_rO = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], None, eps, D, 1)

@@ -36,9 +36,11 @@ def pairs(
 
 
 @triton.jit
-def rows_of_state(
-    p_x,
-    s_x,
+def read_in_parts(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
     p_S,
     i_S,
     b,
@@ -52,13 +54,19 @@ def rows_of_state(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x S^T of rows of keys or queries and a stored state [V, K], BK channels at a time.   [BT, BD]"""
-    b_read = tl.zeros((BT, BD), tl.float32)
-    for i_k in tl.static_range((D + BK - 1) // BK):
-        b_x = load_tokens(p_x, s_x, b, t, i_h, i_k * BK, rows, D, BT, BK)
-        b_S = load_tile(p_S, i_S, 0, i_k * BK, D, D, BD, BK)
-        b_read = mm(b_x, tl.trans(b_S), b_read, OP, PRECISION)
-    return b_read
+    """q k^T and q S^T of tokens and a stored state [V, K], BK channels at a time.   [BT, BT] and [BT, BD]
+
+    A loop, so that what it loads is copied to shared memory and meets no register on its way: whole tiles of 128
+    channels would take more registers than two programs of a multiprocessor have.
+    """
+    b_pairs, b_read = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BD), tl.float32)
+    for i_k in tl.range(0, D, BK):
+        b_q = load_tokens(p_q, s_q, b, t, i_h, i_k, rows, D, BT, BK)
+        b_k = load_tokens(p_k, s_k, b, t, i_h, i_k, rows, D, BT, BK)
+        b_S = load_tile(p_S, i_S, 0, i_k, D, D, BD, BK)
+        b_pairs = mm(b_q, tl.trans(b_k), b_pairs, OP, PRECISION)
+        b_read = mm(b_q, tl.trans(b_S), b_read, OP, PRECISION)
+    return b_pairs, b_read
 
 
 @triton.jit
