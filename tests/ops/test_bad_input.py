@@ -538,7 +538,9 @@ kind(
     {"return_intermediate_states": True, "checkpoint_every": 0},
 )
 kind("an unknown backend", "backend", "'eager', 'triton', 'gluon'", "'cuda'", {"backend": "cuda"})
-kind("a backend not there yet", "backend", "cannot serve", "has no", {"backend": "gluon"}, error=UnsupportedError)
+kind(
+    "a backend that stands in", "backend", "cannot serve", "stand in for", {"backend": "gluon"}, error=UnsupportedError
+)
 
 
 @pytest.mark.parametrize("name", KINDS)

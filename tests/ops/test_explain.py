@@ -41,7 +41,7 @@ def test_what_would_run(op, monkeypatch):
     assert plan.chunk_size == (64 if recurrent else 16)
     assert plan.copies == plan.collectives == plan.compiles == ()
     assert set(plan.refused) == {"triton", "gluon"}
-    assert "launch in this version" in plan.refused["gluon"]
+    assert "stand in for" in plan.refused["gluon"]
     assert "has no " in plan.refused["triton"] or "these are on cpu" in plan.refused["triton"]
     for row in (op.__name__, "eager", "chunk size", "not triton", "prepare (wyfold.stages.prepare.eager)"):
         assert row in str(plan)

@@ -203,8 +203,7 @@ def _choose(
             reasons[name] = reason
     if demand is not None:
         return _Choice(None if demand in reasons else demand, reasons)
-    # Launches in Gluon take the place of others, one by one: see `language`.
-    serving = [name for name in BACKENDS if name not in reasons and name != "gluon"]
+    serving = [name for name in BACKENDS if name not in reasons]
     return _Choice(serving[-1] if serving else None, reasons)
 
 
@@ -238,6 +237,8 @@ def _refusal(
     where: str,
 ) -> str:
     """Why a backend does not serve these launches; empty if it does."""
+    if name == "gluon":
+        return _IN_PLACE
     rows = [_row(stage, name) for stage in dict.fromkeys(stages)]
     missing = [stage for stage, row in zip(dict.fromkeys(stages), rows, strict=True) if row is None]
     if missing:
@@ -252,6 +253,8 @@ def _refusal(
                 return f'does not compute in {str(dtype).removeprefix("torch.")}; backend="eager" does'
     return ""
 
+
+_IN_PLACE = 'its kernels stand in for single launches of backend="triton", where configurations name them'
 
 _EAGER_UNASKED = (
     'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
