@@ -149,10 +149,11 @@ class Served:
             serving.conv1d_update(torch.randn(1, 512), pool, torch.randn(512, 4), activation="silu", backend="triton")
             return
         if self.operator == "ttt_decode":
-            tokens, dtype = (torch.randn(1, 1, 1, 128) for _ in range(3)), getattr(torch, self.stored)
-            S, c = torch.zeros(2, 1, 128, 128, dtype=dtype), torch.zeros(2, 1, 1, 128, dtype=dtype)
+            D, dtype = 128 if self.stored == "float32" else 64, getattr(torch, self.stored)
+            tokens = (torch.randn(1, 1, 1, D) for _ in range(3))
+            S, c = torch.zeros(2, 1, D, D, dtype=dtype), torch.zeros(2, 1, 1, D, dtype=dtype)
             stand = TTTState(S, c, S.clone(), c.clone(), torch.zeros(2, dtype=torch.int32))
-            w = torch.ones(1, 128)
+            w = torch.ones(1, D)
             serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
         tokens = (torch.randn(1, 1, 1, 16) for _ in range(3))
@@ -480,7 +481,12 @@ WIDE = (
 """What `make compile` compiles beside it: widths and dtypes that take the same rows."""
 
 
-SERVED = (Served("prefill", "bfloat16"), Served("conv1d_update", "bfloat16"), Served("ttt_decode"))
+SERVED = (
+    Served("prefill", "bfloat16"),
+    Served("conv1d_update", "bfloat16"),
+    Served("ttt_decode"),
+    Served("ttt_decode", "bfloat16"),
+)
 """For kernels that the differentiable operators have no use for."""
 
 
