@@ -34,6 +34,11 @@ def taken(
     return [name for name in found if name in NAMES]
 
 
+def named(call: dict) -> str:
+    """The same in every process."""
+    return ", ".join(f"{name}={getattr(x, '__name__', x)}" for name, x in call.items()) or "as it is"
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -46,14 +51,14 @@ def taken(
         {"stride": 2},
         {"wrt": "v"},
     ],
-    ids=str,
+    ids=named,
 )
 def test_served_in_gluon(call: dict):
     assert taken(**call) == ["wyfold_gradients_gluon"]
 
 
 @pytest.mark.parametrize(
-    "call", [{"HV": 4}, {"K": 64}, {"dtype": torch.float16}, {"chunk_size": 32}, {"op": wyfold.chunk_kda}], ids=str
+    "call", [{"HV": 4}, {"K": 64}, {"dtype": torch.float16}, {"chunk_size": 32}, {"op": wyfold.chunk_kda}], ids=named
 )
 def test_left_to_triton(call: dict):
     assert taken(**call) == ["wyfold_gradients_triton"]

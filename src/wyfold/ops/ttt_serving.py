@@ -143,7 +143,7 @@ def ttt_decode(
     source = None if state_indices is None else state_indices[:, None]
     serve_ttt(
         TTTServing(
-            q, k, v, w, b, step, col, *pool, source, o, pad_slot_id, residual, factor, float(eps), chunk_size, chosen
+            q, k, v, step, col, w, b, *pool, source, o, pad_slot_id, residual, factor, float(eps), chunk_size, chosen
         )
     )  # fmt: skip
     if out is not None:

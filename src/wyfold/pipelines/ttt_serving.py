@@ -17,7 +17,8 @@ class TTTServing(NamedTuple):
     """One call, as the public operator documents its tensors.
 
     Attributes:
-        q, k, v, w, b, eta, eta_col: Of one token a row, [N, 1, ..].
+        q, k, v, eta, eta_col: Of one token a row, [N, 1, ..].
+        w, b: [HV, V].
         state, bias, grad, bias_grad, position: Pools, updated in place.
         source: [N, 1] slot of each row, or None.
         o: [N, 1, HV, V], written.
@@ -29,10 +30,10 @@ class TTTServing(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    w: Tensor
-    b: Tensor
     eta: Tensor
     eta_col: Tensor | None
+    w: Tensor
+    b: Tensor
     state: Tensor
     bias: Tensor
     grad: Tensor
@@ -68,7 +69,7 @@ def _serve_fake(*arguments: Any) -> None:
 
 
 _serve_op = register(
-    "serve_ttt(Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? eta_col, Tensor(a!) state, "
+    "serve_ttt(Tensor q, Tensor k, Tensor v, Tensor eta, Tensor? eta_col, Tensor w, Tensor b, Tensor(a!) state, "
     "Tensor(b!) bias, Tensor(c!) grad, Tensor(d!) bias_grad, Tensor(e!) position, Tensor? source, Tensor(f!) o, "
     "int pad, str residual, float scale, float eps, int chunk_size, str backend) -> ()",
     _serve,
