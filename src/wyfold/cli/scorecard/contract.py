@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
-from wyfold import serving
+from wyfold import TTTState, serving
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
@@ -302,6 +302,10 @@ def _decoded(seed: int) -> None:
     q, k, v, g, beta = (drawn[name] for name in ("q", "k", "v", "g", "beta"))
     serving.decode(q, k, v, g, beta, pool, state_v_first=False)
     serving.conv1d_update(torch.ones(2, 16), torch.zeros(3, 16, 3), torch.ones(16, 4))
+    stand = TTTState(
+        pool, pool[:, :, :1].clone(), pool.clone(), pool[:, :, :1].clone(), torch.zeros(3, dtype=torch.int32)
+    )
+    serving.ttt_decode(q, k, v, torch.ones(2, 8), torch.zeros(2, 8), beta, stand)
 
 
 def registered() -> set[str]:
