@@ -356,8 +356,10 @@ def _cut(
     eager = flags.backend == "eager" or (flags.backend is None and q.device.type != "cuda")
     if flags.batch_invariant or every or (eager and segments.forcing() is None):
         return segments.WHOLE
-    (B, T, HV, V), processors = v.shape, _processors(q.device)
-    cut = segments.cut(HV, q.shape[-1], V, chunk_size, processors, chunk.max_splits)
+    B, T, HV, V = v.shape
+    if T < segments.SHORTEST and segments.forcing() is None:
+        return segments.WHOLE
+    cut = segments.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
     return cut if cut.chunks and most_borders(B, T, chunk_size, packed, cut) else segments.WHOLE
 
 
