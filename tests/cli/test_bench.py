@@ -63,7 +63,7 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
         "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
     )
     track = race.Track(1, 3, graph=False, cold=False)
-    rows = race.race([case], [peer], [], track)
+    (rows,) = race.race([case], [peer], [], track)
     assert [row["ran"] for row in rows] == ["wyfold.serving.decode", "token form"]
     assert all(row["correct"] and row["milliseconds"] for row in rows)
     assert rows[0]["launches"]["forward"] == (
@@ -75,7 +75,8 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     read = sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor))
     assert rows[0]["floor"]["bytes"] == read + arguments["v"].nbytes + states.nbytes
     both = dataclasses.replace(case, mode="fwdbwd")
-    assert race.race([both], [], [], race.Track(1, 1, graph=False, cold=False))[0]["refused"] == "has no backward"
+    (rows,) = race.race([both], [], [], race.Track(1, 1, graph=False, cold=False))
+    assert rows[0]["refused"] == "has no backward"
 
 
 def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
@@ -545,7 +546,8 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
     )
     first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")
     track = race.Track(2, 4, graph=True, cold=False)
-    rows = race.race([first, dataclasses.replace(first, mode="fwdbwd")], [library], [], track)
+    both = dataclasses.replace(first, mode="fwdbwd")
+    rows = [row for found in race.race([first, both], [library], [], track) for row in found]
     assert [(row["mode"], row["ran"], row["correct"]) for row in rows] == [
         (mode, ran, right)
         for mode in ("fwd", "fwdbwd")
@@ -591,6 +593,28 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
     ]
     assert [row["op"] for row in record["rows"]] == ["norm"]
     assert "lost: gdn 1,20,1,1,8,8 fwd, mid gate, float32: OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_written_before_the_next_case_begins(no_children, monkeypatch, tmp_path):
+    usual, kept = bench.race, []
+
+    def cut_off(group, *rest):
+        yield next(iter(usual(group, *rest)))
+        (file,) = tmp_path.glob("*.json")
+        kept.append(json.loads(file.read_text()))
+        raise RuntimeError("the card fell over")
+
+    monkeypatch.setattr(bench, "race", cut_off)
+    words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
+    assert main([*words, str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert kept[0]["rows"] == record["rows"]
+    assert {row["mode"] for row in record["rows"]} == {"fwd"}
+    assert kept[0]["rows"][0]["milliseconds"]
+    (lost,) = record["lost"]
+    assert lost["error"] == "RuntimeError: the card fell over"
+    assert "fwdbwd" in lost["case"]
 
 
 @pytest.mark.parametrize("modified, expected", [(None, "abc"), (True, "abc"), (False, "of git")], ids=str)

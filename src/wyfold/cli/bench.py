@@ -159,16 +159,16 @@ def run(args: argparse.Namespace) -> int:
         record["commit"], record["modified"] = args.commit, None
     stem = _stem(args, record, cases)
     for group in cases:
+        ended = track.done + len(group)
         try:
-            record["rows"] += race(group, peers, args.also, track)
+            for rows in race(group, peers, args.also, track):
+                record["rows"] += rows
+                _keep(args.out, stem, record, track)
         except RuntimeError as error:  # no memory left, or a device that fell over: the other cases may still run
             results.say(traceback.format_exc())
-            record["lost"].append({"case": group[0].title, "error": said(error)})
-            track.done += len(group)
-        record["ratios"] = tables.against_peers(record["rows"])
-        record |= {"copy_bytes_per_second": track.copy_rate, "dispatched": dispatched()}
-        if args.out:  # what is measured is kept, whatever happens to the rest
-            results.write(args.out, f"{stem}.json", record)
+            record["lost"].append({"case": group[track.done - ended].title, "error": said(error)})
+            track.done = ended
+            _keep(args.out, stem, record, track)
     tables.report(record["rows"], record["ratios"])
     if args.out:
         results.say(f"wrote {args.out / stem}.json")
@@ -177,6 +177,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"lost: {case['case']}: {case['error']}")
     failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
     return FAILED if failed or record["lost"] else DONE
+
+
+def _keep(folder: Path | None, stem: str, record: dict[str, Any], track: Track) -> None:
+    """Write what is measured so far, whatever happens to the rest."""
+    record["ratios"] = tables.against_peers(record["rows"])
+    record |= {"copy_bytes_per_second": track.copy_rate, "dispatched": dispatched()}
+    if folder:
+        results.write(folder, f"{stem}.json", record)
 
 
 # --- what runs -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -41,11 +41,13 @@ class Track:
         results.say(f"[{self.done + 1}/{self.cases}, {time.perf_counter() - self.began:.0f} s] {line}")
 
 
-def race(group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], track: Track) -> list[dict[str, Any]]:
-    """One row per case of the group and contender; those that are right take turns."""
+def race(
+    group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], track: Track
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each case of the group, one per contender, as they are found; those that are right take turns."""
     track.enter(group[0])
     arguments = group[0].arguments()
-    judge, rows = Judge(group[0], arguments), []
+    judge = Judge(group[0], arguments)
     for case in group:
         everyone = contenders(case, peers, also)
         found = [_row(case, contender, arguments, judge, track) for contender in everyone]
@@ -66,9 +68,8 @@ def race(group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], trac
             if row["correct"]:
                 row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
                 _in_other_processes(row, case, contender, track)
-        rows += found
         track.done += 1
-    return rows
+        yield found
 
 
 def _that_run(right: Sequence[Runner], case: Case) -> list[Runner]:
