@@ -113,6 +113,16 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
         _thread.listener = None
 
 
+@contextlib.contextmanager
+def held_back(taker: Callable[..., None]) -> Iterator[None]:
+    """Within, this thread launches nothing: `taker(kernel, programs, arguments, fixed)` has it, if it is new."""
+    _thread.taker = taker
+    try:
+        yield
+    finally:
+        _thread.taker = None
+
+
 def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     """Launch a kernel on the current device and its current stream: `kernel[(programs,)](*arguments, **fixed)`.
 
@@ -125,7 +135,10 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     """
     enter_context(arguments)
     listener = getattr(_thread, "listener", None)
+    taker = getattr(_thread, "taker", None)
     looked = None if not hasattr(kernel, "device_caches") or watched(kernel) else _looked_at(arguments)
+    if looked is None and taker is not None:
+        return
     if looked is None:
         kernel[(programs,)](*arguments, **fixed)
         if listener is not None:
@@ -136,6 +149,10 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     device = driver.get_current_device()
     key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
     ready = _ready.get(key)
+    if taker is not None:
+        if ready is None:
+            taker(kernel, programs, arguments, fixed)
+        return
     if ready is None:
         compiled = kernel[(programs,)](*arguments, **fixed)
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):

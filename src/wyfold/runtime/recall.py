@@ -2,9 +2,9 @@
 
 Between an operator's arguments and its launches lies Python that looks at metadata alone: it checks, plans, makes
 views, asks for memory, and finds the kernel for each launch. Calls that are equal in all it may look at come to the
-same launches, with the same numbers and other addresses. `recalled` listens to the second such call, the first having
-compiled what was missing, and writes down what reaches the device: memory asked for, kernels launched, copies made. The
-calls that follow do that and nothing else.
+same launches, with the same numbers and other addresses. Before the first such call its kernels are compiled
+(`runtime/rehearsal.py`); `recalled` listens to the second one and writes down what reaches the device: memory asked
+for, kernels launched, copies made. The calls that follow do that and nothing else.
 
 What is kept is found by value, holds no tensor and no address, and is given up where it is not understood: a call with
 any other operation in it, of which there are many, goes the ordinary way every time. So does every call that somebody
@@ -23,6 +23,7 @@ from wyfold.runtime import bound, check, launch, register
 from wyfold.runtime.course import Course
 from wyfold.runtime.listen import listened
 from wyfold.runtime.plan import explaining
+from wyfold.runtime.rehearsal import rehearsed
 
 Result = TypeVar("Result")
 
@@ -34,6 +35,9 @@ DEVICES = frozenset(("cuda",))
 
 _courses: dict[tuple[Any, ...], Course | str] = {}
 """What calls came to. A text says why not; an empty one that such a call was seen once."""
+
+_rehearsed: set[tuple[Any, ...]] = set()
+"""Calls, apart from their lengths, whose kernels were compiled before them."""
 
 
 def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
@@ -61,6 +65,7 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
         if len(_courses) >= MOST:
             _courses.clear()
         _courses[key] = ""
+        _compile(tensors, values, run)
         return run()
     if course or bound.hooked():
         return run()
@@ -74,6 +79,16 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
 def forget() -> None:
     """Every call is new again: after a change of what the package reads once."""
     _courses.clear()
+    _rehearsed.clear()
+
+
+def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
+    """Kernels of a call whose like there was none, whatever its lengths: kernels do not depend on those as a rule."""
+    widths = [None if x is None else (x.dtype, x.shape[-2:]) for x in tensors]
+    kind = values, tuple(map(type, values)), tensors[0].device, tuple(widths), launch.changes()
+    if kind not in _rehearsed:
+        _rehearsed.add(kind)
+        rehearsed(run, tensors[0].device)
 
 
 def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:

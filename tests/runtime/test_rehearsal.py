@@ -1,0 +1,147 @@
+"""A first call: all its kernels are compiled before one of them is launched, and nothing else happens."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import wyfold
+from wyfold.runtime import bound, recall, rehearsal
+
+triton = pytest.importorskip("triton")
+
+from tests.compile.aot import RUN, pretending  # noqa: E402
+from tests.runtime.test_recall import KINDS, LAUNCHED, LEARNED, Kernel, learned, lines  # noqa: E402, F401
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+
+
+@pytest.fixture
+def asked(lines: list[Any]) -> Iterator[list[tuple[str, str]]]:  # noqa: F811
+    """What Triton is asked for, in order: ("compile" or "launch", name of a kernel)."""
+    found: list[tuple[str, str]] = []
+    usual = JITFunction.run
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        found.append(("compile" if warmup else "launch", self.__name__))
+        return usual(self, *arguments, grid=grid, warmup=warmup, **fixed)
+
+    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(bound._ready, clear=True):
+        recall.forget()
+        yield found
+
+
+def names(asked: list[tuple[str, str]], what: str) -> list[str]:
+    return [name for how, name in asked if how == what]
+
+
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_all_kernels_are_compiled_before_one_is_launched(kind: str, asked: list[tuple[str, str]]):
+    call, given = KINDS[kind]()
+    tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+    before = {n: x._version for n, x in tensors.items()}
+    with torch.no_grad():
+        call(**given)
+    launches = names(asked, "launch")
+    assert launches and set(names(asked, "compile")) == set(launches)
+    first = asked.index(("launch", launches[0]))
+    assert "compile" not in [how for how, _ in asked[first:]]
+    assert {n: x._version for n, x in tensors.items()} == before
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_each_direction_of_a_call_that_learns(kind: str, asked: list[Any], lines: list[Any]):  # noqa: F811
+    """Those of the backward, when it begins."""
+    learned(LEARNED[kind](), lines)
+    assert set(names(asked, "compile")) == set(names(asked, "launch"))
+    for how, name in asked:
+        if how == "launch":
+            assert asked.index(("compile", name)) < asked.index(("launch", name))
+    compiled_first = [how for how, _ in asked].index("launch")
+    again = [how for how, _ in asked[compiled_first:]]
+    backward = again.index("compile")
+    assert "compile" not in again[again.index("launch", backward) :]
+
+
+def test_once_for_all_lengths(asked: list[Any]):
+    with torch.no_grad():
+        wyfold.l2norm(torch.randn(64, 3, 64), backend="triton")
+        first = names(asked, "compile")
+        for T in (128, 256):
+            wyfold.l2norm(torch.randn(T, 3, 64), backend="triton")
+        assert names(asked, "compile") == first
+        wyfold.l2norm(torch.randn(64, 3, 32), backend="triton")
+        assert len(names(asked, "compile")) == 2 * len(first)
+
+
+def test_nothing_is_written_to():
+    pool, made = torch.zeros(4), []
+    with rehearsal._Harmless():
+        pool.add_(1)
+        pool.view(2, 2).copy_(torch.empty(2, 2))
+        made.append(pool.new_zeros(3))
+        with pytest.raises(rehearsal._Enough):
+            pool.relu_()
+        with pytest.raises(rehearsal._Enough):
+            pool.exp()
+    assert torch.equal(pool, torch.zeros(4))
+    assert made[0].shape == (3,)
+
+
+def test_what_is_not_understood_ends_it(lines: list[Any]):  # noqa: F811
+    """The first kernel is compiled ahead, what comes behind the strange operation when it is launched."""
+    kernels, asked = [Kernel(), Kernel()], []
+    for n, kernel in enumerate(kernels):
+        kernel.run = lambda *_, n=n, **__: asked.append(("compile", n))
+    x = torch.randn(5)
+
+    def run() -> torch.Tensor:
+        for n, kernel in enumerate(kernels):
+            asked.append(("ask", n))
+            bound.launched(kernel, 1, x, x, 5, 1.0)
+            y = x.sin()
+        return y
+
+    with torch.no_grad():
+        recall.recalled((x,), ("made up",), run)
+    assert asked == [("ask", 0), ("compile", 0), ("ask", 0), ("ask", 1)]
+
+
+def test_a_failure_is_left_to_the_call(asked: list[Any]):
+    def run() -> torch.Tensor:
+        raise ValueError("x: expected more")
+
+    with torch.no_grad(), pytest.raises(ValueError, match="expected more"):
+        recall.recalled((torch.randn(4),), ("made up",), run)
+    assert not asked
+
+
+def test_triton_compiles_in_threads_and_finds_it_again():
+    """A real compilation, for a card that is not there; loading, which that card refuses, is left to the launch."""
+    found = []
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        found.append(len(kernel.device_caches[90][0]))
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        if warmup:
+            return RUN(self, *arguments, grid=grid, warmup=True, **fixed)
+        launched(self, *arguments)
+        return SimpleNamespace()
+
+    x = torch.randn(4, 8, 64)
+    with (
+        pretending("sm_90", launched),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(recall, "DEVICES", frozenset(("cpu",))),
+        mock.patch.dict(bound._ready, clear=True),
+        torch.no_grad(),
+    ):
+        recall.forget()
+        wyfold.l2norm(x, backend="triton")
+        recall.forget()
+    assert found == [1]
