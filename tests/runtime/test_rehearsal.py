@@ -1,5 +1,7 @@
 """A first call: all its kernels are compiled before one of them is launched, and nothing else happens."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -145,3 +147,20 @@ def test_triton_compiles_in_threads_and_finds_it_again():
         wyfold.l2norm(x, backend="triton")
         recall.forget()
     assert found == [1]
+
+
+IMPORTS = """
+import sys, torch
+from wyfold.runtime import listen, rehearsal
+x = torch.zeros(4)
+with rehearsal._Harmless():
+    x.new_empty(3).view(3, 1)
+listen.listened((x,), lambda: x.new_empty(3))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_no_compiler_is_imported_for_it():
+    """PyTorch's own takes seconds, at the first and the second call of a process."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -62,7 +62,15 @@ class _Piece(NamedTuple):
     offset: int
 
 
-class _Listener(TorchDispatchMode):
+class Hearing(TorchDispatchMode):
+    """A mode that does not have PyTorch import its compiler, which takes two seconds and hides modes from itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Listener(Hearing):
     """Hears one call. Its tensors are numbered as they come: those given, then those made."""
 
     def __init__(self, given: tuple[Any, ...]):

@@ -17,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wyfold.runtime import bound, launch, register
-from wyfold.runtime.listen import ASKS, DOES
+from wyfold.runtime.listen import ASKS, DOES, Hearing
 
 THREADS = 8
 """At most; a call has six kernels or fewer."""
@@ -53,7 +52,7 @@ class _Enough(Exception):
     """The call does something that may not bear being done twice."""
 
 
-class _Harmless(TorchDispatchMode):
+class _Harmless(Hearing):
     """Within, tensors are made, and looked at in other shapes; none is written to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
