@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
 
 
 class Hearing(TorchDispatchMode):
-    """A mode that does not have PyTorch import its compiler, which takes two seconds and hides modes from itself."""
+    """A mode for which PyTorch does not import its compiler: that takes seconds, in the first call of a process."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
