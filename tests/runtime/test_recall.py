@@ -145,6 +145,41 @@ def decoded_packed(rule: str) -> Made:
     return serving.decode_packed, {**given, **gate, **pooled(), "heads": (H, HV), "dims": (D, D)}
 
 
+def inner(**options: Any) -> Made:
+    """TTT-Linear over whole sequences."""
+    q, k, v = (torch.randn(B, T, heads, D, dtype=torch.bfloat16) for heads in (HV, HV, HV))
+    given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(B, T, HV, 1)}
+    return wyfold.chunk_ttt_linear, {**given, **options, "backend": "triton"}
+
+
+def inner_decoded(*, turned: bool = False, out: bool = False, **options: Any) -> Made:
+    q, k, v = torch.randn(3, *((1, N) if turned else (N, 1)), HV, D).unbind()
+    S, c = torch.randn(2, 9, HV, D, D), torch.randn(2, 9, HV, 1, D)
+    pool = wyfold.TTTState(S[0], c[0], S[1], c[1], torch.zeros(9, dtype=torch.int32))
+    given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(*v.shape[:3])}
+    slots = {"pool": pool, "state_indices": torch.arange(N), "out": torch.empty_like(v) if out else None}
+    return serving.ttt_decode, {**given, **slots, **options, "backend": "triton"}
+
+
+def inverted(**options: Any) -> Made:
+    return wyfold.solve_tril, {"A": torch.randn(B, T, HV, 64).tril(-1), **options, "backend": "triton"}
+
+
+def grams(**options: Any) -> Made:
+    given = {"k": torch.randn(B, T, H, D, dtype=torch.bfloat16), "beta": torch.rand(B, T, HV)}
+    return wyfold.chunk_scaled_dot_kkt, {**given, **options, "backend": "triton"}
+
+
+def gated(rule: str, **options: Any) -> Made:
+    call, shape = {"gdn": (wyfold.fused_gdn_gate, (HV,)), "kda": (wyfold.fused_kda_gate, (HV, D))}[rule]
+    given = {"g": torch.randn(B, T, *shape), "A_log": torch.randn(HV), "dt_bias": torch.randn(shape)}
+    return call, {**given, **options, "backend": "triton"}
+
+
+def strengths(**options: Any) -> Made:
+    return wyfold.fused_beta_sigmoid, {"x": torch.randn(B, T, HV, dtype=torch.bfloat16), **options, "backend": "triton"}
+
+
 def layout() -> SequenceLayout:
     return SequenceLayout(torch.tensor([0, 40, 41, T]), T)
 
@@ -188,6 +223,19 @@ KINDS: dict[str, Callable[[], Made]] = {
     "conv1d_update": conv_updated,
     "rms_norm_gated": normed,
     "l2norm": lambda: (wyfold.l2norm, {"x": torch.randn(3, 64), "backend": "triton"}),
+    "ttt": inner,
+    "ttt, steps as numbers": lambda: inner(eta=0.1, eta_col=2, residual="q"),
+    "ttt, packed": lambda: inner(cu_seqlens=layout(), initial_state=torch.randn(N, HV, D, D), output_final_state=True),
+    "ttt_decode": inner_decoded,
+    "ttt_decode, turned": lambda: inner_decoded(turned=True, eta=0.1),
+    "ttt_decode, turned, out": lambda: inner_decoded(turned=True, out=True),
+    "solve_tril": inverted,
+    "solve_tril, packed": lambda: inverted(cu_seqlens=layout(), output_dtype=torch.bfloat16),
+    "chunk_scaled_dot_kkt": grams,
+    "chunk_scaled_dot_kkt, packed": lambda: grams(g=-torch.rand(B, T, HV), cu_seqlens=layout()),
+    "fused_gdn_gate": lambda: gated("gdn"),
+    "fused_kda_gate": lambda: gated("kda", lower_bound=-5.0),
+    "fused_beta_sigmoid": strengths,
 }
 # Nothing is launched for no tokens.
 LAUNCHED = [kind for kind in KINDS if kind != "chunk gdn, no tokens"]
@@ -205,6 +253,8 @@ def seen(made: Made, lines: list[tuple[Any, ...]]) -> tuple[Any, list[tuple[Any,
     named = {**given, **{f"result {n}": x for n, x in enumerate(tensors_of(result))}}
     if isinstance(given.get("cu_seqlens"), SequenceLayout):
         named["cu_seqlens"] = given["cu_seqlens"].cu_seqlens
+    if isinstance(given.get("pool"), wyfold.TTTState):
+        named |= {f"pool.{name}": x for name, x in given["pool"]._asdict().items()}
     return result, lines.copy(), {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
 
 
@@ -280,6 +330,12 @@ LEARNED: dict[str, Callable[[], Made]] = {
     "conv": lambda: convolved(bias=torch.randn(64)),
     "rms_norm_gated": normed,
     "l2norm": KINDS["l2norm"],
+    "ttt": lambda: inner(eta_col=torch.rand(B, T, HV, 1)),
+    "ttt, packed": KINDS["ttt, packed"],
+    "ttt, groups": lambda: inner(q=torch.randn(B, T, H, D, dtype=torch.bfloat16), k=inner()[1]["q"][:, :, :H]),
+    "fused_gdn_gate": lambda: gated("gdn", A_log=torch.randn(HV, 1, dtype=torch.bfloat16)),
+    "fused_kda_gate": lambda: gated("kda", dt_bias=torch.randn(HV * D)),
+    "fused_beta_sigmoid": strengths,
 }
 
 
@@ -352,7 +408,7 @@ def test_a_call_without_launches_stays_ordinary(lines: list[tuple[Any, ...]]):
 
 
 def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
-    for kind in ("decode gdn", "decode gdn, turned, out"):
+    for kind in ("decode gdn", "decode gdn, turned, out", "ttt_decode, turned, out"):
         for _ in range(4):
             call, given = KINDS[kind]()
             assert call(**given) is given["out"]
@@ -523,6 +579,32 @@ def test_an_explained_call_launches_nothing(lines: list[tuple[Any, ...]]):
     warm((call, given), lines)
     assert wyfold.explain(call, **given).backend == "triton"
     assert not lines
+
+
+@pytest.mark.parametrize("kind", ["solve_tril", "chunk_scaled_dot_kkt", "ttt_decode"])
+def test_what_has_no_gradient_refuses_one_later_as_well(kind: str, lines: list[tuple[Any, ...]]):
+    call, given = KINDS[kind]()
+    warm((call, given), lines)
+    name = next(name for name, x in given.items() if isinstance(x, torch.Tensor))
+    with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+        call(**{**given, name: given[name].clone().requires_grad_()})
+    assert not lines
+
+
+def test_a_step_size_is_part_of_a_call(lines: list[tuple[Any, ...]]):
+    """Which no launch has among its numbers: an operation of PyTorch writes it, zeros of either sign."""
+    call, given = inner()
+    for eta in (0.1, 0.1, 0.2, 0.2, 0.0, -0.0, 0.1):
+        with torch.no_grad():
+            call(**{**given, "eta": eta})
+    asked = [
+        str(step.arguments[1])
+        for course in recall._courses.values()
+        if isinstance(course, Course)
+        for step in course.steps
+        if getattr(step, "operator", None) is torch.ops.aten.full.default
+    ]
+    assert asked == ["0.1", "0.2", "-0.0"]
 
 
 def test_a_gradient_is_kept(lines: list[tuple[Any, ...]]):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wyfold.ops.delta_call import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.register import once_differentiable, register
+from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import call, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.gate import GateGradients
 from wyfold.tile.rows.eager import widest
@@ -55,11 +58,14 @@ def fused_gdn_gate(
         Gated DeltaNet, arXiv:2412.06464.
     """
     op = "fused_gdn_gate"
-    check.floating(op, g=check.tensor(op, "g", g))
-    if g.ndim < 1:
-        raise ValueError(f"{op}: g must be [..., HV], got {list(g.shape)}")
-    _check_parameters(op, g, A_log, dt_bias, g.shape[-1:])
-    return _gate(op, g.unsqueeze(-1), A_log, dt_bias, None, output_dtype, backend).squeeze(-1)
+
+    def check_gate() -> None:
+        check.floating(op, g=check.tensor(op, "g", g))
+        if g.ndim < 1:
+            raise ValueError(f"{op}: g must be [..., HV], got {list(g.shape)}")
+        _check_parameters(op, g, A_log, dt_bias, g.shape[-1:])
+
+    return _gate(op, check_gate, g, A_log, dt_bias, None, output_dtype, backend)
 
 
 def fused_kda_gate(
@@ -106,13 +112,16 @@ def fused_kda_gate(
         Kimi Linear, arXiv:2510.26692.
     """
     op = "fused_kda_gate"
-    check.floating(op, g=check.tensor(op, "g", g))
-    if g.ndim < 2:
-        raise ValueError(f"{op}: g must be [..., HV, K], got {list(g.shape)}")
-    _check_parameters(op, g, A_log, dt_bias, g.shape[-2:])
-    if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
-        raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
-    return _gate(op, g, A_log, dt_bias, lower_bound, output_dtype, backend)
+
+    def check_gate() -> None:
+        check.floating(op, g=check.tensor(op, "g", g))
+        if g.ndim < 2:
+            raise ValueError(f"{op}: g must be [..., HV, K], got {list(g.shape)}")
+        _check_parameters(op, g, A_log, dt_bias, g.shape[-2:])
+        if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
+            raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
+
+    return _gate(op, check_gate, g, A_log, dt_bias, lower_bound, output_dtype, backend)
 
 
 def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
@@ -141,10 +150,18 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
         1.0
     """
     op = "fused_beta_sigmoid"
-    check.floating(op, x=check.tensor(op, "x", x))
-    scale = check.number(op, "scale", scale)
-    plan = _plan(op, "beta_sigmoid", x, backend, (x.dtype,))
-    return _BetaSigmoid.apply(x, scale, plan.backend)
+    values = op, scale, backend
+
+    def decide() -> str:
+        check.floating(op, x=check.tensor(op, "x", x))
+        check.number(op, "scale", scale)
+        return _plan(op, "beta_sigmoid", x, backend, (x.dtype,)).backend
+
+    def run() -> Tensor:
+        chosen = decided(decision_key((x,), values, backend), decide)
+        return _BetaSigmoid.apply(x, float(scale), chosen)
+
+    return recalled((x,), values, run)
 
 
 def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
@@ -172,6 +189,7 @@ def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor 
 
 def _gate(
     op: str,
+    check_gate: Callable[[], None],
     g: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -179,12 +197,24 @@ def _gate(
     output_dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    """g: [..., HV, 1 or K]."""
-    check.dtype_option(op, "output_dtype", output_dtype)
-    output_dtype = output_dtype or widest(g, A_log, dt_bias)
-    plan = _plan(op, "gate", g, backend, (*table.dtypes(g, A_log, dt_bias), output_dtype))
-    activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
-    return _Gate.apply(g, A_log, dt_bias, activation, bound, output_dtype, plan.backend)
+    """check_gate: refuses what is wrong with the operator's arguments but for the dtype."""
+    tensors, values = (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend)
+
+    def decide() -> tuple[str, float, torch.dtype, str]:
+        check_gate()
+        check.dtype_option(op, "output_dtype", output_dtype)
+        stored = output_dtype or widest(*tensors)
+        plan = _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored))
+        activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
+        return activation, bound, stored, plan.backend
+
+    def run() -> Tensor:
+        chosen = decided(decision_key(tensors, values, backend), decide)
+        if op == "fused_gdn_gate":
+            return _Gate.apply(g.unsqueeze(-1), A_log, dt_bias, *chosen).squeeze(-1)
+        return _Gate.apply(*tensors, *chosen)
+
+    return recalled(tensors, values, run)
 
 
 class _Gate(torch.autograd.Function):
@@ -204,15 +234,17 @@ class _Gate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = (activation, lower_bound, backend)
         ctx.save_for_backward(g, A_log, dt_bias)
-        return _gate_op(g, A_log, dt_bias, activation, lower_bound, output_dtype, backend)
+        tensors, values = (g, A_log, dt_bias), (activation, lower_bound, output_dtype, backend)
+        return recalled(tensors, ("gate_fwd", *values), lambda: call(_gate_op, *tensors, *values))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 7
-        needs = list(ctx.needs_input_grad[:3])
-        found = iter(_gate_bwd_op(*ctx.saved_tensors, dy, needs, *ctx.options))
+        needs, tensors = list(ctx.needs_input_grad[:3]), (*ctx.saved_tensors, dy)
+        values = "gate_bwd", *needs, *ctx.options
+        found = iter(recalled(tensors, values, lambda: tuple(call(_gate_bwd_op, *tensors, needs, *ctx.options))))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 
@@ -242,16 +274,21 @@ def _gate_bwd(
     backend: str,
 ) -> list[Tensor]:
     """Gradients of the tensors that need one, in their order."""
-    dtype, (HV, K) = widest(g, A_log, dt_bias), g.shape[-2:]
+    dtype = widest(g, A_log, dt_bias)
     dg = g.new_empty(g.shape) if needs[0] else None
     dA_log, ddt_bias = (
-        g.new_zeros(size, dtype=dtype) if need else None for size, need in zip(((HV,), (HV, K)), needs[1:])
+        x.new_zeros(x.shape, dtype=dtype) if need and x is not None else None
+        for x, need in zip((A_log, dt_bias), needs[1:])
     )
-    out = GateGradients(None if dg is None else _tokens(dg), dA_log, ddt_bias)
+    out = GateGradients(
+        None if dg is None else _tokens(dg),
+        _flat(dA_log),
+        None if ddt_bias is None else ddt_bias.view(g.shape[-2:]),
+    )
     inputs = (_tokens(g), _flat(A_log), _flat(dt_bias))
     table.launches("gate", backend).gate_bwd(*inputs, activation, lower_bound, _tokens(dy), out)
     gradients = zip((dg, dA_log, ddt_bias), (g, A_log, dt_bias))
-    return [d.view(x.shape).to(x.dtype) for d, x in gradients if d is not None and x is not None]
+    return [d.to(x.dtype) for d, x in gradients if d is not None and x is not None]
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -286,14 +323,16 @@ class _BetaSigmoid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.backend = scale, backend
         ctx.save_for_backward(x)
-        return _beta_op(x, scale, backend)
+        return recalled((x,), ("beta_sigmoid_fwd", scale, backend), lambda: call(_beta_op, x, scale, backend))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None
-        return _beta_bwd_op(*ctx.saved_tensors, dy, ctx.scale, ctx.backend), None, None
+        tensors, values = (*ctx.saved_tensors, dy), (ctx.scale, ctx.backend)
+        dx = recalled(tensors, ("beta_sigmoid_bwd", *values), lambda: call(_beta_bwd_op, *tensors, *values))
+        return dx, None, None
 
 
 def _beta(x: Tensor, scale: float, backend: str) -> Tensor:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import CHUNK_SIZES, packed_boundaries
+from wyfold.ops.delta_call import CHUNK_SIZES, decided, decision_key, packed_boundaries
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.runtime import check
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.layout import SequenceLayout, legal_boundaries
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.register import register
+from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import call, register
 from wyfold.stages import table
 from wyfold.tile.rows.eager import widest
 
@@ -70,20 +71,30 @@ def solve_tril(
         (True, True)
     """
     op = "solve_tril"
-    check.shapes(op, A=(A, "B T H C"))
-    _no_gradient(op, A=A)
-    check.floating(op, A=A)
-    if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
-        raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
-    check.dtype_option(op, "output_dtype", output_dtype)
-    cu = None if cu_seqlens is None else packed_boundaries(op, A, cu_seqlens)
-    if check.checking_contents() and check.readable(A):
-        _check_triangle(op, A, cu)
-    H, C = A.shape[2:]
-    output_dtype = output_dtype or widest(A)
-    per_part = _chunks_per_part(C, H, C, widest(A))
-    plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, output_dtype), lambda it: it.launch_key(A.dtype, C))
-    return _Constant.apply(_solve_tril_op, A, cu, output_dtype, plan.backend)
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors, values = (A, cu), (op, tokens, output_dtype, backend)
+
+    def decide() -> tuple[torch.dtype, str]:
+        check.shapes(op, A=(A, "B T H C"))
+        _no_gradient(op, A=A)
+        check.floating(op, A=A)
+        if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
+            raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
+        check.dtype_option(op, "output_dtype", output_dtype)
+        if cu_seqlens is not None:
+            packed_boundaries(op, A, cu_seqlens)
+        if check.checking_contents() and check.readable(A):
+            _check_triangle(op, A, cu)
+        H, C = A.shape[2:]
+        stored = output_dtype or widest(A)
+        per_part = _chunks_per_part(C, H, C, widest(A))
+        plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, stored), lambda it: it.launch_key(A.dtype, C))
+        return stored, plan.backend
+
+    def run() -> Tensor:
+        return _Constant.apply(_solve_tril_op, A, cu, *decided(decision_key(tensors, values, backend), decide))
+
+    return recalled(tensors, values, run)
 
 
 def chunk_scaled_dot_kkt(
@@ -129,28 +140,39 @@ def chunk_scaled_dot_kkt(
         torch.Size([1, 100, 4, 16])
     """
     op = "chunk_scaled_dot_kkt"
-    channel = isinstance(g, Tensor) and g.ndim == 4
-    gate = (g, "B T HV K" if channel else "B T HV")
-    sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
-    _no_gradient(op, k=k, beta=beta, g=g)
-    H, HV = sizes["H"], sizes["HV"]
-    check.head_groups(op, H, HV, keys="k", values="beta")
-    check.width(op, "K", "k", sizes["K"])
-    check.floating(op, k=k, beta=beta, g=g)
-    check.alike(op, "device", k=k, beta=beta, g=g)
-    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
-    check.dtype_option(op, "output_dtype", output_dtype)
-    cu = None if cu_seqlens is None else packed_boundaries(op, k, cu_seqlens)
-    if g is not None:
-        check.log_gates(op, g, cu)
-    per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
-    output_dtype = output_dtype or widest(k, beta, g)
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors, values = (k, beta, g, cu), (op, tokens, chunk_size, output_dtype, backend)
 
-    def key(it: Any) -> str:
-        return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
+    def decide() -> tuple[torch.dtype, str]:
+        channel = isinstance(g, Tensor) and g.ndim == 4
+        gate = (g, "B T HV K" if channel else "B T HV")
+        sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
+        _no_gradient(op, k=k, beta=beta, g=g)
+        H, HV = sizes["H"], sizes["HV"]
+        check.head_groups(op, H, HV, keys="k", values="beta")
+        check.width(op, "K", "k", sizes["K"])
+        check.floating(op, k=k, beta=beta, g=g)
+        check.alike(op, "device", k=k, beta=beta, g=g)
+        check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+        check.dtype_option(op, "output_dtype", output_dtype)
+        if cu_seqlens is not None:
+            packed_boundaries(op, k, cu_seqlens)
+        if g is not None:
+            check.log_gates(op, g, cu)
+        per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
+        stored = output_dtype or widest(k, beta, g)
 
-    plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), output_dtype), key)
-    return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, output_dtype, plan.backend)
+        def key(it: Any) -> str:
+            return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
+
+        plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), stored), key)
+        return stored, plan.backend
+
+    def run() -> Tensor:
+        chosen = decided(decision_key(tensors, values, backend), decide)
+        return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, *chosen)
+
+    return recalled(tensors, values, run)
 
 
 class _Constant(torch.autograd.Function):
@@ -159,8 +181,9 @@ class _Constant(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        return run(*arguments)
+    def forward(ctx: Any, operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        found: Tensor = call(operator, *arguments)
+        return found
 
 
 def _no_gradient(op: str, **arguments: Tensor | None) -> None:

@@ -17,7 +17,8 @@ from wyfold.pipelines.ttt_context import ttt_across
 from wyfold.pipelines.ttt_records import TTTOptions, TTTTensors
 from wyfold.runtime import check
 from wyfold.runtime.launch import dtype_word
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
@@ -172,13 +173,20 @@ def chunk_ttt_linear(
     def tensors() -> TTTTensors:
         return _tensors(q, k, v, w, b, eta, eta_col, cu_seqlens)._replace(state=initial_state, bias=initial_state_bias)
 
-    if cp_context is None:
-        options = decide()
-        result = ttt(tensors(), options)
-    else:
-        options = agreed(op, cp_context, q, decide, lambda options: _alike_on_ranks(tensors(), options))
-        result = ttt_across(tensors(), options, cp_context)
-    return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
+    def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if cp_context is None:
+            result = ttt(tensors(), decide())
+        else:
+            options = agreed(op, cp_context, q, decide, lambda options: _alike_on_ranks(tensors(), options))
+            result = ttt_across(tensors(), options, cp_context)
+        return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
+
+    if cp_context is not None:
+        return run()
+    numbers, steps = numbers_apart(eta, eta_col)
+    cu, tokens_of_layout = boundaries_of(cu_seqlens)
+    values = op, *numbers, tokens_of_layout, *form, batch_invariant, backend
+    return recalled((q, k, v, w, b, *steps, *states, cu), values, run)
 
 
 fused_chunk_ttt_linear = chunk_ttt_linear
@@ -291,9 +299,14 @@ def _decided_by(
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    numbers = tuple([x if isinstance(x, float | int) else None for x in given])  # step sizes, which may be numbers
-    tensors = tuple([x if number is None else None for x, number in zip(given, numbers, strict=True)])
+    numbers, tensors = numbers_apart(*given)  # step sizes
     return decision_key((*tensors, cu_seqlens), (op, tokens, numbers, *map(type, numbers), *values, backend), backend)
+
+
+def numbers_apart(*given: Any) -> tuple[tuple[float | None, ...], tuple[Any, ...]]:
+    """Those that are numbers, and those that are not, with None in the others' places."""
+    numbers = tuple([x if isinstance(x, float | int) else None for x in given])
+    return numbers, tuple([x if number is None else None for x, number in zip(given, numbers, strict=True)])
 
 
 def _tensors(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_call import CHUNK_SIZES, decided, decision_key, keeps_gradients
-from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, state_dtypes
+from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, numbers_apart, state_dtypes
 from wyfold.pipelines.ttt_serving import TTTServing, serve_ttt
 from wyfold.runtime import check
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
 
@@ -93,6 +94,36 @@ def ttt_decode(
     op = "ttt_decode"
     if not isinstance(pool, TTTState):
         raise TypeError(f"{op}: pool must be a TTTState, got {type(pool).__name__}")
+    numbers, steps = numbers_apart(eta, eta_col)
+
+    def run() -> Tensor:
+        form = residual, scale, eps, chunk_size, pad_slot_id, backend
+        return _ttt_decode(op, q, k, v, w, b, eta, eta_col, pool, state_indices, out, *form)
+
+    tensors = q, k, v, w, b, *steps, *pool, state_indices, out
+    return recalled(tensors, (op, *numbers, residual, scale, eps, chunk_size, pad_slot_id, backend), run)
+
+
+def _ttt_decode(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    eta_col: Tensor | float | None,
+    pool: TTTState,
+    state_indices: Tensor | None,
+    out: Tensor | None,
+    residual: str,
+    scale: float | None,
+    eps: float,
+    chunk_size: int,
+    pad_slot_id: int,
+    backend: str | None,
+) -> Tensor:
+    """Check, decide, run."""
     turned = isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != 1
     if turned:
         if q.shape[0] != 1:
@@ -100,8 +131,7 @@ def ttt_decode(
         q, k, v, eta, eta_col, given = (_turned(x) for x in (q, k, v, eta, eta_col, out))
     else:
         given = out
-    numbers = tuple([x if isinstance(x, float | int) else None for x in (eta, eta_col)])
-    steps = tuple([x if number is None else None for x, number in zip((eta, eta_col), numbers, strict=True)])
+    numbers, steps = numbers_apart(eta, eta_col)
     values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend
     key = decision_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
 

@@ -31,6 +31,7 @@ from wyfold.pipelines.ttt_records import (
     turned,
 )
 from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.ttt import State, States
@@ -46,8 +47,13 @@ def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
     """Results, and what the backward needs of them, without autograd's knowledge."""
-    found = call(_forward_op, *tensors, *options)
-    return TTTResult(*found[:RESULTS]), found[RESULTS]
+
+    def forward() -> tuple[Tensor, ...]:
+        *result, saved = call(_forward_op, *tensors, *options)
+        return *result, *saved
+
+    found = recalled(tensors, ("ttt_fwd", *options), forward)
+    return TTTResult(*found[:RESULTS]), list(found[RESULTS:])
 
 
 def run_backward(
@@ -78,9 +84,14 @@ class TTT(torch.autograd.Function):
             return none
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
-        found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
-        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none[DIFFERENTIABLE:]
+
+        def wanted() -> tuple[Tensor | None, ...]:
+            found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
+            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
+
+        found = recalled((*kept, *gradients[:-1]), ("ttt_bwd", *needs, *ctx.options), wanted)
+        return *found, *none[DIFFERENTIABLE:]
 
 
 def chunks_per_part(v: Tensor, chunk_size: int) -> int:

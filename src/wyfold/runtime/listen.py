@@ -30,7 +30,7 @@ DOES = frozenset(
     f"aten::{name}"
     for name in (
         *("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like"),
-        *("add_", "arange", "mul", "sub", "floor_divide", "cumsum", "sum"),
+        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum"),
     )
 )
 """Operations that are repeated as they are: the shape of what they return follows from shapes, and autocast leaves them
