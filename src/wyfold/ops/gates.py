@@ -200,19 +200,18 @@ def _gate(
     """check_gate: refuses what is wrong with the operator's arguments but for the dtype."""
     tensors, values = (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend)
 
-    def decide() -> tuple[str, float, torch.dtype, str]:
+    def decide() -> tuple[torch.dtype, str]:
         check_gate()
         check.dtype_option(op, "output_dtype", output_dtype)
         stored = output_dtype or widest(*tensors)
-        plan = _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored))
-        activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
-        return activation, bound, stored, plan.backend
+        return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored)).backend
 
     def run() -> Tensor:
         chosen = decided(decision_key(tensors, values, backend), decide)
+        activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
         if op == "fused_gdn_gate":
-            return _Gate.apply(g.unsqueeze(-1), A_log, dt_bias, *chosen).squeeze(-1)
-        return _Gate.apply(*tensors, *chosen)
+            return _Gate.apply(g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
+        return _Gate.apply(*tensors, activation, bound, *chosen)
 
     return recalled(tensors, values, run)
 

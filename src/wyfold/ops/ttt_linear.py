@@ -175,7 +175,8 @@ def chunk_ttt_linear(
 
     def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
         if cp_context is None:
-            result = ttt(tensors(), decide())
+            options = decide()
+            result = ttt(tensors(), options)
         else:
             options = agreed(op, cp_context, q, decide, lambda options: _alike_on_ranks(tensors(), options))
             result = ttt_across(tensors(), options, cp_context)
