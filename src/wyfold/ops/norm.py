@@ -255,7 +255,11 @@ def _rms_norm_gated_bwd(
     *options, backend = scalars
     dtype = widest(x, g, weight, bias)
     dx, dg = (t.new_empty(t.shape) if need else None for t, need in zip((x, g), needs))
-    dweight, dbias = (x.new_zeros(weight.shape, dtype=dtype) if need else None for need in needs[2:])
+    dweight, dbias = (
+        # A kernel adds once, and so rounds once.
+        t.new_zeros(t.shape, dtype=dtype if backend == "eager" else t.dtype) if need and t is not None else None
+        for t, need in zip((weight, bias), needs[2:])
+    )
     table.launches("norm", backend).rms_norm_gated_bwd(
         _flat(x),
         _flat(g),

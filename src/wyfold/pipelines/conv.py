@@ -110,12 +110,15 @@ def _backward(*arguments: Any) -> list[Tensor]:
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
     dy, dfinal, needs, activated, backend = arguments[len(t) :]
     dtype = widest(*t[:DIFFERENTIABLE])
-    sums = (t.weight.mT, t.bias, t.initial_state)
     dx = t.x.new_empty(t.x.shape) if needs[0] else None
-    dweight, dbias, dstate = (
-        x.new_zeros(x.shape, dtype=dtype) if need and x is not None else None
-        for x, need in zip(sums, (needs[1], needs[2], needs[4]))
+    dweight, dbias = (
+        # A kernel adds once, and so rounds once.
+        x.new_zeros(x.shape, dtype=dtype if backend == "eager" else x.dtype) if need and x is not None else None
+        for x, need in zip((t.weight, t.bias), needs[1:3])
     )
+    dstate = None
+    if needs[4] and t.initial_state is not None:
+        dstate = t.initial_state.new_zeros(t.initial_state.shape, dtype=dtype)
     table.launches("conv", backend).conv_bwd(
         t.x.flatten(0, 1),
         t.weight,
@@ -126,7 +129,9 @@ def _backward(*arguments: Any) -> list[Tensor]:
         None if dy is None else dy.flatten(0, 1),
         dfinal,
         dtype,
-        ConvGradients(None if dx is None else dx.flatten(0, 1), dweight, dbias, dstate),
+        ConvGradients(
+            None if dx is None else dx.flatten(0, 1), None if dweight is None else dweight.t(), dbias, dstate
+        ),
     )
     dresidual = None
     if t.residual is not None and needs[3]:
@@ -136,8 +141,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
             if t.cu_seqlens is not None:
                 token = torch.arange(dy.shape[1], device=dy.device)
                 dresidual.masked_fill_((token >= t.cu_seqlens[-1])[:, None], 0)
-    gradients = (dx, None if dweight is None else dweight.t(), dbias, dresidual, dstate)
-    return [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, t) if dx is not None and x is not None]
+    gradients = (dx, dweight, dbias, dresidual, dstate)
+    return [dx.to(x.dtype) for dx, x in zip(gradients, t) if dx is not None and x is not None]
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:

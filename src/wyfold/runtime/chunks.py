@@ -139,7 +139,10 @@ class ChunkGrid:
     def first_checkpoints(self, every: int, device: torch.device) -> Tensor:
         """[N] int64 row of each sequence's first state, if one is kept after every `every` tokens of a sequence."""
         if self.cu is None:
-            return torch.arange(self.sequences, device=device) * (self.tokens // every)
+            step = self.tokens // every
+            if step == 0:
+                return torch.full((self.sequences,), 0, device=device)
+            return torch.arange(0, self.sequences * step, step, device=device)
         counts = self.cu[: self.sequences + 1].diff() // every
         return counts.cumsum(0) - counts
 

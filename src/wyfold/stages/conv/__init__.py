@@ -24,7 +24,7 @@ class ConvGradients(NamedTuple):
 
     Attributes:
         x: [T, D].
-        weight, bias: [W, D] and [D], wide; added to.
+        weight, bias: [W, D] and [D], added to; wide where that happens more than once, which is on eager.
         state: [N, D, S], wide.
     """
 
