@@ -33,16 +33,20 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
         return
     leaving = _outside(options, *final) if options.final_state else States(None, None)
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
-    borders = Borders(*saved) if saved else _borders(t, options, False)
+    borders = Borders(*saved) if saved else None
     numbers = options.chunk_size, options.scale, options.eps
-    _stage(options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
+    key = _stage(options).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
+    walk = table.serving("ttt", options.backend, key, t.q.device).ttt
+    walk(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
     if not options.save:
         return []
-    found = [x for x in _borders(t, options, True) if x is not None]
+    stage, (B, T) = _stage(options), t.v.shape[:2]
+    N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
+    found = list(stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, N), True))
     # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
     return found if t.cu_seqlens is None else [x.zero_() for x in found]
 
@@ -90,14 +94,6 @@ def _stage(options: TTTOptions) -> Any:
 
 def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
     return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
-
-
-def _borders(t: TTTTensors, options: TTTOptions, backward: bool) -> Borders:
-    """Unwritten."""
-    stage, (B, T) = _stage(options), t.v.shape[:2]
-    packed = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
-    found: Borders = stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, packed), backward)
-    return found
 
 
 def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:

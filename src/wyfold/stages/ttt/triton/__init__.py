@@ -35,7 +35,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.stages.ttt import Borders, States, TokenGradients, Tokens
 from wyfold.stages.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
 from wyfold.stages.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
-from wyfold.stages.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys
+from wyfold.stages.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys, walk_key
 from wyfold.stages.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
 from wyfold.stages.ttt.triton.parameters import parameter_gradients, wyfold_ttt_parameters_triton
 from wyfold.stages.ttt.triton.replay import replayed, wyfold_ttt_replay_triton
@@ -50,6 +50,7 @@ __all__ = [
     "launch_keys",
     "ttt",
     "ttt_bwd",
+    "walk_key",
     "wyfold_ttt_bwd_triton",
     "wyfold_ttt_gradients_triton",
     "wyfold_ttt_outputs_triton",
@@ -81,7 +82,7 @@ def ttt(
     scale: float,
     eps: float,
     o: Tensor,
-    borders: Borders,
+    borders: Borders | None,
 ) -> None:
     """Run every sequence from its entering state.
 
@@ -94,8 +95,10 @@ def ttt(
         scale: Multiplies q.
         eps: Of both norms.
         o: [B, T, HV, D] written, zero past the last boundary.
-        borders: From `empty`, written, for the outputs and for `ttt_bwd`.
+        borders: From `empty`, written, for the outputs and for `ttt_bwd`; None where no backward follows.
     """
+    if borders is None:
+        borders = empty(x.q, x.v, grid.chunks, False)
     walk(x, entering, leaving, grid, chunk_size, eps, borders)
     outputs(x, borders, grid, chunk_size, scale, eps, o)
 

@@ -47,6 +47,11 @@ def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
     return [_launch_key(dtype, D, chunk_size, launch) for launch in LAUNCHES]
 
 
+def walk_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
+    """What decides which backend's launches walk forward."""
+    return _launch_key(dtype, D, chunk_size, "walk")
+
+
 @functools.cache
 def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str:
     return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
