@@ -364,7 +364,7 @@ def _decide(
         chunk_size=C,
         parts=split.part_count(B, T, packed, C, chunks_per_part(v, C)),
         collectives=() if context is None else _collectives(context, v),
-        keys=lambda: [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(q.dtype, D, C)],
+        keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
     )
     return TTTOptions(
@@ -381,6 +381,13 @@ def _decide(
         keep_states=form.keep_states,
         backend=plan.backend,
     )
+
+
+def _launch_keys(device: torch.device, dtype: torch.dtype, D: int, C: int) -> list[tuple[str, str]]:
+    """Of `plan`: what a walk reads on its way needs no launch of its own."""
+    walk, read, *back = [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(dtype, D, C)]
+    both = table.language("ttt", "triton", walk[1], device) == "gluon"
+    return [walk, *back] if both else [walk, read, *back]
 
 
 def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:

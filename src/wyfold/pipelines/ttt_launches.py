@@ -1,6 +1,6 @@
 """TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
 
-    forward     walk, outputs
+    forward     walk, outputs; on Hopper one launch, where its configurations have a row for the call
     backward    replay, walk back, gradients
 
 The forward keeps for the backward what its walk leaves. Walking again would hold as much while the backward runs, which
@@ -35,16 +35,14 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
     borders = Borders(*saved) if saved else None
     numbers = options.chunk_size, options.scale, options.eps
-    key = _stage(options).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
-    walk = table.serving("ttt", options.backend, key, t.q.device).ttt
-    walk(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
+    _stage(t, options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """What the forward keeps, unwritten; sizes come from metadata alone."""
     if not options.save:
         return []
-    stage, (B, T) = _stage(options), t.v.shape[:2]
+    stage, (B, T) = _stage(t, options), t.v.shape[:2]
     N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
     found = list(stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, N), True))
     # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
@@ -74,7 +72,7 @@ def backward(
         return
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    _stage(options).ttt_bwd(
+    _stage(t, options).ttt_bwd(
         _tokens(t, options),
         Borders(*saved),
         do,
@@ -88,8 +86,9 @@ def backward(
     )
 
 
-def _stage(options: TTTOptions) -> Any:
-    return table.launches("ttt", options.backend)
+def _stage(t: TTTTensors, options: TTTOptions) -> Any:
+    key = table.launches("ttt", options.backend).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
+    return table.serving("ttt", options.backend, key, t.q.device)
 
 
 def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
@@ -101,7 +100,7 @@ def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
     if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
         legal_boundaries(options.operator, t.cu_seqlens, T)
     grids: Any = table.launches("chunk_grid", options.backend)
-    found: ChunkGrid = grids.chunk_grid(B, T, _stage(options).SEGMENT, t.cu_seqlens)
+    found: ChunkGrid = grids.chunk_grid(B, T, _stage(t, options).SEGMENT, t.cu_seqlens)
     return found
 
 

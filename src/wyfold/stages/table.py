@@ -144,8 +144,11 @@ def plan(
 def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, keys: Keys) -> Plan:
     """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
     where = launch.architecture(device)
-    languages = {stage: language(stage, plan.backend, key, device) for stage, key in keys}
-    rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{languages[stage]}", key)) for stage, key in keys])
+    spoken = [language(stage, plan.backend, key, device) for stage, key in keys]
+    named = zip(keys, spoken, strict=True)
+    rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{name}", key)) for (stage, key), name in named])
+    # One module serves a stage: the one that stands in for the other, where any of its keys asks for it.
+    languages = {stage: name for name in BACKENDS for (stage, _), its in zip(keys, spoken, strict=True) if its == name}
     served = [row.stage for row in _launched(stages, plan.backend)]
     modules = [launches(stage, languages.get(stage, plan.backend)) for stage in served]
     fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]

@@ -33,10 +33,33 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.stages.ttt import Borders, States, Tokens, triton
-from wyfold.stages.ttt.triton.launch import SEGMENT, walk_key
+from wyfold.stages.ttt.triton import (
+    SEGMENT,
+    empty,
+    ttt_bwd,
+    walk_key,
+    wyfold_ttt_bwd_triton,
+    wyfold_ttt_gradients_triton,
+    wyfold_ttt_parameters_triton,
+    wyfold_ttt_replay_triton,
+)
+from wyfold.tile.dot.triton import bf16_parts
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load
 from wyfold.tile.index.triton import Boxes, sequence_span, strides, token_boxes
 from wyfold.tile.inner.triton import add_five
+
+# The backward is that of the Triton launches: what of its kernels was compiled is asked of this module as well.
+__all__ = [
+    "SEGMENT",
+    "empty",
+    "ttt",
+    "ttt_bwd",
+    "wyfold_ttt_bwd_triton",
+    "wyfold_ttt_gluon",
+    "wyfold_ttt_gradients_triton",
+    "wyfold_ttt_parameters_triton",
+    "wyfold_ttt_replay_triton",
+]
 
 
 def ttt(
@@ -50,26 +73,27 @@ def ttt(
     o: Tensor,
     borders: Borders | None,
 ) -> None:
-    """Run every sequence from its entering state. Arguments as of the Triton launches.
+    """Run every sequence from its entering state. Arguments as of the Triton launches, to which are left calls without
+    a sequence, and of more tokens than the copy engine counts.
 
-    q, k and v that the copy engine cannot read are copied: results do not depend on how memory is laid out.
+    q, k and v that it cannot read are copied: results do not depend on how memory is laid out.
 
     Args:
         x: bfloat16 tokens of 64 channels, in mini-batches of 16, as the table's row says.
         borders: Written for `ttt_bwd`; None where no backward follows, and then nothing is kept of the walk.
     """
-    if grid.sequences == 0:
+    boxes = [_boxes(y) for y in (x.q, x.k, x.v)]
+    if grid.sequences == 0 or None in boxes:
         triton.ttt(x, entering, leaving, grid, chunk_size, scale, eps, o, borders)
         return
     HV, D = x.v.shape[2:]
     config = tuned("ttt.gluon", walk_key(x.q.dtype, D, chunk_size), x.q.device)
     N, S, c, X, rows = borders or (None,) * 5
-    boxes = [_boxes(y) for y in (x.q, x.k, x.v)]
     launched(
         wyfold_ttt_gluon,
         grid.sequences * HV,
         *shared(boxes),
-        *(box.base.stride(2) for box in boxes),
+        *(box.base.stride(2) for box in boxes if box is not None),
         x.w,
         x.w.stride(),
         x.u,
@@ -116,13 +140,10 @@ def ttt(
     )
 
 
-def _boxes(x: Tensor) -> Boxes:
+def _boxes(x: Tensor) -> Boxes | None:
     """Boxes of a segment's tokens of one head, of a copy where memory is not laid out for them."""
-    found = token_boxes(x, SEGMENT, x.shape[3])
-    if found is None:
-        found = token_boxes(x.clone(memory_format=torch.contiguous_format), SEGMENT, x.shape[3])
-    assert found is not None
-    return found
+    D = x.shape[3]
+    return token_boxes(x, SEGMENT, D) or token_boxes(x.clone(memory_format=torch.contiguous_format), SEGMENT, D)
 
 
 class Tiles(NamedTuple):
@@ -278,10 +299,14 @@ def wyfold_ttt_gluon(
     numbers = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * SEGMENT], LINE)
     left_N = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
     left_X = left_N
-    marks = numbers
+    marks = numbers, numbers, numbers
     if KEPT:
         left_X = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
-        marks = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * SEGMENT], LINE)
+        # Each by itself: a store into memory that was stored to waits at a barrier.
+        left_r = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        left_xy = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        left_y = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        marks = left_r, left_xy, left_y
     left_S = gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, D], x_k.layout)
     left_c = gl.allocate_shared_memory(gl.float32, [STAGES, D], LINE)
     z = gl.allocate_shared_memory(gl.float32, [BT, D], TURNED)
@@ -303,9 +328,7 @@ def wyfold_ttt_gluon(
     tiles = Tiles(
         q, k, v, wt, numbers, left_N, left_X, marks, left_S, left_c, z, high, low, out, full, ready, done, free
     )
-    source = Source(
-        x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32)
-    )
+    source = Source(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
     memory = Memory(
         p_w, s_w, p_u, s_u, p_eta, s_eta, p_col, s_col, p_S0, s_S0, p_c0, s_c0, p_ST, s_ST, p_cT, s_cT,
         p_o, s_o, p_N, p_X, s_N, p_S, p_c, p_rows, s_rows,
@@ -326,9 +349,7 @@ def wyfold_ttt_gluon(
 @gluon.jit
 def _bring(source, tiles, at, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
     """Bring every segment's tokens, and those behind the last one's end, which `_prepare` clears."""
-    BYTES: gl.constexpr = (
-        source.q.block_type.nbytes + source.k.block_type.nbytes + source.v.block_type.nbytes
-    )
+    BYTES: gl.constexpr = source.q.block_type.nbytes + source.k.block_type.nbytes + source.v.block_type.nbytes
     token = at.token
     stage = 0
     phase = 1
@@ -434,7 +455,7 @@ def _walk(
     stage = 0
     phase = 0
     for _ in range(at.segments):
-        number, mark = tiles.numbers.index(stage), tiles.marks.index(stage)
+        number = tiles.numbers.index(stage)
         mbarrier.wait(tiles.ready.index(stage), phase)
         tiles.S.index(stage).store(S.to(gl.bfloat16))
         tiles.c.index(stage).store(gl.reduce(c, 1, _first))
@@ -465,15 +486,15 @@ def _walk(
             d = d - mean[:, None]
             N = d * (rr[:, None] * ww - (rr * xy)[:, None]) + (factor[:, None] * wt - (factor * y)[:, None])
             written = N * step[:, None]
-            high = written.to(gl.bfloat16)
+            high, low = bf16_parts(written)
             tiles.high.store(high)
-            tiles.low.store((written - high.to(gl.float32)).to(gl.bfloat16))
+            tiles.low.store(low)
             tiles.N.index(stage).slice(i * BT, BT).store(N.to(gl.bfloat16))
             if KEPT:
                 tiles.X.index(stage).slice(i * BT, BT).store((d * r[:, None]).to(gl.bfloat16))
-                mark.slice(i * BT, BT).store(r)
-                mark.slice(SEGMENT + i * BT, BT).store(xy)
-                mark.slice(2 * SEGMENT + i * BT, BT).store(y)
+                tiles.marks[0].index(stage).slice(i * BT, BT).store(r)
+                tiles.marks[1].index(stage).slice(i * BT, BT).store(xy)
+                tiles.marks[2].index(stage).slice(i * BT, BT).store(y)
             writes = tiles.high.permute((1, 0)).load(LEFT)
             rest = tiles.low.permute((1, 0)).load(LEFT)
             S = mma_v2(writes, keys, S)
@@ -525,6 +546,7 @@ def _read(
     own = (o_s // BT == o_r // BT) & (o_s <= o_r)
     nothing = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
     none = gl.zeros([SEGMENT, D], gl.float32, LO)
+    tile = at.tile
     stage = 0
     phase = 0
     for j in range(at.segments):
@@ -553,11 +575,10 @@ def _read(
 
         t = at.t + j * SEGMENT
         rows = gl.minimum(at.length - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, memory.s_o, at.b, t, at.hv, rows, tiles.o.load(L), D, SEGMENT)
+        _store_tokens(memory.o, memory.s_o, at.b, t, at.hv, rows, tiles.o.load(L), D, SEGMENT, L)
         if KEPT:
-            tile = at.tile + j.to(gl.int64) * HV
-            _store_tokens(memory.N, memory.s_N, at.b, t, at.hv, rows, tiles.N.index(stage).load(L), D, SEGMENT)
-            _store_tokens(memory.X, memory.s_N, at.b, t, at.hv, rows, tiles.X.index(stage).load(L), D, SEGMENT)
+            _store_tokens(memory.N, memory.s_N, at.b, t, at.hv, rows, tiles.N.index(stage).load(L), D, SEGMENT, L)
+            _store_tokens(memory.X, memory.s_N, at.b, t, at.hv, rows, tiles.X.index(stage).load(L), D, SEGMENT, L)
             o_w = gl.arange(0, D, layout=gl.SliceLayout(1, L)) * D
             o_k = gl.arange(0, D, layout=gl.SliceLayout(0, L))
             gl.store(memory.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), tiles.S.index(stage).load(L))
@@ -565,16 +586,16 @@ def _read(
             o_t = gl.arange(0, SEGMENT, layout=LT)
             o_d = gl.arange(0, D, layout=LT)
             gl.store(memory.c + tile * D + o_d, tiles.c.index(stage).load(LT))
-            mark = tiles.marks.index(stage)
             p_rows = memory.rows + at.b * memory.s_rows[0] + t * memory.s_rows[1] + at.hv * memory.s_rows[2]
             p_rows += o_t.to(gl.int64) * memory.s_rows[1]
-            xy = mark.slice(SEGMENT, SEGMENT).load(LT)
-            gl.store(p_rows, mark.slice(0, SEGMENT).load(LT), mask=o_t < rows)
+            xy = tiles.marks[1].index(stage).load(LT)
+            gl.store(p_rows, tiles.marks[0].index(stage).load(LT), mask=o_t < rows)
             gl.store(p_rows + 1, xy, mask=o_t < rows)
-            gl.store(p_rows + 2, mark.slice(2 * SEGMENT, SEGMENT).load(LT), mask=o_t < rows)
+            gl.store(p_rows + 2, tiles.marks[2].index(stage).load(LT), mask=o_t < rows)
             gl.store(p_rows + 3, xy, mask=o_t < rows)
         fence_async_shared()
         mbarrier.arrive(tiles.free.index(stage), count=1)
+        tile += HV
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -582,7 +603,7 @@ def _read(
     blank = gl.zeros([SEGMENT, D], gl.bfloat16, L)
     for j in range(((at.spare + SEGMENT - 1) // SEGMENT).to(gl.int32)):
         rows = gl.minimum(at.spare - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, memory.s_o, at.b, at.t + at.length + j * SEGMENT, at.hv, rows, blank, D, SEGMENT)
+        _store_tokens(memory.o, memory.s_o, at.b, at.t + at.length + j * SEGMENT, at.hv, rows, blank, D, SEGMENT, L)
 
 
 @gluon.jit
@@ -599,9 +620,8 @@ def _state_offsets(strides, i_n, i_hv, o_v, o_k):
 
 
 @gluon.jit
-def _store_tokens(p, strides, b, t, i_hv, rows, x, D: gl.constexpr, SEGMENT: gl.constexpr):
-    """Write x [SEGMENT, D] to the rows that are tokens."""
-    L: gl.constexpr = x.type.layout
+def _store_tokens(p, strides, b, t, i_hv, rows, x, D: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr):
+    """Write x [SEGMENT, D], laid out as L, to the rows that are tokens."""
     o_t = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, L))
     o_v = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     first = b * strides[0] + t * strides[1] + i_hv * strides[2]

@@ -1,0 +1,76 @@
+"""TTT-Linear's forward in Gluon: which calls it serves, and that its chain waits at two barriers a mini-batch."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from tests.compile import aot
+
+import wyfold
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+BACKWARD = ["wyfold_ttt_replay_triton", "wyfold_ttt_bwd_triton", "wyfold_ttt_parameters_triton"]
+BACKWARD += ["wyfold_ttt_gradients_triton"]
+
+
+def taken(T=70, D=64, dtype=torch.bfloat16, stride=1, B=2, grad=True, **options):
+    """Kernels that a call would launch on sm_90."""
+    found = []
+    q, k, v = (torch.zeros(B, T * stride, 2, D, dtype=dtype)[:, ::stride].requires_grad_(grad) for _ in range(3))
+    w, options = torch.ones(2, D), {"chunk_size": 16, "backend": "triton", **options}
+    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+        o = wyfold.chunk_ttt_linear(q, k, v, w, w, 0.1, **options)[0]
+        if grad:
+            torch.autograd.grad(o.sum(), q)
+    return [name for name in found if "grid" not in name]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"T": 128, "grad": False},
+        {"B": 1, "cu_seqlens": torch.tensor([0, 30, 70])},
+        {"stride": 2},
+        {"eta_col": 0.3, "residual": "q"},
+        {"output_final_state": True},
+    ],
+    ids=lambda call: ", ".join(call) or "as it is",
+)
+def test_served_in_gluon(call: dict):
+    assert taken(**call) == ["wyfold_ttt_gluon", *(BACKWARD if call.get("grad", True) else [])]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"D": 128}, {"D": 40}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"chunk_size": 32}],
+    ids=lambda call: ", ".join(call),
+)
+def test_left_to_triton(call: dict):
+    assert taken(**call) == ["wyfold_ttt_triton", "wyfold_ttt_outputs_triton", *BACKWARD]
+
+
+def test_explained_as_it_is_launched():
+    call = aot.Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16),))
+    rows = aot.rows_explained(call, "sm_90")
+    assert ("ttt.gluon", "bf16 K64 V64 C16 walk") in rows and rows == aot.rows_of(call, "sm_90")
+
+
+def test_two_barriers_a_mini_batch():
+    """Between the reciprocal roots of two mini-batches of the unrolled chain."""
+    code = []
+
+    def compile_it(kernel, *arguments, **options):
+        if kernel.fn.__name__ == "wyfold_ttt_gluon":
+            code.append(aot.code(kernel, *arguments, **options)[0].asm["ptx"])
+
+    with aot.pretending("sm_90", compile_it):
+        aot.Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16),)).run()
+    (ptx,) = code
+    words = [line.split()[0] for line in ptx.splitlines() if line.strip().startswith(("bar.sync", "rsqrt"))]
+    chain = [i for i, word in enumerate(words) if word.startswith("rsqrt")]
+    between = [b - a - 1 for a, b in itertools.pairwise(chain)]
+    assert [2, 2, 2] in [between[i : i + 3] for i in range(len(between))], words
