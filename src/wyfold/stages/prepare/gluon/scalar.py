@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -41,8 +40,10 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
+from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.inverse.gluon import add_exact, columns, invert_near, joined, times_own
 from wyfold.tile.inverse.triton import divisor
 
 
@@ -200,7 +201,7 @@ def wyfold_prepare_gluon(
     if PACKED:
         if i_n == N:
             if clear:
-                _clear(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+                clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
             return
 
     k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
@@ -228,8 +229,8 @@ def wyfold_prepare_gluon(
         mbarrier.expect(come_q, x_q.block_type.nbytes)
         tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
     else:
-        k.store(_tokens(x_k, s_k, b, t, i_h, rows, K, BT))
-        q.store(_tokens(x_q, s_q, b, t, i_h, rows, K, BT))
+        k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
+        q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
         fence_async_shared()
 
     # One number a row, two of them in each lane of every warp.
@@ -247,7 +248,7 @@ def wyfold_prepare_gluon(
         at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
-        G = gl.associative_scan(gl.where(o < rows, x, 0.0), 0, _add)
+        G = gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add)
         numbers.G.store(G)
     barrier()
 
@@ -270,7 +271,7 @@ def wyfold_prepare_gluon(
     U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
     o_s = gl.arange(0, BT, layout=ROW)
-    kk_0, kk_1, kk_2, kk_3 = _columns(kk, BT, LB)
+    kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
     u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, LB)
     u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, LB)
     u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, LB)
@@ -280,9 +281,9 @@ def wyfold_prepare_gluon(
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
     near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
-    U.store(_pair(_joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    kq_0, kq_1, kq_2, kq_3 = _columns(kq, BT, LB)
-    PT = _joined(
+    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
+    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
+    PT = joined(
         _up_to(kq_0, w_0, numbers, rows, 0, FULL, NORM, BT, LB),
         _up_to(kq_1, w_1, numbers, rows, 1, FULL, NORM, BT, LB),
         _up_to(kq_2, w_2, numbers, rows, 2, FULL, NORM, BT, LB),
@@ -290,10 +291,10 @@ def wyfold_prepare_gluon(
         BT,
         LC,
     )
-    k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(_pair(PT, BT))
+    k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(PT, BT))
     fence_async_shared()
     barrier()
-    _invert_near(near, D, BT)
+    invert_near(near, D, BT)
     barrier()
 
     # Columns of A^T, and their share of F.
@@ -304,25 +305,25 @@ def wyfold_prepare_gluon(
     x_0 = gl.where(block == 0, d, 0.0)
     high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
     F = _add_factor(high_0, low_0, P, 0, none, False, AC)
-    y = _add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    x_1 = _times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = _parts(x_1)
+    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
+    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
+    high_1, low_1 = parts(x_1)
     F = _add_factor(high_1, low_1, P, 1, F, True, AC)
-    y = _add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    y = _add_exact(high_1, low_1, U, 2, 1, y, LB)
-    x_2 = _times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = _parts(x_2)
+    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
+    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
+    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
+    high_2, low_2 = parts(x_2)
     F = _add_factor(high_2, low_2, P, 2, F, True, AC)
-    y = _add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y = _add_exact(high_1, low_1, U, 3, 1, y, LB)
-    y = _add_exact(high_2, low_2, U, 3, 2, y, LB)
-    x_3 = _times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = _parts(x_3)
+    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
+    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
+    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
+    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
+    high_3, low_3 = parts(x_3)
     F = _add_factor(high_3, low_3, P, 3, F, True, AC)
 
     over_s = numbers.over.load(ROW)[:, None]
     W.store(
-        _joined(
+        joined(
             _weighed(x_0, over_s, numbers, 0, BT, LB),
             _weighed(x_1, over_s, numbers, 1, BT, LB),
             _weighed(x_2, over_s, numbers, 2, BT, LB),
@@ -363,29 +364,6 @@ def wyfold_prepare_gluon(
 
 
 @gluon.jit
-def _clear(p_o, s_o, b, t, h, rows, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr):
-    """Write zeros to a head's rows that are tokens."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, L))
-    at = p_o + (b * s_o[0] + t * s_o[1] + h * s_o[2])
-    offsets = o_r.to(gl.int64)[:, None] * s_o[1] + o_v.to(gl.int64)[None, :] * s_o[3]
-    zeros = gl.zeros([BT, BV], p_o.dtype.element_ty, L)
-    gl.store(at + offsets, zeros, mask=(o_r < rows)[:, None] & (o_v < V)[None, :])
-
-
-@gluon.jit
-def _tokens(p, s, b, t, h, rows, K: gl.constexpr, BT: gl.constexpr):
-    """Rows of a head by address, zero where there is no token.   [BT, K]"""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    at = p + (b * s[0] + t * s[1] + h * s[2])
-    offsets = o_r.to(gl.int64)[:, None] * s[1] + o_k.to(gl.int64)[None, :] * s[3]
-    return gl.load(at + offsets, mask=(o_r < rows)[:, None] & (o_k >= 0)[None, :], other=0.0)
-
-
-@gluon.jit
 def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of each row of a tile in shared memory.   [BT]"""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
@@ -411,7 +389,7 @@ def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, 
     if SCALAR:
         G_s = numbers.G.load(gl.SliceLayout(1, LB))
         G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        weight = _exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
+        weight = exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
     if NORM:
         weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))[:, None]
     return weight
@@ -453,68 +431,9 @@ def _up_to(
 
 
 @gluon.jit
-def _invert_near(near, D, BT: gl.constexpr):
-    """Inverses of I + U of the blocks on the diagonal, from -U, [block, s, r], as bfloat16 pairs.
-
-    A = (I + L)^-1 is found row after row, a thread holding a column; its transpose is what is wanted, in which a
-    thread's numbers are a row.
-    """
-    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
-    STEP: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [1, 2, 0])
-    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    A = gl.where(r == c, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, L)
-    for s in gl.static_range(15):
-        l = gl.convert_layout(gl.permute(near.slice(s, 1, dim=1).load(STEP), (0, 2, 1)), L, assert_trivial=True)
-        row = gl.expand_dims(gl.sum(gl.where(r == s, A, 0.0), 1), 1)
-        A = gl.where(r > s, gl.fma(*gl.broadcast(l, row), A), A)
-    high, low = _parts(A)
-    D.store(gl.permute(gl.join(high, low), (3, 0, 2, 1)).reshape((2 * BT, 16)))
-
-
-@gluon.jit
-def _pair(x, BT: gl.constexpr):
-    """A tile's two bfloat16 parts, the larger above.   [2 BT, BT]"""
-    high, low = _parts(x)
-    return gl.permute(gl.join(high, low), (2, 0, 1)).reshape((2 * BT, BT))
-
-
-@gluon.jit
-def _add_exact(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.constexpr):
-    """acc + x (-U[m, j]) of a pair x [BT, 16]."""
-    u_high = U.slice(16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
-    u_low = U.slice(U.shape[0] // 2 + 16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
-    return _mm_pairs(high, low, u_high, u_low, acc, LB)
-
-
-@gluon.jit
-def _times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
-    """acc + y D[j]."""
-    high, low = _parts(y)
-    d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
-    d_low = D.slice(D.shape[0] // 2 + 16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
-    return _mm_pairs(high, low, d_high, d_low, acc, LB)
-
-
-@gluon.jit
-def _mm_pairs(a_high, a_low, b_high, b_low, acc, LB: gl.constexpr):
-    """acc + a b, small products first."""
-    A: gl.constexpr = gl.DotOperandLayout(0, LB, 2)
-    high = gl.convert_layout(a_high, A, assert_trivial=True)
-    low = gl.convert_layout(a_low, A, assert_trivial=True)
-    acc = mma_v2(low, b_high, acc)
-    acc = mma_v2(high, b_low, acc)
-    return mma_v2(high, b_high, acc)
-
-
-@gluon.jit
 def _add_factor(high, low, P, m: gl.constexpr, F, ADD: gl.constexpr, AC: gl.constexpr):
     """F + A^T[:, m] P^T[m, :], under way."""
-    high = gl.convert_layout(high, AC, assert_trivial=True)
-    low = gl.convert_layout(low, AC, assert_trivial=True)
-    F = warpgroup_mma(low, P.index(m), F, use_acc=ADD, is_async=True)
-    F = warpgroup_mma(high, P.index(4 + m), F, is_async=True)
-    return warpgroup_mma(high, P.index(m), F, is_async=True)
+    return mm_pairs_async(high, low, P.index(m), P.index(4 + m), F, ADD, AC)
 
 
 @gluon.jit
@@ -522,50 +441,3 @@ def _weighed(x, over_s, numbers, j: gl.constexpr, BT: gl.constexpr, LB: gl.const
     """Columns of W from those of A^T."""
     under_r = numbers.under.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return ((x * over_s) * under_r).to(gl.bfloat16)
-
-
-@gluon.jit
-def _columns(x, BT: gl.constexpr, LB: gl.constexpr):
-    """A tile's columns, 16 each; nothing moves.   4 x [BT, 16]"""
-    even, odd = gl.split(gl.permute(x.reshape((BT, 2, 2, 16)), (0, 3, 1, 2)))
-    x_0, x_2 = gl.split(even)
-    x_1, x_3 = gl.split(odd)
-    return (
-        gl.convert_layout(x_0, LB, assert_trivial=True),
-        gl.convert_layout(x_1, LB, assert_trivial=True),
-        gl.convert_layout(x_2, LB, assert_trivial=True),
-        gl.convert_layout(x_3, LB, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
-    """The tile of these columns; nothing moves."""
-    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
-    return gl.convert_layout(gl.permute(x, (0, 3, 2, 1)).reshape((BT, BT)), LC, assert_trivial=True)
-
-
-@gluon.jit
-def _parts(x):
-    """x as a sum of two bfloat16, but for 2^-17 of it; x has been rounded, for none of this is contracted."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 u, v; .reg .f32 s, t;"
-        " cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 u, $0, 16; and.b32 v, $0, 0xffff0000;"
-        " mov.b32 s, u; mov.b32 t, v; sub.f32 s, $2, s; sub.f32 t, $3, t; cvt.rn.bf16x2.f32 $1, t, s; }",
-        "=&r,=&r,f,f",
-        [x],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _exp2(x):
-    """2^x; what is too small for a normal number is 0."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b

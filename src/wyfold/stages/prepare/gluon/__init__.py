@@ -1,0 +1,39 @@
+"""`prepare` in Gluon, for Hopper: bfloat16, K = 128, chunks of 64; a kernel for gates that are one number, or none, and one
+for gates over channels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.prepare.gluon import channel, scalar
+from wyfold.stages.prepare.gluon.channel import wyfold_prepare_channel_gluon
+from wyfold.stages.prepare.gluon.scalar import wyfold_prepare_gluon
+from wyfold.stages.records import Prepared
+from wyfold.tile.decay.triton import gate_flags
+
+__all__ = ["prepare", "wyfold_prepare_channel_gluon", "wyfold_prepare_gluon"]
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    clear: bool = True,
+) -> Prepared:
+    """Factors of every chunk, from tokens where they lie; arguments as of the Triton launch.
+
+    Factors W and F without a gate or with a scalar one, E and F with one over channels, as the configurations' rows say.
+    """
+    launch = (channel if gate_flags(g)["CHANNEL"] else scalar).prepare
+    return launch(q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear)

@@ -1,0 +1,665 @@
+"""`prepare` with a gate over channels: a program owns a chunk of one value head, and goes through K 32 channels at a time.
+
+Sub-chunks have 16 rows, a warp each. With P the sum of a sub-chunk's log gates (base 2) after its first row up to each,
+`first` the first's and `rest` that after it, the pair of rows r and s <= r decays by
+
+    2^P[r] 2^-P[s]                                  where both lie in one sub-chunk, or
+    2^P[r] 2^(first + sums between) 2^(rest - P[s])    where s lies in an earlier one,
+
+so that all of a chunk's pairs take three exponentials a row and channel, of P, -P and rest - P. The pairs inside a warp's
+sub-chunk are products of what it has in registers; to those of three later sub-chunks it brings 2^(rest - P[s]) k[s] in
+registers too, times what lies between, one number a channel, and reads their rows from shared memory. The same two tiles
+are, but for such numbers, the decayed rows that the scans read and those that E is made of.
+
+Only -P may be positive. It is at most REACH, of which 15 gates go beyond if they average more than 5.08 nats; then more
+anchors follow, REACH apart, as in the Triton launch. Rows carry 2^SHIFT more than that, and keys as much less, so that of
+float32's range a key is left what it had with a reach of 96.
+
+What a chunk costs: 64 KiB come, 56 to 64 go (the gate in float32), 0.35 ms for 12,288 chunks at 4.3 TB/s, which at 1.8 GHz is
+6,800 cycles for each chunk of a multiprocessor. 24,576 exponentials are 1,540 of these, products in TF32 800 (pairs
+between sub-chunks) and 700 (inside), E and F 1,150, what is read from and written to shared memory some 4,000; all of these
+overlap. So its bytes bound it, if three programs a multiprocessor cover each other's waits: 75 KiB and 168 registers.
+
+Shared memory: a slice of 32 channels has 8 KiB for its gates and 4 KiB each for its rows of k and q. Where the gates were,
+sums P follow, then 2^P k, then the pairs of bfloat16 that E is made of, then E; where k and q were, 2^P q, then both
+decayed from the chunk's start, which leave; then -U and P^T, F and W.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.runtime.bound import launched
+from wyfold.runtime.chunks import ChunkGrid
+from wyfold.runtime.launch import tile_width, tuned
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.prepare import triton
+from wyfold.stages.prepare.triton import empty, launch_key
+from wyfold.stages.records import Prepared
+from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
+from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_tokens, shared, tma_load, tma_store, token_tile
+from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.inverse.gluon import add_exact, invert_near, joined, times_own
+from wyfold.tile.inverse.triton import divisor
+
+BK: gl.constexpr = gl.constexpr(32)
+"""Channels of a slice."""
+
+REACH: gl.constexpr = gl.constexpr(110.0)
+"""Span of log2 decays that one anchor serves: with SHIFT, factors go from 2^-96 to 2^96, as of the Triton launch."""
+
+SHIFT: gl.constexpr = gl.constexpr(14.0)
+"""Power of two that rows are given for their own sub-chunk, and keys lack."""
+
+NEAREST: gl.constexpr = gl.constexpr(0.000498066)
+"""log2 of 1 + 2^-11.5: of what is multiplied by it TF32 cuts off about as much as it adds (`CUT_TO_NEAREST`)."""
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    clear: bool = True,
+) -> Prepared:
+    """Factors E and F of every chunk, from tokens where they lie, and W where a backward follows.
+
+    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. bfloat16, K = 128,
+    chunks of 64, as the configurations' row says.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    tiles = grid.chunks * HV
+    found = empty(q, g, tiles, C, folded=folded, backward=backward)
+    written = found if found.W is not None else found._replace(W=found.F)
+    factors = every_box(written[2:], _tile_boxes(written, C))
+    if factors is None:  # too many chunks for the numbers of boxes
+        return triton.prepare(
+            q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear
+        )
+    if clear and backward and grid.cu is not None:
+        # As in the Triton launch: a registered operator must not return what happened to lie in memory.
+        for x in found:
+            if x is not None:
+                x.zero_()
+    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
+    rows = every_box((q, k, g), [token_boxes(q, C, BK.value), token_boxes(k, C, BK.value), _gate_boxes(g, C)])
+    launched(
+        wyfold_prepare_channel_gluon,
+        tiles,
+        *shared(rows or (q, k, g)),
+        q.stride(),
+        k.stride(),
+        g.stride(),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        o,
+        o.stride(),
+        found.rows,
+        found.total,
+        *shared(factors),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        int(clear),
+        int(found.W is not None),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BV=tile_width(V),
+        PACKED=grid.cu is not None,
+        FULL=grid.cu is None and grid.tokens % C == 0,
+        BOXED=rows is not None,
+        ACTIVATION=options.activation,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        **config.options(),
+    )
+    return found
+
+
+def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
+    """Of decayed q and k, E, F and W."""
+    widths = (BK.value, BK.value, BK.value, C, C)
+    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
+
+
+def _gate_boxes(g: Tensor, C: int) -> Boxes | None:
+    """Boxes of all channels of a gate; None where they may not be, or hold what has no place in shared memory."""
+    return token_boxes(g, C, g.shape[3]) if g.dtype in ELEMENTS else None
+
+
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
+def wyfold_prepare_channel_gluon(
+    x_q,
+    x_k,
+    x_g,
+    s_q,
+    s_k,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_o,
+    s_o,
+    p_rows,
+    p_total,
+    x_qd,
+    x_kd,
+    x_E,
+    x_F,
+    x_W,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    lower_bound,
+    clamp,
+    beta_most,
+    clear,
+    with_w,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BV: gl.constexpr,
+    PACKED: gl.constexpr,
+    FULL: gl.constexpr,
+    BOXED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    NORM: gl.constexpr,
+    LOGIT: gl.constexpr,
+):
+    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    FULL32: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    # Rows of a warp's own sub-chunk; accumulators of 16 columns, of E's slices, of a whole tile.
+    LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 8])
+    LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LB)
+    NB: gl.constexpr = K // BK
+
+    pid = gl.program_id(0)
+    i_tile = pid.to(gl.int64)
+    i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            if clear:
+                clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+            return
+
+    gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
+    tokens = gl.allocate_shared_memory(gl.bfloat16, [4 * BT, BT], WIDE)
+    table = gl.allocate_shared_memory(gl.float32, [NB, 16, BK], CUBE)
+    rests = gl.allocate_shared_memory(gl.float32, [NB, 4, BK], CUBE)
+    over = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
+    under = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
+    come_g = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    come = gl.allocate_shared_memory(gl.int64, [NB, 1], mbarrier.MBarrierLayout())
+    # 32 channels of k, then of q, for each slice.
+    pieces = tokens._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
+    if BOXED:
+        G = gates if x_g.dtype == gl.float32 else gates._reinterpret(x_g.dtype, [BT, K], WIDE)
+        mbarrier.init(come_g, count=1)
+        for c in gl.static_range(NB):
+            mbarrier.init(come.index(c), count=1)
+        fence_async_shared()
+        barrier()
+        token = (b * T + t).to(gl.int32)
+        mbarrier.expect(come_g, x_g.block_type.nbytes)
+        tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
+        for c in gl.static_range(NB):
+            mbarrier.expect(come.index(c), x_k.block_type.nbytes + x_q.block_type.nbytes)
+            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come.index(c), pieces.index(2 * c))
+            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come.index(c), pieces.index(2 * c + 1))
+    else:
+        G = gates
+        G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
+        for c in gl.static_range(NB):
+            pieces.index(2 * c).store(token_tile(x_k + BK * c * s_k[3], s_k, b, t, i_h, rows, BK, BT))
+            pieces.index(2 * c + 1).store(token_tile(x_q + BK * c * s_q[3], s_q, b, t, i_h, rows, BK, BT))
+
+    # One number a row, two of them in each lane of every warp.
+    o = gl.arange(0, BT, layout=ONE)
+    beta = gl.where(o < rows, 1.0, 0.0)
+    if p_beta is not None:
+        at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
+        beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
+        if LOGIT:
+            beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    apart = divisor(beta)
+    over.store(apart)
+    under.store(1.0 / apart)
+    p_row = p_rows + i_tile * (4 * BT) + o
+    gl.store(p_row, gl.full([BT], 1.0, gl.float32, ONE))
+    gl.store(p_row + BT, gl.full([BT], 1.0, gl.float32, ONE))
+    gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
+    gl.store(p_row + 3 * BT, beta)
+
+    if BOXED:
+        mbarrier.wait(come_g, 0)
+    else:
+        barrier()
+    # Rows of four are 32 bytes apart in the banks, for pairs of channels of eight rows to be read at once.
+    P = gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    anchors = _sum_gates(
+        G, gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])), table, rests, p_A_log, p_dt_bias, p_total, i_tile, i_hv, rows, lower_bound, clamp, FULL, ACTIVATION, K
+    )
+    r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+    if NORM:
+        if BOXED:
+            for c in gl.static_range(NB):
+                mbarrier.wait(come.index(c), 0)
+        r_k = _reciprocal_norm(pieces, 0, rows, BT, NB, FULL, LB)
+        r_q = _reciprocal_norm(pieces, 1, rows, BT, NB, FULL, LB)
+    barrier()
+
+    # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
+    far = gates._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
+    asked = tokens._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
+    pairs = gates._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
+    kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
+    kk_1, kk_2, kk_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+    kq_1, kq_2, kq_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+    for c in range(NB):
+        if BOXED and not NORM:
+            mbarrier.wait(come.index(c), 0)
+        sums = P.index(c).load(LB)
+        b_k, b_q = _piece(pieces, 2 * c, rows, FULL, LB), _piece(pieces, 2 * c + 1, rows, FULL, LB)
+        if NORM:
+            b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
+        decay = exp2(sums)
+        kf, qf = b_k * decay, b_q * decay
+        kk_own, kq_own = _add_near(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
+        numbers = table._reinterpret(gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
+        rest = rests._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
+        kt = b_k * exp2(_over_rows(rest, 0, 4, LB, LN) - sums)
+        barrier()
+        gates._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(kf, BT))
+        tokens._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(qf, BT))
+        fence_async_shared()
+        barrier()
+        kk_1, kq_1 = _add_far(kk_1, kq_1, kt * _over_rows(numbers, 2, 1, LB, LN), far, asked, 4 * c + 1, LJ, BT)
+        kk_2, kq_2 = _add_far(kk_2, kq_2, kt * _over_rows(numbers, 0, 4, LB, LN), far, asked, 4 * c + 2, LJ, BT)
+        kk_3, kq_3 = _add_far(kk_3, kq_3, kt * _over_rows(numbers, 4, 4, LB, LN), far, asked, 4 * c + 3, LJ, BT)
+        before = _over_rows(numbers, 8, 4, LB, LN)
+        kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
+        high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
+        kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
+        barrier()
+        pieces.index(2 * c).store(kd)
+        pieces.index(2 * c + 1).store(qd)
+        pairs.index(2 * c).store(high)
+        pairs.index(2 * c + 1).store(low)
+        fence_async_shared()
+        barrier()
+        tma_store(x_kd, [pid * BT, BK * c], pieces.index(2 * c))
+        tma_store(x_qd, [pid * BT, BK * c], pieces.index(2 * c + 1))
+
+    # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
+    U = tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(0)
+    PT = tokens._reinterpret(gl.bfloat16, [16, 16, BT], WIDE)
+    near = table._reinterpret(gl.float32, [4, 16, 16], CUBE)
+    D = table._reinterpret(gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+    o_s = gl.arange(0, BT, layout=ROW)
+    block = (o_s // 16)[:, None]
+    kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
+    o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    u_0 = _strictly_before(kk, kk, over, 0, LB)
+    u_1 = _strictly_before(kk, kk_1, over, 1, LB)
+    u_2 = _strictly_before(kk, kk_2, over, 2, LB)
+    u_3 = _strictly_before(kk, kk_3, over, 3, LB)
+    own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
+    own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
+    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
+    kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
+    p_0, p_1 = _up_to(kq, kq, 0, BT, LB), _up_to(kq, kq_1, 1, BT, LB)
+    p_2, p_3 = _up_to(kq, kq_2, 2, BT, LB), _up_to(kq, kq_3, 3, BT, LB)
+    tma.store_wait(pendings=0)
+    barrier()
+    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
+    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(
+        pair(joined(p_0, p_1, p_2, p_3, BT, LC), BT)
+    )
+    fence_async_shared()
+    barrier()
+    invert_near(near, D, BT)
+    barrier()
+
+    # Columns of A^T, and their share of F.
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d = d_high.to(gl.float32) + d_low.to(gl.float32)
+    nothing = gl.zeros([BT, 16], gl.float32, LB)
+    x_0 = gl.where(block == 0, d, 0.0)
+    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
+    F = mm_pairs_async(high_0, low_0, PT.index(8), PT.index(12), gl.zeros([BT, BT], gl.float32, LC), False, AC)
+    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
+    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
+    high_1, low_1 = parts(x_1)
+    F = mm_pairs_async(high_1, low_1, PT.index(9), PT.index(13), F, True, AC)
+    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
+    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
+    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
+    high_2, low_2 = parts(x_2)
+    F = mm_pairs_async(high_2, low_2, PT.index(10), PT.index(14), F, True, AC)
+    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
+    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
+    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
+    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
+    high_3, low_3 = parts(x_3)
+    F = mm_pairs_async(high_3, low_3, PT.index(11), PT.index(15), F, True, AC)
+
+    highs, lows = (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
+    keys = gates._reinterpret(gl.bfloat16, [8 * NB, 16, BK], HALF)
+    E_0 = _fold(highs, lows, keys, 0, LE, BT)
+    E_1 = _fold(highs, lows, keys, 1, LE, BT)
+    E_2 = _fold(highs, lows, keys, 2, LE, BT)
+    E_3 = _fold(highs, lows, keys, 3, LE, BT)
+    F, E_0, E_1, E_2, E_3 = warpgroup_mma_wait(0, deps=[F, E_0, E_1, E_2, E_3])
+    barrier()
+    # Every warp is past its last -U, and every product has been.
+    out = tokens._reinterpret(gl.bfloat16, [4, BT, BT], WIDE)
+    out.index(0).store(F.to(gl.bfloat16))
+    pairs.index(0).store(E_0.to(gl.bfloat16))
+    pairs.index(2).store(E_1.to(gl.bfloat16))
+    pairs.index(4).store(E_2.to(gl.bfloat16))
+    pairs.index(6).store(E_3.to(gl.bfloat16))
+    if with_w:
+        over_s = over.load(ROW)[:, None]
+        w_0, w_1 = _weighed(x_0, over_s, under, 0, LB), _weighed(x_1, over_s, under, 1, LB)
+        w_2, w_3 = _weighed(x_2, over_s, under, 2, LB), _weighed(x_3, over_s, under, 3, LB)
+        out.index(1).store(joined(w_0, w_1, w_2, w_3, BT, LC))
+    fence_async_shared()
+    barrier()
+    tma_store(x_F, [pid * BT, 0], out.index(0))
+    for c in gl.static_range(NB):
+        tma_store(x_E, [pid * BT, BK * c], pairs.index(2 * c))
+    if with_w:
+        tma_store(x_W, [pid * BT, 0], out.index(1))
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _sum_gates(
+    G,
+    P,
+    table,
+    rests,
+    p_A_log,
+    p_dt_bias,
+    p_total,
+    i_tile,
+    h,
+    rows,
+    lower_bound,
+    clamp,
+    FULL: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    K: gl.constexpr,
+):
+    """Gates to sums P, and to a slice's numbers a channel; a thread has a channel, all of its rows.
+
+    Returns how many anchors the pairs inside a sub-chunk take.
+    """
+    L: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
+    rate, bias = 1.0, 0.0
+    if ACTIVATION != "given":
+        if p_A_log is not None:
+            rate = gl.exp(gl.load(p_A_log + h).to(gl.float32))
+        if p_dt_bias is not None:
+            bias = gl.load(p_dt_bias + h * K + o_k).to(gl.float32)[None, :]
+    P_0, f_0, r_0 = _sub_chunk(G, 0, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
+    P_1, f_1, r_1 = _sub_chunk(G, 1, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
+    P_2, f_2, r_2 = _sub_chunk(G, 2, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
+    P_3, f_3, r_3 = _sub_chunk(G, 3, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
+    barrier()
+    _store_sums(P, 0, P_0, K)
+    _store_sums(P, 1, P_1, K)
+    _store_sums(P, 2, P_2, K)
+    _store_sums(P, 3, P_3, K)
+    t_0, t_1, t_2, t_3 = f_0 + r_0, f_1 + r_1, f_2 + r_2, f_3 + r_3
+    # From the end of a sub-chunk to the first row of a later one: of 0 and 1 to 2, of 0 to 1, of 0, 1 and 2 to 3. What
+    # has no such row takes anything finite.
+    _put(table, 0, exp2(t_1 + f_2 - SHIFT), K)
+    _put(table, 1, exp2(f_2 - SHIFT), K)
+    one = exp2(f_1 - SHIFT)
+    _put(table, 2, one, K)
+    _put(table, 3, one, K)
+    _put(table, 4, exp2(t_1 + t_2 + f_3 - SHIFT), K)
+    _put(table, 5, exp2(t_2 + f_3 - SHIFT), K)
+    three = exp2(f_3 - SHIFT)
+    _put(table, 6, three, K)
+    _put(table, 7, three, K)
+    # From the chunk's start to a sub-chunk's first row.
+    _put(table, 8, exp2(f_0 - (SHIFT + NEAREST)), K)
+    _put(table, 9, exp2(t_0 + f_1 - (SHIFT + NEAREST)), K)
+    _put(table, 10, exp2(t_0 + t_1 + f_2 - (SHIFT + NEAREST)), K)
+    _put(table, 11, exp2(t_0 + t_1 + t_2 + f_3 - (SHIFT + NEAREST)), K)
+    # From a sub-chunk's end to the chunk's.
+    _put(table, 12, exp2(t_1 + t_2 + t_3 - NEAREST), K)
+    _put(table, 13, exp2(t_2 + t_3 - NEAREST), K)
+    _put(table, 14, exp2(t_3 - NEAREST), K)
+    _put(table, 15, exp2(t_3 * 0.0 - NEAREST), K)
+    _put(rests, 0, r_0 + (SHIFT + 2.0 * NEAREST), K)
+    _put(rests, 1, r_1 + (SHIFT + 2.0 * NEAREST), K)
+    _put(rests, 2, r_2 + (SHIFT + 2.0 * NEAREST), K)
+    _put(rests, 3, r_3 + (SHIFT + 2.0 * NEAREST), K)
+    gl.store(p_total + i_tile * K + o_k, exp2(t_0 + t_1 + t_2 + t_3))
+    most = -gl.min(gl.minimum(gl.minimum(r_0, r_1), gl.minimum(r_2, r_3)), axis=0)
+    # Rounded up at a multiple of REACH: one too many costs time, one too few a pair.
+    return gl.where(most > 0.0, most / REACH + 0.01, 0.0).to(gl.int32) + 1
+
+
+@gluon.jit
+def _sub_chunk(
+    G,
+    w: gl.constexpr,
+    rate,
+    bias,
+    rows,
+    lower_bound,
+    clamp,
+    FULL: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Sums of a sub-chunk's log gates, shifted as they are used, the first row's, and that of the others.
+
+    [16, K], [K], [K]
+    """
+    o_r = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
+    g = activated(G.slice(16 * w, 16).load(L).to(gl.float32), rate, bias, lower_bound, clamp, ACTIVATION)
+    g = g if FULL else gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
+    # Rounded before it is added: see facts.md, LLVM-1.
+    g = gl.fma(g, gl.full(g.shape, 1.4426950408889634, gl.float32, L), gl.zeros(g.shape, gl.float32, L))
+    sums = gl.associative_scan(gl.where((o_r == 0)[:, None], 0.0, g), 0, add)
+    return sums + (SHIFT + NEAREST), _row(g, 0, L), _row(sums, 15, L)
+
+
+@gluon.jit
+def _row(x, i: gl.constexpr, L: gl.constexpr):
+    """Row i of a tile whose rows a thread holds; as integers, so that it is nothing but a choice."""
+    o_r = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
+    return gl.sum(gl.where((o_r == i)[:, None], x.to(gl.int32, bitcast=True), 0), axis=0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _store_sums(P, w: gl.constexpr, x, K: gl.constexpr):
+    P.slice(16 * w, 16, dim=1).store(gl.permute(x.reshape((16, K // BK, BK)), (1, 0, 2)))
+
+
+@gluon.jit
+def _put(table, j: gl.constexpr, x, K: gl.constexpr):
+    """A number a channel to row j of every slice's."""
+    table.slice(j, 1, dim=1).store(x.reshape((K // BK, 1, BK)))
+
+
+@gluon.jit
+def _over_rows(numbers, j: gl.constexpr, count: gl.constexpr, LB: gl.constexpr, LN: gl.constexpr):
+    """Four of a slice's numbers a channel, from row j on, or one, for all 16 rows of every sub-chunk.   [64, BK]"""
+    x = numbers.slice(j, count).load(gl.SliceLayout(1, LN))
+    x = gl.expand_dims(x, 1) + gl.zeros([4, 16, BK], gl.float32, LN)
+    return gl.convert_layout(x.reshape((64, BK)), LB, assert_trivial=True)
+
+
+@gluon.jit
+def _piece(pieces, i, rows, FULL: gl.constexpr, LB: gl.constexpr):
+    """Rows of k or q, some channels, zero where there is no token.   [BT, BK]"""
+    x = gl.convert_layout(pieces.index(i).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    o_s = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LB))
+    x = x.to(gl.float32)
+    return x if FULL else gl.where((o_s < rows)[:, None], x, 0.0)
+
+
+@gluon.jit
+def _reciprocal_norm(
+    pieces,
+    which: gl.constexpr,
+    rows,
+    BT: gl.constexpr,
+    NB: gl.constexpr,
+    FULL: gl.constexpr,
+    LB: gl.constexpr,
+):
+    """(sum x^2 + 1e-6)^(-1/2) of each row of k or q.   [BT]"""
+    squares = gl.zeros([BT, BK], gl.float32, LB)
+    for c in gl.static_range(NB):
+        x = _piece(pieces, 2 * c + which, rows, FULL, LB)
+        squares = gl.fma(x, x, squares)
+    return gl.rsqrt(gl.sum(squares, axis=1) + 1e-6)
+
+
+@gluon.jit
+def _by_steps(x, BT: gl.constexpr):
+    """x, its channels in the order in which a TF32 product takes from a thread those that it has.   [BT, BK]
+
+    A thread has neighbours, 2 t and 2 t + 1 of 8; it is asked for t and t + 4. Nothing moves.
+    """
+    return gl.permute(x.reshape((BT, BK // 8, 4, 2)), (0, 1, 3, 2)).reshape((BT, BK))
+
+
+@gluon.jit
+def _add_near(kk, kq, b_k, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
+    """Grams of every sub-chunk with itself, [sub-chunk, s, r], plus what some channels give: right where s <= r."""
+    into = 2.0 * NEAREST - sums
+    if anchors > 1:
+        into = gl.where(sums < SHIFT - REACH, -1024.0, into)
+    kk, kq = _add_own(kk, kq, b_k * exp2(into), kf, qf, LN)
+    for anchor in range(1, anchors):
+        past = sums + anchor * REACH
+        decay = exp2(gl.minimum(past, SHIFT + NEAREST))
+        here = (sums < SHIFT - anchor * REACH) & (sums >= SHIFT - (anchor + 1) * REACH)
+        into = exp2(gl.where(here, 2.0 * NEAREST - past, -1024.0))
+        kk, kq = _add_own(kk, kq, b_k * into, b_k * decay, b_q * decay, LN)
+    return kk, kq
+
+
+@gluon.jit
+def _add_own(kk, kq, ks, kf, qf, LN: gl.constexpr):
+    A: gl.constexpr = gl.DotOperandLayout(0, LN, 1)
+    B: gl.constexpr = gl.DotOperandLayout(1, LN, 1)
+    a = gl.convert_layout(_by_steps(ks, 64).reshape((4, 16, BK)), A, assert_trivial=True)
+    b_k = gl.convert_layout(gl.permute(_by_steps(kf, 64).reshape((4, 16, BK)), (0, 2, 1)), B, assert_trivial=True)
+    b_q = gl.convert_layout(gl.permute(_by_steps(qf, 64).reshape((4, 16, BK)), (0, 2, 1)), B, assert_trivial=True)
+    return mma_v2(a, b_k, kk, input_precision="tf32"), mma_v2(a, b_q, kq, input_precision="tf32")
+
+
+@gluon.jit
+def _nothing(LJ: gl.constexpr, BT: gl.constexpr):
+    return gl.zeros([BT, 16], gl.float32, LJ)
+
+
+@gluon.jit
+def _add_far(kk, kq, ks, far, asked, i, LJ: gl.constexpr, BT: gl.constexpr):
+    """Grams of all rows s with the rows r of a later sub-chunk plus what some channels give, under way."""
+    a = gl.convert_layout(_by_steps(ks, BT), gl.DotOperandLayout(0, LJ, 1), assert_trivial=True)
+    kk = warpgroup_mma(a, far.index(i).permute((1, 0)), kk, is_async=True)
+    kq = warpgroup_mma(a, asked.index(i).permute((1, 0)), kq, is_async=True)
+    return kk, kq
+
+
+@gluon.jit
+def _gram(near, later, j: gl.constexpr, LB: gl.constexpr):
+    """Columns j of a gram, from the products of every sub-chunk with itself and those with sub-chunk j."""
+    later = gl.convert_layout(later, LB, assert_trivial=True)
+    o_s = gl.arange(0, near.shape[0], layout=gl.SliceLayout(1, LB))
+    return gl.where((o_s // 16 == j)[:, None], near, later)
+
+
+@gluon.jit
+def _strictly_before(near, later, over, j: gl.constexpr, LB: gl.constexpr):
+    """-U of 16 columns, where s < r; elsewhere anything."""
+    factor = over.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0
+    return _gram(near, later, j, LB) * factor[None, :]
+
+
+@gluon.jit
+def _up_to(near, later, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    """P^T of 16 columns: zero unless s <= r."""
+    o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
+    o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+    return gl.where(o_s[:, None] <= o_r[None, :], _gram(near, later, j, LB), 0.0)
+
+
+@gluon.jit
+def _fold(highs, lows, keys, c: gl.constexpr, LE: gl.constexpr, BT: gl.constexpr):
+    """A^T times keys decayed to the chunk's end, some channels of them, under way."""
+    A: gl.constexpr = gl.DotOperandLayout(0, LE, 2)
+    E = gl.zeros([BT, BK], gl.float32, LE)
+    E = mm_pairs_async(highs[0], lows[0], keys.index(8 * c), keys.index(8 * c + 4), E, False, A)
+    for m in gl.static_range(1, 4):
+        E = mm_pairs_async(highs[m], lows[m], keys.index(8 * c + m), keys.index(8 * c + 4 + m), E, True, A)
+    return E
+
+
+@gluon.jit
+def _weighed(x, over_s, under, j: gl.constexpr, LB: gl.constexpr):
+    """Columns of W from those of A^T."""
+    under_r = under.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
+    return ((x * over_s) * under_r).to(gl.bfloat16)

@@ -1,0 +1,75 @@
+"""(I + U)^-1 of a strictly upper tile U = L^T, its pieces where a program has four warps, each with 16 rows (Gluon).
+
+With D the inverses of the blocks of I + U on the diagonal, the columns of A^T = (I + U)^-1 are found from the left, 16
+at a time:
+
+    A^T[:, j] = D[j] - (sum over m < j of A^T[:, m] U[m, j]) D[j]
+
+so that what one column hands to the next stays in its warp's registers. A D is found by substitution, row after row, a
+thread holding one of its rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from wyfold.tile.dot.gluon import mm_pairs, parts
+
+
+@gluon.jit
+def invert_near(near, D, BT: gl.constexpr):
+    """Inverses of I + U of the blocks on the diagonal, from -U, [block, s, r], as bfloat16 pairs.
+
+    A = (I + L)^-1 is found row after row, a thread holding a column; its transpose is what is wanted, in which a
+    thread's numbers are a row.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
+    STEP: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [1, 2, 0])
+    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    A = gl.where(r == c, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, L)
+    for s in gl.static_range(15):
+        l = gl.convert_layout(gl.permute(near.slice(s, 1, dim=1).load(STEP), (0, 2, 1)), L, assert_trivial=True)
+        row = gl.expand_dims(gl.sum(gl.where(r == s, A, 0.0), 1), 1)
+        A = gl.where(r > s, gl.fma(*gl.broadcast(l, row), A), A)
+    high, low = parts(A)
+    D.store(gl.permute(gl.join(high, low), (3, 0, 2, 1)).reshape((2 * BT, 16)))
+
+
+@gluon.jit
+def add_exact(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.constexpr):
+    """acc + x (-U[m, j]) of a pair x [BT, 16]."""
+    u_high = U.slice(16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
+    u_low = U.slice(U.shape[0] // 2 + 16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
+    return mm_pairs(high, low, u_high, u_low, acc, LB)
+
+
+@gluon.jit
+def times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
+    """acc + y D[j]."""
+    high, low = parts(y)
+    d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
+    d_low = D.slice(D.shape[0] // 2 + 16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
+    return mm_pairs(high, low, d_high, d_low, acc, LB)
+
+
+@gluon.jit
+def columns(x, BT: gl.constexpr, LB: gl.constexpr):
+    """A tile's columns, 16 each; nothing moves.   4 x [BT, 16]"""
+    even, odd = gl.split(gl.permute(x.reshape((BT, 2, 2, 16)), (0, 3, 1, 2)))
+    x_0, x_2 = gl.split(even)
+    x_1, x_3 = gl.split(odd)
+    return (
+        gl.convert_layout(x_0, LB, assert_trivial=True),
+        gl.convert_layout(x_1, LB, assert_trivial=True),
+        gl.convert_layout(x_2, LB, assert_trivial=True),
+        gl.convert_layout(x_3, LB, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
+    """The tile of these columns; nothing moves."""
+    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
+    return gl.convert_layout(gl.permute(x, (0, 3, 2, 1)).reshape((BT, BT)), LC, assert_trivial=True)
