@@ -6,7 +6,6 @@ Copies land when they are waited for (after poison) or at once, stores when they
 read when they are waited for and complain if it changed since they were issued. Products in TF32 cut their operands.
 """
 
-import inspect
 import itertools
 import types
 from pathlib import Path

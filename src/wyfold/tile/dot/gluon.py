@@ -1,4 +1,4 @@
-"""Numbers taken apart for Hopper kernels that lay out tiles themselves (Gluon), and products of what they came apart into.
+"""Numbers taken apart for Hopper kernels that lay out tiles themselves (Gluon), and products of what that makes.
 
 A pair is a float32 number as two bfloat16 ones; `mm_exact` of the Triton twin makes the same of it.
 """

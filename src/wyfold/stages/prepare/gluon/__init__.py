@@ -1,5 +1,5 @@
-"""`prepare` in Gluon, for Hopper: bfloat16, K = 128, chunks of 64; a kernel for gates that are one number, or none, and one
-for gates over channels."""
+"""`prepare` in Gluon, for Hopper: bfloat16, K = 128, chunks of 64; a kernel for a gate that is one number, or none, and
+one for a gate over channels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def prepare(
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie; arguments as of the Triton launch.
 
-    Factors W and F without a gate or with a scalar one, E and F with one over channels, as the configurations' rows say.
+    Factors W and F without a gate or with a scalar one, E and F with one over channels, as the configurations' rows
+    say.
     """
-    launch = (channel if gate_flags(g)["CHANNEL"] else scalar).prepare
+    channels = gate_flags(g)["CHANNEL"]
+    launch = channel.prepare if channels else scalar.prepare
     return launch(q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear)

@@ -1,28 +1,29 @@
-"""`prepare` with a gate over channels: a program owns a chunk of one value head, and goes through K 32 channels at a time.
+"""`prepare` with a gate over channels: a program owns a chunk of one value head, and takes K 32 channels at a time.
 
-Sub-chunks have 16 rows, a warp each. With P the sum of a sub-chunk's log gates (base 2) after its first row up to each,
-`first` the first's and `rest` that after it, the pair of rows r and s <= r decays by
+Sub-chunks have 16 rows, a warp each. With P the sum of a sub-chunk's log gates (base 2) after its first row up to each
+row, `first` that of its first row and `rest` all after it, the pair of rows r and s <= r decays by
 
-    2^P[r] 2^-P[s]                                  where both lie in one sub-chunk, or
+    2^P[r] 2^-P[s]                                     where both lie in one sub-chunk, or
     2^P[r] 2^(first + sums between) 2^(rest - P[s])    where s lies in an earlier one,
 
-so that all of a chunk's pairs take three exponentials a row and channel, of P, -P and rest - P. The pairs inside a warp's
-sub-chunk are products of what it has in registers; to those of three later sub-chunks it brings 2^(rest - P[s]) k[s] in
-registers too, times what lies between, one number a channel, and reads their rows from shared memory. The same two tiles
-are, but for such numbers, the decayed rows that the scans read and those that E is made of.
+so that all pairs of a chunk take three exponentials a row and channel: of P, -P and rest - P. Pairs inside a warp's
+sub-chunk are products of what it has in registers. To those with three later sub-chunks it brings 2^(rest - P[s]) k[s]
+in registers as well, times what lies between, one number a channel, and reads the later rows from shared memory. Up to
+such numbers the same two tiles are the decayed rows that the scans read, and the keys that E is made of.
 
-Only -P may be positive. It is at most REACH, of which 15 gates go beyond if they average more than 5.08 nats; then more
-anchors follow, REACH apart, as in the Triton launch. Rows carry 2^SHIFT more than that, and keys as much less, so that of
-float32's range a key is left what it had with a reach of 96.
+Only -P may be positive. One anchor serves it up to REACH, which 15 gates pass if they average more than 5.08 nats; then
+more of them follow, REACH apart. Rows carry 2^SHIFT more than the formula has, and keys as much less, so that of the
+range of float32 keys are left what they had with a reach of 96. REACH is 1 more than is used: see `_add_near`.
 
-What a chunk costs: 64 KiB come, 56 to 64 go (the gate in float32), 0.35 ms for 12,288 chunks at 4.3 TB/s, which at 1.8 GHz is
-6,800 cycles for each chunk of a multiprocessor. 24,576 exponentials are 1,540 of these, products in TF32 800 (pairs
-between sub-chunks) and 700 (inside), E and F 1,150, what is read from and written to shared memory some 4,000; all of these
-overlap. So its bytes bound it, if three programs a multiprocessor cover each other's waits: 75 KiB and 168 registers.
+What a chunk costs. 64 KiB come and 57 or 65 go (gates in float32): 0.35 ms for 12,288 chunks at 4.3 TB/s, of which each
+multiprocessor has 93, so 6,800 cycles for one at 1.8 GHz. Exponentials take 1,540 cycles of their unit; products 800 in
+TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 5,100 a warp, as
+many if each scheduler issued in every one. All of it may overlap: bytes are the bound if programs cover each other's
+waits, three of them on a multiprocessor, with 168 registers a thread and 75 KiB each.
 
-Shared memory: a slice of 32 channels has 8 KiB for its gates and 4 KiB each for its rows of k and q. Where the gates were,
-sums P follow, then 2^P k, then the pairs of bfloat16 that E is made of, then E; where k and q were, 2^P q, then both
-decayed from the chunk's start, which leave; then -U and P^T, F and W.
+Shared memory: a slice of 32 channels has 8 KiB for its gates and 4 KiB each for its rows of k and q. Where the gates
+lay follow sums P, then 2^P k, then the pairs of bfloat16 that E is made of, then E; where k and q lay, 2^P q, then both
+decayed from the chunk's start, which leave; then -U and P^T, then F and W.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def prepare(
 ) -> Prepared:
     """Factors E and F of every chunk, from tokens where they lie, and W where a backward follows.
 
-    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. bfloat16, K = 128,
-    chunks of 64, as the configurations' row says.
+    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. bfloat16,
+    K = 128, chunks of 64, as the configurations' row says.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     tiles = grid.chunks * HV
@@ -153,9 +154,9 @@ def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
 
 
-def _gate_boxes(g: Tensor, C: int) -> Boxes | None:
-    """Boxes of all channels of a gate; None where they may not be, or hold what has no place in shared memory."""
-    return token_boxes(g, C, g.shape[3]) if g.dtype in ELEMENTS else None
+def _gate_boxes(x: Tensor, C: int) -> Boxes | None:
+    """Boxes of all channels of a gate; None where they may not be, or hold what is not brought as it is."""
+    return token_boxes(x, C, x.shape[3]) if x.dtype in ELEMENTS else None
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
@@ -238,23 +239,22 @@ def wyfold_prepare_channel_gluon(
     over = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
     under = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
     come_g = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    come = gl.allocate_shared_memory(gl.int64, [NB, 1], mbarrier.MBarrierLayout())
+    come = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # 32 channels of k, then of q, for each slice.
     pieces = tokens._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
     if BOXED:
         G = gates if x_g.dtype == gl.float32 else gates._reinterpret(x_g.dtype, [BT, K], WIDE)
         mbarrier.init(come_g, count=1)
-        for c in gl.static_range(NB):
-            mbarrier.init(come.index(c), count=1)
+        mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
         token = (b * T + t).to(gl.int32)
         mbarrier.expect(come_g, x_g.block_type.nbytes)
+        mbarrier.expect(come, NB * (x_k.block_type.nbytes + x_q.block_type.nbytes))
         tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
         for c in gl.static_range(NB):
-            mbarrier.expect(come.index(c), x_k.block_type.nbytes + x_q.block_type.nbytes)
-            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come.index(c), pieces.index(2 * c))
-            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come.index(c), pieces.index(2 * c + 1))
+            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c))
+            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))
     else:
         G = gates
         G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
@@ -286,13 +286,26 @@ def wyfold_prepare_channel_gluon(
     # Rows of four are 32 bytes apart in the banks, for pairs of channels of eight rows to be read at once.
     P = gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     anchors = _sum_gates(
-        G, gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])), table, rests, p_A_log, p_dt_bias, p_total, i_tile, i_hv, rows, lower_bound, clamp, FULL, ACTIVATION, K
+        G,
+        gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
+        table,
+        rests,
+        p_A_log,
+        p_dt_bias,
+        p_total,
+        i_tile,
+        i_hv,
+        rows,
+        lower_bound,
+        clamp,
+        FULL,
+        ACTIVATION,
+        K,
     )
     r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+    if BOXED:
+        mbarrier.wait(come, 0)
     if NORM:
-        if BOXED:
-            for c in gl.static_range(NB):
-                mbarrier.wait(come.index(c), 0)
         r_k = _reciprocal_norm(pieces, 0, rows, BT, NB, FULL, LB)
         r_q = _reciprocal_norm(pieces, 1, rows, BT, NB, FULL, LB)
     barrier()
@@ -300,13 +313,12 @@ def wyfold_prepare_channel_gluon(
     # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
     far = gates._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
     asked = tokens._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
-    pairs = gates._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
+    sent = tokens._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
+    pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     kk_1, kk_2, kk_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
     kq_1, kq_2, kq_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
     for c in range(NB):
-        if BOXED and not NORM:
-            mbarrier.wait(come.index(c), 0)
         sums = P.index(c).load(LB)
         b_k, b_q = _piece(pieces, 2 * c, rows, FULL, LB), _piece(pieces, 2 * c + 1, rows, FULL, LB)
         if NORM:
@@ -330,14 +342,12 @@ def wyfold_prepare_channel_gluon(
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
         barrier()
-        pieces.index(2 * c).store(kd)
-        pieces.index(2 * c + 1).store(qd)
-        pairs.index(2 * c).store(high)
-        pairs.index(2 * c + 1).store(low)
+        sent.index(c).store(_above(kd, qd, BT))
+        pairs.index(c).store(_above(high, low, BT))
         fence_async_shared()
         barrier()
-        tma_store(x_kd, [pid * BT, BK * c], pieces.index(2 * c))
-        tma_store(x_qd, [pid * BT, BK * c], pieces.index(2 * c + 1))
+        tma_store(x_kd, [pid * BT, BK * c], sent.index(c).slice(0, BT))
+        tma_store(x_qd, [pid * BT, BK * c], sent.index(c).slice(BT, BT))
 
     # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
     U = tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(0)
@@ -361,9 +371,7 @@ def wyfold_prepare_channel_gluon(
     tma.store_wait(pendings=0)
     barrier()
     U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(
-        pair(joined(p_0, p_1, p_2, p_3, BT, LC), BT)
-    )
+    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC), BT))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
@@ -405,10 +413,9 @@ def wyfold_prepare_channel_gluon(
     # Every warp is past its last -U, and every product has been.
     out = tokens._reinterpret(gl.bfloat16, [4, BT, BT], WIDE)
     out.index(0).store(F.to(gl.bfloat16))
-    pairs.index(0).store(E_0.to(gl.bfloat16))
-    pairs.index(2).store(E_1.to(gl.bfloat16))
-    pairs.index(4).store(E_2.to(gl.bfloat16))
-    pairs.index(6).store(E_3.to(gl.bfloat16))
+    E = gl.permute(gl.join(gl.join(E_0, E_1), gl.join(E_2, E_3)), (3, 2, 0, 1)).reshape((NB, BT, BK))
+    folded = gates._reinterpret(gl.bfloat16, [NB, BT, BK], gl.NVMMASharedLayout(64, 16, 3))
+    folded.store(E.to(gl.bfloat16))
     if with_w:
         over_s = over.load(ROW)[:, None]
         w_0, w_1 = _weighed(x_0, over_s, under, 0, LB), _weighed(x_1, over_s, under, 1, LB)
@@ -418,7 +425,7 @@ def wyfold_prepare_channel_gluon(
     barrier()
     tma_store(x_F, [pid * BT, 0], out.index(0))
     for c in gl.static_range(NB):
-        tma_store(x_E, [pid * BT, BK * c], pairs.index(2 * c))
+        tma_store(x_E, [pid * BT, BK * c], gates._reinterpret(gl.bfloat16, [NB, BT, BK], HALF).index(c))
     if with_w:
         tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
@@ -459,37 +466,32 @@ def _sum_gates(
     P_2, f_2, r_2 = _sub_chunk(G, 2, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     P_3, f_3, r_3 = _sub_chunk(G, 3, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     barrier()
-    _store_sums(P, 0, P_0, K)
-    _store_sums(P, 1, P_1, K)
-    _store_sums(P, 2, P_2, K)
-    _store_sums(P, 3, P_3, K)
+    x = gl.permute(gl.join(gl.join(P_0, P_1), gl.join(P_2, P_3)), (3, 2, 0, 1)).reshape((4 * 16, K // BK, BK))
+    P.store(gl.permute(x, (1, 0, 2)))
     t_0, t_1, t_2, t_3 = f_0 + r_0, f_1 + r_1, f_2 + r_2, f_3 + r_3
-    # From the end of a sub-chunk to the first row of a later one: of 0 and 1 to 2, of 0 to 1, of 0, 1 and 2 to 3. What
+    # From the end of a sub-chunk to the first row of a later one: of 0 and 1 to 2; of 0 to 1; of 0, 1 and 2 to 3. What
     # has no such row takes anything finite.
-    _put(table, 0, exp2(t_1 + f_2 - SHIFT), K)
-    _put(table, 1, exp2(f_2 - SHIFT), K)
-    one = exp2(f_1 - SHIFT)
-    _put(table, 2, one, K)
-    _put(table, 3, one, K)
-    _put(table, 4, exp2(t_1 + t_2 + f_3 - SHIFT), K)
-    _put(table, 5, exp2(t_2 + f_3 - SHIFT), K)
-    three = exp2(f_3 - SHIFT)
-    _put(table, 6, three, K)
-    _put(table, 7, three, K)
-    # From the chunk's start to a sub-chunk's first row.
-    _put(table, 8, exp2(f_0 - (SHIFT + NEAREST)), K)
-    _put(table, 9, exp2(t_0 + f_1 - (SHIFT + NEAREST)), K)
-    _put(table, 10, exp2(t_0 + t_1 + f_2 - (SHIFT + NEAREST)), K)
-    _put(table, 11, exp2(t_0 + t_1 + t_2 + f_3 - (SHIFT + NEAREST)), K)
-    # From a sub-chunk's end to the chunk's.
-    _put(table, 12, exp2(t_1 + t_2 + t_3 - NEAREST), K)
-    _put(table, 13, exp2(t_2 + t_3 - NEAREST), K)
-    _put(table, 14, exp2(t_3 - NEAREST), K)
-    _put(table, 15, exp2(t_3 * 0.0 - NEAREST), K)
-    _put(rests, 0, r_0 + (SHIFT + 2.0 * NEAREST), K)
-    _put(rests, 1, r_1 + (SHIFT + 2.0 * NEAREST), K)
-    _put(rests, 2, r_2 + (SHIFT + 2.0 * NEAREST), K)
-    _put(rests, 3, r_3 + (SHIFT + 2.0 * NEAREST), K)
+    one, three = exp2(f_1 - SHIFT), exp2(f_3 - SHIFT)
+    two = _four(exp2(t_1 + f_2 - SHIFT), exp2(f_2 - SHIFT), one, one)
+    three = _four(exp2(t_1 + t_2 + f_3 - SHIFT), exp2(t_2 + f_3 - SHIFT), three, three)
+    # From the chunk's start to a sub-chunk's first row, and from its end to the chunk's.
+    before = _four(
+        exp2(f_0 - (SHIFT + NEAREST)),
+        exp2(t_0 + f_1 - (SHIFT + NEAREST)),
+        exp2(t_0 + t_1 + f_2 - (SHIFT + NEAREST)),
+        exp2(t_0 + t_1 + t_2 + f_3 - (SHIFT + NEAREST)),
+    )
+    after = _four(
+        exp2(t_1 + t_2 + t_3 - NEAREST),
+        exp2(t_2 + t_3 - NEAREST),
+        exp2(t_3 - NEAREST),
+        exp2(t_3 * 0.0 - NEAREST),
+    )
+    numbers = gl.join(gl.join(two, three), gl.join(before, after))  # [K, of four, odd, late]
+    table.store(gl.permute(numbers.reshape((K // BK, BK, 4, 2, 2)), (0, 4, 3, 2, 1)).reshape((K // BK, 16, BK)))
+    more = SHIFT + 2.0 * NEAREST
+    rest = _four(r_0 + more, r_1 + more, r_2 + more, r_3 + more)
+    rests.store(gl.permute(rest.reshape((K // BK, BK, 4)), (0, 2, 1)))
     gl.store(p_total + i_tile * K + o_k, exp2(t_0 + t_1 + t_2 + t_3))
     most = -gl.min(gl.minimum(gl.minimum(r_0, r_1), gl.minimum(r_2, r_3)), axis=0)
     # Rounded up at a multiple of REACH: one too many costs time, one too few a pair.
@@ -530,21 +532,17 @@ def _row(x, i: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _store_sums(P, w: gl.constexpr, x, K: gl.constexpr):
-    P.slice(16 * w, 16, dim=1).store(gl.permute(x.reshape((16, K // BK, BK)), (1, 0, 2)))
-
-
-@gluon.jit
-def _put(table, j: gl.constexpr, x, K: gl.constexpr):
-    """A number a channel to row j of every slice's."""
-    table.slice(j, 1, dim=1).store(x.reshape((K // BK, 1, BK)))
+def _four(x_0, x_1, x_2, x_3):
+    """Four numbers a channel.   [K, 4]"""
+    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
+    return gl.permute(x, (0, 2, 1)).reshape((x_0.shape[0], 4))
 
 
 @gluon.jit
 def _over_rows(numbers, j: gl.constexpr, count: gl.constexpr, LB: gl.constexpr, LN: gl.constexpr):
     """Four of a slice's numbers a channel, from row j on, or one, for all 16 rows of every sub-chunk.   [64, BK]"""
     x = numbers.slice(j, count).load(gl.SliceLayout(1, LN))
-    x = gl.expand_dims(x, 1) + gl.zeros([4, 16, BK], gl.float32, LN)
+    x, _ = gl.broadcast(gl.expand_dims(x, 1), gl.zeros([4, 16, BK], gl.float32, LN))
     return gl.convert_layout(x.reshape((64, BK)), LB, assert_trivial=True)
 
 
@@ -576,6 +574,12 @@ def _reciprocal_norm(
 
 
 @gluon.jit
+def _above(x, y, BT: gl.constexpr):
+    """x above y.   [2 BT, BK]"""
+    return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * BT, BK))
+
+
+@gluon.jit
 def _by_steps(x, BT: gl.constexpr):
     """x, its channels in the order in which a TF32 product takes from a thread those that it has.   [BT, BK]
 
@@ -587,16 +591,16 @@ def _by_steps(x, BT: gl.constexpr):
 @gluon.jit
 def _add_near(kk, kq, b_k, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
     """Grams of every sub-chunk with itself, [sub-chunk, s, r], plus what some channels give: right where s <= r."""
-    into = 2.0 * NEAREST - sums
-    if anchors > 1:
-        into = gl.where(sums < SHIFT - REACH, -1024.0, into)
-    kk, kq = _add_own(kk, kq, b_k * exp2(into), kf, qf, LN)
-    for anchor in range(1, anchors):
-        past = sums + anchor * REACH
-        decay = exp2(gl.minimum(past, SHIFT + NEAREST))
-        here = (sums < SHIFT - anchor * REACH) & (sums >= SHIFT - (anchor + 1) * REACH)
-        into = exp2(gl.where(here, 2.0 * NEAREST - past, -1024.0))
-        kk, kq = _add_own(kk, kq, b_k * into, b_k * decay, b_q * decay, LN)
+    if anchors == 1:
+        kk, kq = _add_own(kk, kq, b_k * exp2(2.0 * NEAREST - sums), kf, qf, LN)
+    else:
+        for anchor in range(anchors):
+            # Each takes the keys in its reach; to others those are zeros, so that only their own rows feel them.
+            past, top = sums + anchor * REACH, SHIFT + 1.0
+            decay = exp2(gl.minimum(past, top + NEAREST))
+            here = (sums < top - anchor * REACH) & (sums >= top - (anchor + 1) * REACH)
+            into = exp2(gl.where(here, 2.0 * NEAREST - past, -1024.0))
+            kk, kq = _add_own(kk, kq, b_k * into, b_k * decay, b_q * decay, LN)
     return kk, kq
 
 

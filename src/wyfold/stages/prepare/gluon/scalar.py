@@ -5,13 +5,8 @@ leaves is what the Triton launch beside it leaves, to the accuracy of the same b
 What differs is that k and q are both under way before anything is waited for, that products are no larger than what
 they are for, and that so little is held that four programs share a multiprocessor.
 
-All tiles are [s, r], upper triangular. With U = L^T and D the inverses of the blocks of I + U on the diagonal, the
-columns of A^T = (I + U)^-1 are found from the left, 16 at a time:
-
-    A^T[:, j] = D[j] - (sum over m < j of A^T[:, m] U[m, j]) D[j]
-
-Each of the four warps has 16 rows, of A^T as of everything before it, so that what one column hands to the next stays
-in its registers. A D is found by substitution, row after row, a thread holding one of its rows.
+All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has 16
+rows, of A^T as of everything before it.
 
 Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
 """
