@@ -24,11 +24,11 @@ if importlib.util.find_spec("triton") is None:
 
 KERNELS = {
     "chunk_gated_delta_rule": ("wyfold_prepare_gluon", "wyfold_scan_gluon", "wyfold_gradients_triton"),
-    "chunk_kda": ("wyfold_prepare_triton", "wyfold_scan_triton", "wyfold_gradients_triton"),
+    "chunk_kda": ("wyfold_prepare_channel_gluon", "wyfold_scan_triton", "wyfold_gradients_triton"),
 }
 
 COMMUTE = ("add", "mul")
-IGNORED = ("ld", "st", "mov", "selp", "setp")  # what moves or chooses does not round
+IGNORED = ("ld", "st", "mov", "selp", "setp", "cvt.f32.bf16")  # what moves, chooses or widens does not round
 
 
 def trees(ptx: str) -> collections.Counter[str]:

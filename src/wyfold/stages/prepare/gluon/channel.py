@@ -71,7 +71,7 @@ NEAREST: gl.constexpr = gl.constexpr(0.000498066)
 def prepare(
     q: Tensor,
     k: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -110,7 +110,7 @@ def prepare(
         *shared(rows or (q, k, g)),
         q.stride(),
         k.stride(),
-        g.stride(),
+        strides(g),
         beta,
         strides(beta),
         A_log,
@@ -154,9 +154,9 @@ def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
 
 
-def _gate_boxes(x: Tensor, C: int) -> Boxes | None:
+def _gate_boxes(x: Tensor | None, C: int) -> Boxes | None:
     """Boxes of all channels of a gate; None where they may not be, or hold what is not brought as it is."""
-    return token_boxes(x, C, x.shape[3]) if x.dtype in ELEMENTS else None
+    return None if x is None or x.dtype not in ELEMENTS else token_boxes(x, C, x.shape[3])
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
@@ -332,13 +332,13 @@ def wyfold_prepare_channel_gluon(
         barrier()
         gates._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(kf, BT))
         tokens._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(qf, BT))
+        before = _over_rows(numbers, 8, 4, LB, LN)
+        kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
         fence_async_shared()
         barrier()
         kk_1, kq_1 = _add_far(kk_1, kq_1, kt * _over_rows(numbers, 2, 1, LB, LN), far, asked, 4 * c + 1, LJ, BT)
         kk_2, kq_2 = _add_far(kk_2, kq_2, kt * _over_rows(numbers, 0, 4, LB, LN), far, asked, 4 * c + 2, LJ, BT)
         kk_3, kq_3 = _add_far(kk_3, kq_3, kt * _over_rows(numbers, 4, 4, LB, LN), far, asked, 4 * c + 3, LJ, BT)
-        before = _over_rows(numbers, 8, 4, LB, LN)
-        kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
         barrier()
@@ -516,8 +516,13 @@ def _sub_chunk(
     [16, K], [K], [K]
     """
     o_r = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
-    g = activated(G.slice(16 * w, 16).load(L).to(gl.float32), rate, bias, lower_bound, clamp, ACTIVATION)
-    g = g if FULL else gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
+    x = G.slice(16 * w, 16).load(L).to(gl.float32)
+    # A gate of 0 stays 0 if it was given; an activation makes something of it.
+    if ACTIVATION == "given" and not FULL:
+        x = gl.where((o_r + 16 * w < rows)[:, None], x, 0.0)
+    g = activated(x, rate, bias, lower_bound, clamp, ACTIVATION)
+    if ACTIVATION != "given":
+        g = gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
     # Rounded before it is added: see facts.md, LLVM-1.
     g = gl.fma(g, gl.full(g.shape, 1.4426950408889634, gl.float32, L), gl.zeros(g.shape, gl.float32, L))
     sums = gl.associative_scan(gl.where((o_r == 0)[:, None], 0.0, g), 0, add)
@@ -551,8 +556,8 @@ def _piece(pieces, i, rows, FULL: gl.constexpr, LB: gl.constexpr):
     """Rows of k or q, some channels, zero where there is no token.   [BT, BK]"""
     x = gl.convert_layout(pieces.index(i).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
     o_s = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LB))
-    x = x.to(gl.float32)
-    return x if FULL else gl.where((o_s < rows)[:, None], x, 0.0)
+    x = x if FULL else gl.where((o_s < rows)[:, None], x, gl.zeros(x.shape, gl.bfloat16, LB))
+    return x.to(gl.float32)
 
 
 @gluon.jit

@@ -5,8 +5,8 @@ leaves is what the Triton launch beside it leaves, to the accuracy of the same b
 What differs is that k and q are both under way before anything is waited for, that products are no larger than what
 they are for, and that so little is held that four programs share a multiprocessor.
 
-All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has 16
-rows, of A^T as of everything before it.
+All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
+16 rows, of A^T as of everything before it.
 
 Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
 """

@@ -1,0 +1,94 @@
+"""`prepare` in Gluon with a gate over channels: which calls it serves, and what the assembler made of it."""
+
+import importlib.util
+
+import pytest
+import torch
+from tests.compile import aot
+
+import wyfold
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from tests.compile.machine_code import overtaken, read
+
+from wyfold.stages.prepare.gluon import wyfold_prepare_channel_gluon
+
+NAMES = ("wyfold_prepare_triton", "wyfold_prepare_gluon", "wyfold_prepare_channel_gluon")
+
+
+def call(
+    T: int = 70,
+    *,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    gate: torch.dtype = torch.float32,
+    stride: int = 1,
+    HV: int = 2,
+    cu: tuple[int, ...] | None = None,
+    **options,
+) -> None:
+    B = 2 if cu is None else 1
+    q, k = (torch.zeros(B, T * stride, 2, K, dtype=dtype)[:, ::stride] for _ in range(2))
+    v, beta, g = torch.zeros(B, T, HV, V, dtype=dtype), torch.ones(B, T, HV), torch.zeros(B, T, HV, K, dtype=gate)
+    options = {"chunk_size": 64, "backend": "triton", **options}
+    wyfold.chunk_kda(q, k, v, g, beta, cu_seqlens=None if cu is None else torch.tensor(cu), **options)
+
+
+def taken(**given) -> list[str]:
+    """Kernels of `prepare` that a call would launch on sm_90."""
+    found = []
+    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+        call(**given)
+    return [name for name in found if name in NAMES]
+
+
+INSIDE = {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(256)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"T": 128},
+        {"cu": (0, 30, 70)},
+        {"use_qk_l2norm_in_kernel": True},
+        {"stride": 2},
+        {"HV": 4},
+        {"V": 64},
+        {"gate": torch.bfloat16, **INSIDE},
+        {"safe_gate": True, "lower_bound": -5.0, **INSIDE},
+    ],
+    ids=lambda given: ", ".join(given) or "as it is",
+)
+def test_served_in_gluon(given: dict):
+    assert taken(**given) == ["wyfold_prepare_channel_gluon"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"K": 64}, {"dtype": torch.float16}, {"chunk_size": 32}], ids=lambda given: ", ".join(given)
+)
+def test_left_to_triton(given: dict):
+    assert taken(**given) == ["wyfold_prepare_triton"]
+
+
+@pytest.mark.long
+def test_three_programs_share_a_multiprocessor_and_no_left_operand_is_overtaken():
+    """Of 228 KiB of shared memory each block is charged 1 more than it asks for; of PTXAS-2, see facts.md."""
+    made = []
+
+    def look(kernel, *arguments, **options) -> None:
+        if kernel is wyfold_prepare_channel_gluon:
+            made.append(aot.code(kernel, *arguments, **options))
+
+    with aot.pretending("sm_90", look):
+        call(T=128)
+    (kernel, log), code = made[0], read(made[0][0])
+    found = aot.usage(kernel, log)
+    assert len(made) == 1
+    assert 3 * (found.shared + aot.KIB) <= 228 * aot.KIB
+    assert 3 * 128 * found.registers <= 65536
+    assert code.count("HGMMA") > 50
+    assert not overtaken(code)
