@@ -446,6 +446,7 @@ OWN = {
         Call("chunk_kda", options=STATES, packed=True, heads=128),
         Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
         Call("chunk_delta_rule", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
+        Call("chunk_kda", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=1),
         Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=1),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
