@@ -17,7 +17,7 @@ range of float32 keys are left what they had with a reach of 96. REACH is 1 more
 
 What a chunk costs. 64 KiB come and 57 or 65 go (gates in float32): 0.35 ms for 12,288 chunks at 4.3 TB/s, of which each
 multiprocessor has 93, so 6,800 cycles for one at 1.8 GHz. Exponentials take 1,540 cycles of their unit; products 800 in
-TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 5,100 a warp, as
+TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 5,000 a warp, as
 many if each scheduler issued in every one. All of it may overlap: bytes are the bound if programs cover each other's
 waits, three of them on a multiprocessor, with 168 registers a thread and 75 KiB each.
 
