@@ -17,7 +17,7 @@ from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.trainer import Trainer
-from wyfold.parallel.team import Ranks
+from wyfold.parallel.team import Ranks, Team
 
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
@@ -224,6 +224,45 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(data, tmp_path,
     assert train(data, tmp_path / "run", "--steps", 8, "--save-every", 2, "--eval-every", 100) == 1
     assert "step 5: loss nan" in capsys.readouterr().err
     assert newest(tmp_path / "run").name == "step-00000004"
+
+
+def read_behind(monkeypatch):
+    """Runs read what a step came to while the next one runs, as on a GPU."""
+    monkeypatch.setattr(Team, "__init__", lambda self, device: vars(self).update(device=device, reads_behind=True))
+
+
+def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, monkeypatch):
+    """Batches drawn ahead, numbers read a step later; looks, checkpoints and an interruption among them."""
+    words = ["--steps", 9, "--eval-every", 4, "--save-every", 3, "--grad-accum", 2]
+    assert train(data, tmp_path / "waiting", *words) == 0
+    with monkeypatch.context() as patched:
+        read_behind(patched)
+        stop_after(patched, step=6)
+        assert train(data, tmp_path / "behind", *words) == 130
+    assert newest(tmp_path / "behind").name == "step-00000006"
+    with monkeypatch.context() as patched:
+        read_behind(patched)
+        assert train(data, tmp_path / "behind", *words) == 0
+    assert history(tmp_path / "behind") == history(tmp_path / "waiting")
+    assert weights(tmp_path / "behind") == weights(tmp_path / "waiting")
+
+
+def test_a_loss_that_is_no_number_changes_nothing_where_it_is_read_behind(data, tmp_path, monkeypatch, capsys):
+    """Two steps were asked for before it is known; neither may have moved a parameter."""
+    loss, runs, before = Trainer._loss, [], []
+
+    def broken(self, batch: Batch):
+        if self.step == 4:
+            runs.append(self)
+            before.extend(x.detach().clone() for x in self.model.parameters())
+        return loss(self, batch) * (float("inf") if self.step == 4 else 1.0)
+
+    monkeypatch.setattr(Trainer, "_loss", broken)
+    read_behind(monkeypatch)
+    assert train(data, tmp_path / "run", "--steps", 8, "--save-every", 2, "--eval-every", 100) == 1
+    assert "step 5: loss inf" in capsys.readouterr().err
+    assert newest(tmp_path / "run").name == "step-00000004"
+    assert runs[0].step == 6 and all(map(torch.equal, before, runs[0].model.parameters()))
 
 
 def test_by_the_clock_a_run_ends(data, tmp_path):

@@ -5,6 +5,10 @@
 
 On the CPU a resumed run takes the very steps an uninterrupted one takes, bit for bit: batches depend on the seed and a
 cursor, and the model, the moments, the random state and the history all come back from the checkpoint.
+
+A GPU is not waited for at every step: the next batch is drawn while it works, and what a step came to is read while the
+next one runs (`wyfold.cli.pace`). So that a number that is none still ends a run before the update, the device itself
+leaves parameters alone from then on.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from wyfold.cli import Failure, checkpoint, speed
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.lessons import lesson_of, points
+from wyfold.cli.pace import Ahead, Figures
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.synthetic import Task
@@ -73,6 +78,11 @@ class Trainer:
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False
+        behind = self.team.reads_behind
+        self.batches = Ahead(self.lesson.at, self.team.replicas, pinned=self.device.type == "cuda") if behind else None
+        self.unread: Figures | None = None
+        self.spoilt = torch.zeros((), device=self.device)
+        self.mark = 0.0  # by the clock: since when the step to be read next was at work
 
         found = checkpoint.latest(folder / CHECKPOINTS)
         if found is None:
@@ -108,17 +118,17 @@ class Trainer:
                 self.stopping = self.team.most(self.stopping) > 0
                 # At the head of the round, so that a run stopped between a step and its examination resumes with it.
                 due = self.step % self.recipe.eval_every == 0 or self.finished
+                full = self.step - saved >= save_every
+                if due or full or self.stopping:
+                    self._show(display, self._read_behind())
                 while due and not self.stopping and not self._examined(last=self.finished):
                     display.say(f"step {self.step}: validation {self.lesson.verdict(self.examine())}")
                 if self.stopping or self.finished:
                     break
-                if self.step - saved >= save_every:
+                if full:
                     self.save()
                     saved = self.step
-                entry = self._take_step()
-                share = f"  MFU {entry['mfu']:.1%}" if "mfu" in entry else ""
-                loss = self.lesson.figures(entry["loss"])
-                display.step(self.step, f"{loss}  {entry['tokens_per_second']:,} tokens/s{share}")
+                self._show(display, self._take_step())
             self.save()
         self.draw()
         return self.complete
@@ -172,9 +182,10 @@ class Trainer:
             return
         self.lesson.draw(self.folder / CURVE, self.history, self.folder.name)
 
-    def _take_step(self) -> dict[str, Any]:
-        """One optimizer step; what the history keeps of it."""
-        start = time.perf_counter()
+    def _take_step(self) -> dict[str, Any] | None:
+        """One optimizer step; what the history keeps of it, or of the one before where numbers are read behind."""
+        if self.unread is None:
+            self.mark = time.perf_counter()
         rate = self.recipe.learning_rate(self.step, self.progress())
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -182,34 +193,71 @@ class Trainer:
         parts, tokens = self.recipe.grad_accum, 0
         total = torch.zeros((), device=self.device)
         for part in range(parts):
-            batch = self.lesson.at((self.step * parts + part) * self.team.replicas + self.team.replica)
+            batch = self._batch((self.step * parts + part) * self.team.replicas + self.team.replica)
             loss = self._loss(batch) / parts
             self.team.backward(loss)
             total += self.team.mean(loss.detach())
             tokens += batch.ids.numel() * self.team.replicas
-        norm = self.team.whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)).item()
-        mean = total.item()
+        norm = self.team.whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip))
+        values = torch.stack([total, norm.to(total)])
+        figures = Figures(self.step + 1, rate, tokens, values)
+        if not self.team.reads_behind:
+            self._refuse_spoilt(figures)
+            self.optimizer.step()
+            self.step += 1
+            return self._known(figures)
+        self.spoilt = torch.maximum(self.spoilt, values.isfinite().logical_not().any().to(self.spoilt))
+        self.optimizer.found_inf = self.spoilt  # type: ignore[attr-defined]  # where it is one, nothing is updated
+        self.optimizer.step()
+        self.step += 1
+        entry = self._read_behind()
+        self.unread = figures
+        return entry
+
+    def _read_behind(self) -> dict[str, Any] | None:
+        """What the history keeps of the step whose numbers are still to be read."""
+        figures, self.unread = self.unread, None
+        if figures is None:
+            return None
+        self._refuse_spoilt(figures)
+        return self._known(figures)
+
+    def _refuse_spoilt(self, figures: Figures) -> None:
+        """End the run at a step that has numbers that are none."""
+        mean, norm = figures.read()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             # Before the update: the parameters in memory and the checkpoint on disk are both still good.
             raise Failure(
-                f"step {self.step + 1}: loss {mean}, gradient norm {norm}; nothing was updated. What is in "
+                f"step {figures.number}: loss {mean}, gradient norm {norm}; nothing was updated. What is in "
                 f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
             )
-        self.optimizer.step()
-        self.step += 1
-        seconds = self.team.most(time.perf_counter() - start)
+
+    def _known(self, figures: Figures) -> dict[str, Any]:
+        """Record a step that was taken."""
+        mean, norm = figures.read()
+        now = time.perf_counter()
+        seconds, self.mark = self.team.most(now - self.mark), now
         self.elapsed += seconds
         entry = {
-            "step": self.step,
+            "step": figures.number,
             "loss": mean,
             "gradient_norm": norm,
-            "lr": rate,
-            "tokens_per_second": round(tokens / seconds),
+            "lr": figures.rate,
+            "tokens_per_second": round(figures.tokens / seconds),
         }
         if self.peak is not None:
             entry["mfu"] = self.flops / (seconds * self.team.processes * self.peak)
         self._record(entry)
         return entry
+
+    def _show(self, display: Display, entry: dict[str, Any] | None) -> None:
+        if entry is not None:
+            share = f"  MFU {entry['mfu']:.1%}" if "mfu" in entry else ""
+            loss = self.lesson.figures(entry["loss"])
+            display.step(entry["step"], f"{loss}  {entry['tokens_per_second']:,} tokens/s{share}")
+
+    def _batch(self, index: int) -> Batch:
+        return self.lesson.at(index) if self.batches is None else self.batches.at(index)
 
     def _loss(self, batch: Batch) -> Tensor:
         return self.read(batch)[1]

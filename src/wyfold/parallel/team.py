@@ -24,6 +24,8 @@ class Team:
     Attributes:
         device: Of this process's model and batches.
         sharded: Whether the processes hold shards of parameters and moments.
+        reads_behind: Whether what a step came to may be read while the next one runs: the device works by itself, and
+            no other process has to be asked.
         rank, replicas, replica, cp: Number of the process; replicas of the model, and which one this process is of;
             ranks that share one replica's tokens.
     """
@@ -33,6 +35,7 @@ class Team:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.reads_behind = device.type == "cuda"
 
     @property
     def processes(self) -> int:
@@ -57,7 +60,8 @@ class Team:
             lengths: Of the documents packed into the one row, or None.
         """
         layout = None if lengths is None else SequenceLayout.from_lengths(list(lengths), device=self.device)
-        return ids.to(self.device), labels.to(self.device), {"layout": layout}
+        ids, labels = (x.to(self.device, non_blocking=True) for x in (ids, labels))
+        return ids, labels, {"layout": layout}
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of the mean loss of the replicas, from a rank's share of the loss of one."""
@@ -102,6 +106,7 @@ class Ranks(Team):
             device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         super().__init__(device)
+        self.reads_behind = False
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
