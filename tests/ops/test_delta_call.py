@@ -7,6 +7,7 @@ Chunk and recurrent forms, all outputs, and all gradients against the autograd o
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from wyfold.reference.shapes import (
     every_offset,
 )
 from wyfold.reference.targets import target
+from wyfold.runtime import launch
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
@@ -616,3 +618,26 @@ def test_no_more_is_remembered_than_there_is_room_for(decisions: list[str], monk
     for scale in range(1, 9):
         plain_call(scale=float(scale))
         assert len(delta_call._decisions) <= 3
+
+
+@pytest.mark.parametrize(
+    "architecture, dtype, K, V, group, expected",
+    [
+        ("sm_90", torch.bfloat16, 128, 128, 1, 64),
+        ("sm_90", torch.bfloat16, 128, 128, 2, 32),
+        ("sm_90", torch.bfloat16, 128, 64, 1, 32),
+        ("sm_90", torch.float16, 128, 128, 1, 32),
+        ("sm_90", torch.float64, 128, 128, 1, 32),
+        ("sm_80", torch.bfloat16, 128, 128, 1, 32),
+    ],
+    ids=str,
+)
+def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
+    """The card's tensors stand for themselves: only what is asked of them."""
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    q, v = (
+        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
+        for H, n in ((2, K), (2 * group, V))
+    )
+    assert delta_call.best_chunk_size(q, v, channel_gate=True) == expected
+    assert delta_call.best_chunk_size(q, v, channel_gate=False) == 64
