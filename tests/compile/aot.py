@@ -449,6 +449,13 @@ OWN = {
         Call("chunk_kda", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=1),
         Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=1),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=1),
+        Call(
+            "chunk_kda, gate inside",
+            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
+            packed=True,
+            heads=1,
+        ),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),

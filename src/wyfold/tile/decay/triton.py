@@ -349,12 +349,21 @@ def log_gate_bwd(
     """Adjoint of `log_gate`: gradients of x, and of A_log before its sum over rows and channels, shaped like x."""
     if GATE == "none":
         return b_dg, b_dg
-    elif ACTIVATION == "given":
+    else:
+        rate, bias = 1.0, 0.0
+        if ACTIVATION != "given":
+            rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
+        return activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED, ACTIVATION)
+
+
+@triton.jit
+def activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """`log_gate_bwd`, its parameters at hand."""
+    if ACTIVATION == "given":
         if CLAMPED:
             b_dg = tl.where(x < clamp, 0.0, b_dg)
         return b_dg, b_dg
     else:
-        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
         u = x + bias
         if ACTIVATION == "softplus":
             g = -rate * softplus(u)

@@ -39,10 +39,12 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.gradients.gluon import channel
+from wyfold.stages.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.activation.triton import sigmoid
-from wyfold.tile.decay.triton import FLOOR, log_gate, log_gate_bwd
-from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
+from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
+from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
 
 
@@ -71,6 +73,10 @@ def gradients(
         key: Of the launch configuration.
         out: Written, as by the Triton launch.
     """
+    flags = gate_flags(g)
+    if flags["CHANNEL"] and g is not None:
+        channel.gradients(q, k, g, beta, A_log, dt_bias, do, borders, grid, options, key, out)
+        return
     (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do = (x if _boxed(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do))
@@ -176,16 +182,6 @@ class Tiles(NamedTuple):
     states_here: Any
 
 
-class Place(NamedTuple):
-    """Of a program: buffer row, first token there and in all rows, head, and how many tokens there are."""
-
-    b: Any
-    t: Any
-    token: Any
-    h: Any
-    rows: Any
-
-
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
 def wyfold_gradients_gluon(
     x_q,
@@ -255,12 +251,12 @@ def wyfold_gradients_gluon(
     o_r, o_c, o_1 = gl.arange(0, BT, layout=ROW), gl.arange(0, BT, layout=COL), gl.arange(0, BT, layout=ONE)
     if PACKED:
         if i_n == N:
-            _store_rows(p_dv, s_dv, at, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
+            store_rows(p_dv, s_dv, at, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
             for h in range(2):
-                _store_rows(p_dq, s_dq, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-                _store_rows(p_dk, s_dk, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-            _store_scalars(p_dbeta, s_dbeta, at, o_1, gl.zeros([BT], gl.float32, ONE))
-            _store_scalars(p_dg, s_dg, at, o_1, gl.zeros([BT], gl.float32, ONE))
+                store_rows(p_dq, s_dq, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+                store_rows(p_dk, s_dk, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+            store_scalars(p_dbeta, s_dbeta, at, o_1, gl.zeros([BT], gl.float32, ONE))
+            store_scalars(p_dg, s_dg, at, o_1, gl.zeros([BT], gl.float32, ONE))
             if p_dA_log is not None:
                 gl.store(p_dA_log + pid, 0.0)
             if p_ddt_bias is not None:
@@ -293,13 +289,13 @@ def wyfold_gradients_gluon(
     here = o_1 < rows
     beta = gl.where(here, 1.0, 0.0)
     if p_beta is not None:
-        beta = _load_scalars(p_beta, s_beta, at, o_1)
+        beta = load_scalars(p_beta, s_beta, at, o_1)
         if LOGIT:
             beta = gl.where(here, sigmoid(beta) * beta_most, 0.0)
     numbers.slice(0, BT).store(beta)
     if SCALAR:
         log_g = log_gate(
-            _load_scalars(p_g, s_g, at, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
+            load_scalars(p_g, s_g, at, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
             "scalar", ACTIVATION, K, BK,
         )  # fmt: skip
         numbers.slice(BT, BT).store(gl.associative_scan(gl.where(here, log_g, 0.0), 0, _add))
@@ -312,7 +308,7 @@ def wyfold_gradients_gluon(
     if SCALAR:
         G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
         last = gl.sum(gl.where(o_c == BT - 1, G_c, 0.0), axis=0)
-        weight = _exp2((G_r[:, None] - G_c[None, :]) * 1.4426950408889634) * beta_c[None, :]
+        weight = exp2((G_r[:, None] - G_c[None, :]) * 1.4426950408889634) * beta_c[None, :]
         total = gl.exp(last)
         scale_q, scale_k, scale_w = scale * gl.exp(G_r), -beta_r * gl.exp(G_r), beta_r * gl.exp(last - G_r)
 
@@ -329,7 +325,7 @@ def wyfold_gradients_gluon(
     s_X.store((X.to(gl.float32) * numbers.slice(0, BT).load(gl.SliceLayout(1, LV))[:, None]).to(X.dtype))
     fence_async_shared()
     barrier()
-    _send(x_dv, p_dv, s_dv, at, 0, s_X, WHOLE, BT, V)
+    send(x_dv, p_dv, s_dv, at, 0, s_X, WHOLE, BT, V)
     mbarrier.wait(tiles.tokens_here, 0)
     if not WHOLE:
         if rows < BT:
@@ -348,7 +344,7 @@ def wyfold_gradients_gluon(
         dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1)
         if LOGIT:
             dbeta = dbeta * beta_r * (1.0 - beta_r / beta_most)
-        _store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
+        store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
@@ -414,8 +410,8 @@ def wyfold_gradients_gluon(
         fence_async_shared()
         barrier()
         if not NORM or h == 1:
-            _send(x_dq, p_dq, s_dq, at, h * BK, q, WHOLE, BT, BK)
-            _send(x_dk, p_dk, s_dk, at, h * BK, k, WHOLE, BT, BK)
+            send(x_dq, p_dq, s_dq, at, h * BK, q, WHOLE, BT, BK)
+            send(x_dk, p_dk, s_dk, at, h * BK, k, WHOLE, BT, BK)
     if NORM:
         mbarrier.wait(tiles.states_here, 0)
         again = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
@@ -426,8 +422,8 @@ def wyfold_gradients_gluon(
         k.store(dk.to(k.dtype))
         fence_async_shared()
         barrier()
-        _send(x_dq, p_dq, s_dq, at, 0, q, WHOLE, BT, BK)
-        _send(x_dk, p_dk, s_dk, at, 0, k, WHOLE, BT, BK)
+        send(x_dq, p_dq, s_dq, at, 0, q, WHOLE, BT, BK)
+        send(x_dk, p_dk, s_dk, at, 0, k, WHOLE, BT, BK)
     # Before sums among warps, whose memory may be what is still being stored from.
     tma.store_wait(pendings=0)
     barrier()
@@ -438,11 +434,11 @@ def wyfold_gradients_gluon(
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
         dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total, dg)
-        raw = _load_scalars(p_g, s_g, at, o_r)
+        raw = load_scalars(p_g, s_g, at, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
         )
-        _store_scalars(p_dg, s_dg, at, o_r, dx)
+        store_scalars(p_dg, s_dg, at, o_r, dx)
         if p_dA_log is not None:
             gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
         if p_ddt_bias is not None:
@@ -525,43 +521,6 @@ def _bring_again(source, tiles, BT: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def _send(x_out, p_out, s_out, at, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
-    """Let a tile leave to its tokens, by the copy engine if all of its rows are some."""
-    first = (at.h * s_out[2]).to(gl.int32) + column
-    if WHOLE:
-        tma_store(x_out, [at.token, first], tile)
-    else:
-        if at.rows == BT:
-            tma_store(x_out, [at.token, first], tile)
-        else:
-            L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
-            _store_rows(p_out, s_out, at, column, tile.load(L), L, BT, BW)
-
-
-@gluon.jit
-def _store_rows(p, s, at, column, x, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
-    """Write rows that are tokens, by address."""
-    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    o_w = column + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-    first = at.b * s[0] + at.t * s[1] + at.h * s[2]
-    offsets = o_t.to(gl.int64)[:, None] * s[1] + o_w.to(gl.int64)[None, :] * s[3]
-    gl.store(p + first + offsets, x.to(p.dtype.element_ty), mask=(o_t < at.rows)[:, None] & (o_w >= 0)[None, :])
-
-
-@gluon.jit
-def _load_scalars(p, s, at, o):
-    """A number of each token, zero where there is none.   [BT] float32"""
-    offsets = at.b * s[0] + (at.t + o) * s[1] + at.h * s[2]
-    return gl.load(p + offsets, mask=o < at.rows, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _store_scalars(p, s, at, o, x):
-    if p is not None:
-        gl.store(p + at.b * s[0] + (at.t + o) * s[1] + at.h * s[2], x, mask=o < at.rows)
-
-
-@gluon.jit
 def _clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
     """Zero the rows of a tile in shared memory that are no tokens: zero times NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
@@ -570,12 +529,6 @@ def _clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
     tile.store(gl.where((o_t < rows)[:, None], x, gl.zeros([BT, BW], x.dtype, L)))
     fence_async_shared()
     barrier()
-
-
-@gluon.jit
-def _exp2(x):
-    """What is too small for a normal number is 0."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
