@@ -359,7 +359,7 @@ def _cut(
     B, T, HV, V = v.shape
     if T < segments.SHORTEST and segments.forcing() is None:
         return segments.WHOLE
-    cut = segments.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
+    cut = segments.cut(B * T, HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
     return cut if cut.chunks and most_borders(B, T, chunk_size, packed, cut) else segments.WHOLE
 
 

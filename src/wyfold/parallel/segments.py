@@ -1,10 +1,10 @@
 """Cutting long sequences into segments that a GPU scans side by side.
 
-A sequence is scanned chunk by chunk, a program for each value head and 64 value rows. Few heads leave multiprocessors
-without one; in segments there are more programs, and about twice the work, since every segment is also summarised
-before its entering state is known. What decides is the sequence's own length, and what the whole model has in common:
-value heads, widths, the card. Neither gates nor the rest of the batch do, so a sequence's bits are those of its own
-call, however many others are in it; of a batch that fills the card by itself the cut costs up to that work
+A sequence is scanned chunk by chunk, a program for each value head and 64 value rows. Few of them leave multiprocessors
+without one; in segments there are more, and about twice the work, since every segment is also summarised before its
+entering state is known. What decides is a call's shape: how many chunks its tokens come to on each multiprocessor. That
+many steps are taken whatever is done, and a sequence which alone takes several times as many keeps the card waiting.
+Neither gates nor boundaries decide, so a sequence's bits do not depend on what else is in the buffer that it lies in
 (docs/segments.md).
 """
 
@@ -25,15 +25,22 @@ WIDEST = 128
 WHOLE = Cut(0, 1)
 
 
-def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None) -> Cut:
+def cut(
+    tokens: int, heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None
+) -> Cut:
     """How a call's long sequences are cut: the split rule.
 
-    A sequence is cut from SHORTEST tokens on, and no segment is shorter than SHORTEST / CUT_FROM. They are at most so
-    many that each multiprocessor has two programs: the largest power of two up to 2 processors / (heads ceil(V / 64)),
-    or max_splits. Where that is below 2 CUT_FROM, more than a quarter of the card is busy without segments; and fewer
-    than CUT_FROM of them gain nothing over the work they add. States wider than WIDEST fill a program's registers.
+    With the card's work shared out evenly, every multiprocessor scans
+
+        load = tokens heads ceil(V / 64) / (chunk_size processors)
+
+    chunks. A segment is that long, rounded up to one of the lengths 4, 5, 6, 7 times a power of two times
+    SHORTEST / (4 CUT_FROM) tokens, of which the first is SHORTEST / CUT_FROM: then all segments run at once. A sequence
+    is cut if it has CUT_FROM segments or more: half as many gain nothing over the work they add. States wider than
+    WIDEST fill a program's registers, and are left whole.
 
     Args:
+        tokens: B T.
         heads: HV.
         K, V: Widths.
         chunk_size: C.
@@ -46,12 +53,17 @@ def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits
         chunks, most = _forced[-1]
         return Cut(chunks, min(most, max_splits or most))
     programs = heads * -(-V // ROWS)
-    room = 2 * processors // programs
-    most = 1 << max(0, room.bit_length() - 1)
-    if most < 2 * CUT_FROM:
+    most = min(processors // programs + 1, max_splits or processors)
+    # Of no more segments than this, all of one sequence, is there room for on the card at once.
+    if most < CUT_FROM or CUT_FROM * programs > processors:
         return WHOLE
-    most = min(most, max_splits or most)
-    return WHOLE if most < CUT_FROM else Cut(SHORTEST // CUT_FROM // chunk_size, most)
+    quarter = SHORTEST // CUT_FROM // chunk_size // 4
+    length = 4 * quarter
+    while length * chunk_size * processors < tokens * programs:
+        length += quarter
+        if length == 8 * quarter:
+            quarter *= 2
+    return Cut(length, most)
 
 
 _forced: list[Cut] = []

@@ -1,0 +1,109 @@
+"""Runs the Gluon summary's own source on the CPU, with the machine of `scan_gluon_emulate`.
+
+    PYTHONPATH=src:tools/experiments python tools/experiments/summary_gluon_emulate.py
+"""
+
+import inspect
+from itertools import accumulate, product
+from unittest import mock
+
+import scan_gluon_emulate as machine
+import torch
+
+import wyfold.stages.scan.gluon as scan
+import wyfold.stages.summary.gluon as G
+from wyfold.runtime.chunks import Cut, chunk_grid, segment_grid
+from wyfold.runtime.launch import Config
+from wyfold.stages.records import Prepared
+from wyfold.tile.index import triton as index
+
+C, K, V, H, HV = 64, 128, 128, 1, 2
+
+
+def emulate(kernel, programs, *arguments, **fixed):
+    """In place of `launched`: the scan's machine, given this kernel's source."""
+    place = inspect.getsource(index.segment_place.fn)
+    place = place[place.index("def ") :]
+    made = machine.namespace
+
+    def namespace(pid):
+        with mock.patch.object(scan, "__file__", G.__file__), mock.patch.multiple(
+            scan, Tiles=G.Tiles, Source=G.Source, Memory=G.Memory, Place=G.Place
+        ):
+            found = made(pid)
+        exec("from __future__ import annotations\n" + place, found)
+        found["tl"] = found["segment_place"].__globals__["tl"] = type("tl", (), {"load": staticmethod(machine.load)})
+        return found
+
+    with mock.patch.object(machine, "namespace", namespace):
+        machine.emulate(kernel, programs, *arguments, **fixed)
+
+
+def truth(k, v, p, S0, segments, H_, M_):
+    """The same, segment by segment."""
+    for i, (n, begin, end) in enumerate(zip(segments.sequence, segments.grid.cu, segments.grid.cu[1:], strict=False)):
+        n, begin, end = int(n), int(begin), int(end)
+        if n >= segments.sequences or int(segments.first[n + 1]) == i + 1:
+            continue
+        begins = int(segments.first[n]) == i
+        for hv, of_H in product(range(HV), (True, False)):
+            S = torch.zeros(V, K) if of_H else torch.eye(K) * (not begins)
+            if of_H and begins and S0 is not None:
+                S = S0[n, hv].T.clone()
+            for c in range((end - begin) // C):
+                t = slice(begin + c * C, begin + (c + 1) * C)
+                tile = (int(segments.grid.first[i]) + c) * HV + hv
+                keys = (p.k[tile] if p.k is not None else k[0, t, hv // (HV // H)]).float()
+                in_k, _, out, beta = p.rows[tile]
+                Sk = S.bfloat16().float() @ keys.T
+                R = (v[0, t, hv].float().T if of_H else 0) - (Sk if p.k is not None else Sk * in_k)
+                S = S * p.total[tile]
+                if p.E is not None:
+                    S = S + (R * beta).bfloat16().float() @ p.E[tile].float()
+                else:
+                    e = R.bfloat16().float() @ p.W[tile].float()
+                    S = S + (e * (beta * out)).bfloat16().float() @ keys
+            (H_ if of_H else M_)[i - n, hv] = S.T
+
+
+def case(channel, folded, parts, rows, stages, lengths, mode):
+    torch.manual_seed(0)
+    T = sum(lengths) + 5
+    grid = chunk_grid(1, T, C, torch.tensor([0, *accumulate(lengths)]))
+    segments = segment_grid(grid, Cut(1, 3), torch.device("cpu"))
+    unit = torch.nn.functional.normalize
+    k, v = unit(torch.randn(1, T, H, K), dim=-1).bfloat16(), torch.randn(1, T, HV, V).bfloat16()
+    n = grid.chunks * HV
+    square = (0.3 * torch.randn(n, C, C)).bfloat16()
+    p = Prepared(
+        rows=torch.rand(n, 4, C),
+        total=torch.rand(n, K if channel else 1),
+        q=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
+        k=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
+        E=(0.1 * torch.randn(n, C, K)).bfloat16() if folded else None,
+        F=square,
+        W=None if folded else square,
+    )
+    S0 = torch.randn(len(lengths), HV, K, V)
+    states, maps = (torch.full((segments.borders, HV, width, K), 7.0).mT for width in (V, K))
+    expected = states.clone(), maps.clone()
+    truth(k, v, p, S0, segments, *expected)
+    config, done = Config(4, stages, {"BV": rows, "PARTS": parts}), []
+    machine.MODE = mode
+
+    def launch(*a, **b):
+        done.append(1)
+        emulate(*a, **b)
+
+    with mock.patch.object(G, "tuned", lambda *a: config), mock.patch.object(G, "launched", launch):
+        G.summary(k, v, p, S0, segments, "", states, maps)
+    assert done
+    worst = max(float((x - y).abs().max()) for x, y in zip((states, maps), expected, strict=True))
+    print(f"channel {channel:d} folded {folded:d} {rows} rows in {parts} {stages} stages {mode}: {worst:.1e}", flush=True)
+    assert worst < 1e-4
+
+
+for form, (parts, rows, stages), mode in product(
+    ((False, False), (False, True), (True, True)), ((1, 64, 3), (2, 128, 2)), ("late", "now")
+):
+    case(*form, parts, rows, stages, (7 * C + 3, 1, 4 * C, 3 * C), mode)
