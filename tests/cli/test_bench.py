@@ -155,7 +155,7 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow"),
         (["gdn", "--mode", "bwd"], "mode: unknown 'bwd'; there are fwd, fwdbwd, graph"),
         (["gdn", "--mode", "fwd,graph"], "--mode graph: CUDA graphs are of a GPU, and the device is cpu"),
-        (["gdn", "--also", "luck"], "also: unknown 'luck'; there are disable_recompute, safe_gate"),
+        (["gdn", "--also", "luck"], "also: unknown 'luck'; there are disable_recompute, batch_invariant, safe_gate"),
         (["solve", "--chunk", "48"], "chunk: unknown '48'; there are 16, 32, 64"),
         (["gdn", "--shapes", "1,2,3"], "--shapes: must be of h96, b4t4k, "),
         (["gdn", "--shapes", "h96,1"], "or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got 'h96,1'"),
@@ -177,6 +177,8 @@ def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
     assert min(cases.SHORT_LENGTHS) >= 1
     assert max(cases.SHORT_LENGTHS) <= 200
     assert cases.PINNED["short"].T == sum(cases.SHORT_LENGTHS)
+    assert cases.PINNED["mixed"].T == sum(cases.packed_lengths("mixed"))
+    assert not any(cases.packed_lengths(name) for name in cases.PINNED if name not in ("short", "mixed"))
 
 
 def test_one_group_of_cases_has_the_same_tensors_and_every_gate_its_own(monkeypatch, no_children, tmp_path):
@@ -653,6 +655,8 @@ def test_flags_of_ours_are_contenders_where_they_mean_something():
     assert names == ["wyfold.chunk_kda", "wyfold.chunk_kda, disable_recompute", "wyfold.chunk_kda, safe_gate"]
     forward = dataclasses.replace(CASE, mode="fwd")
     assert len(contenders.contenders(forward, [], ["disable_recompute", "safe_gate"])) == 1
+    whole = contenders.contenders(forward, [], ["batch_invariant"])[1]
+    assert whole.ran == "wyfold.chunk_gated_delta_rule, batch_invariant"
 
 
 def test_the_packed_shape_stands_beside_the_dense_one_per_token():

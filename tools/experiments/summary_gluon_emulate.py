@@ -1,6 +1,6 @@
 """Runs the Gluon summary's own source on the CPU, with the machine of `scan_gluon_emulate`.
 
-    PYTHONPATH=src:tools/experiments python tools/experiments/summary_gluon_emulate.py
+PYTHONPATH=src:tools/experiments python tools/experiments/summary_gluon_emulate.py
 """
 
 import inspect
@@ -27,8 +27,9 @@ def emulate(kernel, programs, *arguments, **fixed):
     made = machine.namespace
 
     def namespace(pid):
-        with mock.patch.object(scan, "__file__", G.__file__), mock.patch.multiple(
-            scan, Tiles=G.Tiles, Source=G.Source, Memory=G.Memory, Place=G.Place
+        with (
+            mock.patch.object(scan, "__file__", G.__file__),
+            mock.patch.multiple(scan, Tiles=G.Tiles, Source=G.Source, Memory=G.Memory, Place=G.Place),
         ):
             found = made(pid)
         exec("from __future__ import annotations\n" + place, found)
@@ -99,7 +100,9 @@ def case(channel, folded, parts, rows, stages, lengths, mode):
         G.summary(k, v, p, S0, segments, "", states, maps)
     assert done
     worst = max(float((x - y).abs().max()) for x, y in zip((states, maps), expected, strict=True))
-    print(f"channel {channel:d} folded {folded:d} {rows} rows in {parts} {stages} stages {mode}: {worst:.1e}", flush=True)
+    print(
+        f"channel {channel:d} folded {folded:d} {rows} rows in {parts} {stages} stages {mode}: {worst:.1e}", flush=True
+    )
     assert worst < 1e-4
 
 

@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_shapes,
         metavar="NAMES|B,T,H[,HV],K[,V]",
-        help=f"names with commas ({', '.join(PINNED)}; short is packed and brings dense with it), or batch, tokens, "
-        "heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
+        help=f"names with commas ({', '.join(PINNED)}; mixed and short are packed, short brings dense), or batch, "
+        "tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
         f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes})",
     )
     parser.add_argument(

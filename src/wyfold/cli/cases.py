@@ -56,11 +56,16 @@ SEQUENCES, LONGEST = 256, 200
 _DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))
 SHORT_LENGTHS: tuple[int, ...] = tuple(_DRAWN_LENGTHS.tolist())
 """Tokens of each sequence of the packed shape `short`."""
+_BESIDE_LONG = torch.randint(1024, 2049, (32,), generator=torch.Generator().manual_seed(0))
+MIXED_LENGTHS: tuple[int, ...] = (65536, *_BESIDE_LONG.tolist())
+"""Tokens of each sequence of the packed shape `mixed`: one that a card cuts into segments, many that it does not."""
 
 PINNED = {
     "h96": Shape(1, 8192, 96, 96, 128, 128),
     "b4t4k": Shape(4, 4096, 64, 64, 128, 128),
     "t64kh8": Shape(1, 65536, 8, 8, 128, 128),
+    "b4t16kh4": Shape(4, 16384, 4, 4, 128, 128),
+    "mixed": Shape(1, sum(MIXED_LENGTHS), 4, 4, 128, 128),
     "t32k": Shape(1, 32768, 32, 32, 128, 128),
     "qwen": Shape(1, 8192, 16, 32, 128, 128),
     "ttt": Shape(4, 4096, 32, 32, 64, 64),
@@ -69,8 +74,8 @@ PINNED = {
     "token64": Shape(64, 1, 32, 32, 128, 128),
     "token1024": Shape(1024, 1, 32, 32, 128, 128),
 }
-"""Shapes by name. `short` is packed, many sequences of 1 to 200 tokens; `dense` is what it is compared with; the last
-two are one token of many sequences, for decoding."""
+"""Shapes by name. `mixed` is packed, one long sequence and many of 1k to 2k tokens; so is `short`, many of 1 to 200,
+and `dense` is what that is compared with; the last two are one token of many sequences, for decoding."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Case:
         dtype: Of q, k, v and what is as large; beta and decays are float32 or wider.
         mode: "fwd", or "fwdbwd" with the gradients of every floating argument.
         seed: Of the tensors.
-        name: Of the shape, where it has one; "short" is packed.
+        name: Of the shape, where it has one.
         norm: Who brings the rows of q and k to unit length: "inside" the operator, or whoever drew them, "outside".
         chunk: Rows of a chunk, for solve and kkt.
         gate_dtype: Of the decays.
@@ -193,9 +198,9 @@ def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
 
-def cu_seqlens(device: str) -> Tensor:
-    """[N+1] int64 boundaries of the shape `short`."""
-    return torch.tensor([0, *accumulate(SHORT_LENGTHS)], device=device)
+def packed_lengths(name: str) -> tuple[int, ...]:
+    """Tokens of each sequence of a shape that is packed; none of any other."""
+    return {"short": SHORT_LENGTHS, "mixed": MIXED_LENGTHS}.get(name, ())
 
 
 def leaves(arguments: Arguments) -> Named:
@@ -253,7 +258,8 @@ class _Tensors:
         return drawn | self.packing()
 
     def packing(self) -> Arguments:
-        return {"cu_seqlens": cu_seqlens(self.device)} if self.case.name == "short" else {}
+        lengths = packed_lengths(self.case.name)
+        return {"cu_seqlens": torch.tensor([0, *accumulate(lengths)], device=self.device)} if lengths else {}
 
     def ttt(self) -> Arguments:
         s = self.shape

@@ -36,8 +36,12 @@ PRECISION = 1e-2
 WORST_ROW = 0.5
 """Error of a row, in its own lengths, from which on something is wrong with that row; rounding alone came to 0.08."""
 
-VARIANTS: dict[str, tuple[str, ...]] = {"disable_recompute": DELTA_RULES, "safe_gate": ("kda",)}
-"""Flags that ours can be timed with as well -> the operators that have them."""
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "disable_recompute": DELTA_RULES,
+    "batch_invariant": DELTA_RULES,
+    "safe_gate": ("kda",),
+}
+"""Flags that ours can be timed with as well -> the operators that have them. `batch_invariant` cuts none."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wyfold.cli import memory, results, timing
-from wyfold.cli.cases import SHORT_LENGTHS, Case
+from wyfold.cli.cases import Case, packed_lengths
 from wyfold.cli.contenders import OURS, VARIANTS, Contender, Judge, contenders, plan, prepared
 from wyfold.cli.peers import PEERS, Peer
 from wyfold.cli.subjects import Arguments
@@ -122,7 +122,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
     track.say(f"checking {case.title} by {contender.ran}")
     row: dict[str, Any] = {
         **asdict(case),
-        "packed_sequences": len(SHORT_LENGTHS) if case.name == "short" else None,
+        "packed_sequences": len(packed_lengths(case.name)) or None,
         "contender": contender.name,
         "ran": contender.ran,
         "launches": {},

@@ -288,9 +288,7 @@ def _bring(
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
-    SCALAR: gl.constexpr = (
-        source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
-    )
+    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
     BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
     tile, token = source.tile, source.token
     stage = 0
@@ -335,7 +333,7 @@ def _recur(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows through every chunk: of zeros, or the state that the sequence begins with, or of the identity."""
+    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
