@@ -111,3 +111,31 @@ def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
     for operator, arguments in recorded.values():
         plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
         torch.library.opcheck(operator, plain)
+
+
+def test_who_knows_the_lengths(device, results, monkeypatch):
+    """A long buffer of short sequences plans no segments where the host knows that they are short; the same bits."""
+    monkeypatch.setattr(segments, "SHORTEST", 256)
+    lengths = (256 - 64, 40, 60)
+    a = packed("gated_delta_rule", lengths, device)
+    told = {"cu_seqlens": wyfold.SequenceLayout.from_lengths(list(lengths), device=device)}
+    first = results(wyfold.chunk_gdn, a)
+    assert wyfold.explain(wyfold.chunk_gdn, **a).segments > 1
+    for known in (told, {"cu_seqlens_cpu": a["cu_seqlens"].cpu()}):
+        assert wyfold.explain(wyfold.chunk_gdn, **a | known).segments == 1
+        for name, x in results(wyfold.chunk_gdn, a | known).items():
+            assert torch.equal(x, first[name]), name
+    told["cu_seqlens"].update_(torch.tensor([0, 256, 256, 292], device=device))
+    assert wyfold.explain(wyfold.chunk_gdn, **a | told).segments > 1
+    moved = told["cu_seqlens"].cu_seqlens
+    assert wyfold.explain(wyfold.chunk_gdn, **a | {"cu_seqlens": moved, "cu_seqlens_cpu": moved.cpu()}).segments > 1
+
+
+@pytest.mark.parametrize("length, count", [(240, 1), (241, 4), (256, 4)])
+def test_a_sequence_alone_is_counted_by_chunks_like_a_packed_one(length: int, count: int, device, results, monkeypatch):
+    monkeypatch.setattr(segments, "SHORTEST", 256)
+    a = packed("gated_delta_rule", (length, 40), device)
+    alone = {name: x[:, :length] if name in PER_TOKEN else x for name, x in a.items() if name != "cu_seqlens"}
+    alone["initial_state"] = a["initial_state"][:1]
+    assert wyfold.explain(wyfold.chunk_gdn, **alone).segments == count
+    assert torch.equal(results(wyfold.chunk_gdn, alone, ())["o"], results(wyfold.chunk_gdn, a, ())["o"][:, :length])

@@ -185,51 +185,44 @@ H200 = 132
 
 
 @pytest.mark.parametrize(
-    "heads, V, B, T, segments_of_it",
+    "heads, V, T, segments_of_it",
     [
-        (8, 128, 1, 65536, 8),
-        (16, 128, 1, 65536, 4),
-        (32, 128, 1, 65536, 1),
-        (12, 128, 1, 65536, 6),
-        (8, 64, 1, 65536, 16),
-        (8, 128, 2, 65536, 4),
-        (8, 128, 4, 65536, 1),
-        (4, 128, 4, 16384, 4),
-        (4, 128, 1, 16384, 8),
-        (1, 128, 1, 1 << 20, 64),
-        (96, 128, 1, 8192, 1),
-        (4, 128, 32, 8192, 1),
-        (1, 256, 1, 65536, 1),
-        (8, 128, 1, segments.SHORTEST - 64, 1),
-        (8, 128, 1, segments.SHORTEST - 63, 4),
-        (8, 128, 1, segments.SHORTEST, 4),
-        (8, 128, 1, segments.SHORTEST + 1, 5),
+        (8, 128, 65536, 8),
+        (4, 128, 65536, 16),
+        (16, 128, 65536, 4),
+        (17, 128, 65536, 1),
+        (12, 128, 65536, 5),
+        (8, 64, 65536, 16),
+        (4, 128, 16384, 4),
+        (8, 128, 20480, 5),
+        (8, 128, 32768, 8),
+        (1, 128, 1 << 20, 66),
+        (96, 128, 8192, 1),
+        (1, 256, 65536, 1),
+        (8, 128, segments.SHORTEST - 64, 1),
+        (8, 128, segments.SHORTEST - 63, 4),
+        (8, 128, segments.SHORTEST, 4),
+        (8, 128, segments.SHORTEST + 1, 5),
     ],
 )
-def test_the_rule_on_a_card(heads: int, V: int, B: int, T: int, segments_of_it: int):
+def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
     for chunk_size in (32, 64):
-        cut = segments.cut(B * T, heads, 128, V, chunk_size, H200)
+        cut = segments.cut(heads, 128, V, chunk_size, H200)
         if T % 64 == 0 or chunk_size == 64:
             assert cut.segments(-(-T // chunk_size)) == segments_of_it
 
 
-def test_a_packed_batch_is_cut_by_the_rows_of_its_buffer():
-    """One long sequence gains, beside many short ones, which stay whole; of as many long ones none does."""
-    short, long = 1536 // 64, 65536 // 64
-    cut = segments.cut(65536 + 32 * 1536, 4, 128, 128, 64, H200)
-    assert (cut.segments(long), cut.segments(short)) == (10, 1)
-    cut = segments.cut(16 * 65536, 4, 128, 128, 64, H200)
-    assert cut.segments(long) == 1
-
-
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 16])
-def test_segments_are_as_long_as_the_cards_share(heads: int):
-    """Never shorter than what every multiprocessor has to do anyway, nor a quarter longer."""
+def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
+    """A program for each multiprocessor at most, and each a share that leaves fewer than one more without any."""
+    cut = segments.cut(heads, 128, 128, 64, H200)
     for tokens in range(segments.SHORTEST, 1 << 20, 12345):
-        length, most = segments.cut(tokens, heads, 128, 128, 64, H200)
-        load = max(tokens * heads * 2 / (64 * H200), segments.SHORTEST / CUT_FROM / 64)
-        assert load <= length <= 1.25 * load + 1
-        assert -(-tokens // 64 // length) <= most, "the cap is none"
+        chunks = -(-tokens // 64)
+        count = cut.segments(chunks)
+        longest = max(cut.chunks, -(-chunks // cut.most))
+        assert count >= CUT_FROM and count * heads * 2 <= H200
+        assert longest * 64 >= segments.SHORTEST // CUT_FROM
+        assert longest == cut.chunks or (count + 1) * heads * 2 > H200 or longest * count < chunks + count
 
 
 def test_the_docs_have_the_rules_numbers():
@@ -238,17 +231,17 @@ def test_the_docs_have_the_rules_numbers():
     assert f"`SHORTEST / CUT_FROM` = {segments.SHORTEST // CUT_FROM} tokens" in text
     assert f"`CUT_FROM` = {CUT_FROM} segments" in text
     assert f"`WIDEST` = {segments.WIDEST}" in text
-    for B, T, heads in ((1, 65536, 8), (4, 16384, 4), (1, 8192, 96), (1, 16384, 4)):
-        count = segments.cut(B * T, heads, 128, 128, 64, H200).segments(T // 64)
-        assert f"| {B} | {T:,} | {heads} | {count} |" in text
+    for T, heads in ((65536, 8), (65536, 4), (16384, 4), (16320, 4), (65536, 32)):
+        count = segments.cut(heads, 128, 128, 64, H200).segments(T // 64)
+        assert f"| {T:,} | {heads} | {count} |" in text
 
 
 def test_a_cap_is_a_cap():
     for cap in range(1, 40):
-        found = segments.cut(65536, 8, 128, 128, 64, H200, cap)
+        found = segments.cut(8, 128, 128, 64, H200, cap)
         assert found.segments(1024) <= cap
         assert found.segments(1024) == 1 or found.segments(1024) >= CUT_FROM
-    assert segments.cut(65536, 8, 128, 128, 64, H200, 5).segments(1024) == 5
+    assert segments.cut(8, 128, 128, 64, H200, 5).segments(1024) == 5
 
 
 @pytest.mark.parametrize("cut", [Cut(1, 2), Cut(1, 16), Cut(3, 4), Cut(32, 16)], ids=str)

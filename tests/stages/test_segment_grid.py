@@ -32,6 +32,23 @@ def place(grid: chunks.ChunkGrid, cut: Cut) -> list[tuple[int, int, int]]:
     return found
 
 
+def borders(found: chunks.Segments) -> tuple[list[int], list[int]]:
+    """Segments that others of their sequences follow, and sequences that are cut, by the segments' own sequences."""
+    numbers = found.sequence.tolist()
+    goes_on = [i for i, (n, behind) in enumerate(itertools.pairwise(numbers)) if n == behind < found.sequences]
+    return goes_on, sorted({numbers[i] for i in goes_on})
+
+
+def check_borders(found: chunks.Segments) -> None:
+    """What no sequence needs is none of them, neither the segment before such a border nor the one behind."""
+    goes_on, divided = borders(found)
+    leading, spare = found.leading[: len(goes_on)].tolist(), found.leading[len(goes_on) :].tolist()
+    assert leading == goes_on and len(found.leading) == found.borders
+    for i in spare:
+        assert i not in goes_on and found.sequence[i + 1] == found.sequences
+    assert found.divided.tolist() == divided + [found.sequences] * (len(found.divided) - len(divided))
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("packing", LENGTHS)
 def test_a_packed_batch(packing: str, cut: Cut):
@@ -46,6 +63,17 @@ def test_a_packed_batch(packing: str, cut: Cut):
     assert list(rows) == truth + [(len(lengths), sum(lengths), int(grid.first[-1]))] * (count - used)
     assert found.grid.cu[-1] == sum(lengths)
     assert found.first.diff().tolist() == [cut.segments(-(-length // 16)) for length in lengths]
+    check_borders(found)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_as_many_sequences_are_cut_as_a_buffer_has_room_for(cut: Cut):
+    """Every one of them as short as it may be: no place is left over, and none is wanting."""
+    shortest = (4 * cut.chunks - 1) * 16 + 1
+    cu = torch.arange(0, 6 * shortest, shortest)
+    found = chunks.segment_grid(chunks.chunk_grid(1, int(cu[-1]), 16, cu), cut, cu.device)
+    assert found.divided.tolist() == [0, 1, 2, 3, 4]
+    check_borders(found)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -56,6 +84,8 @@ def test_a_dense_batch_has_no_segment_too_many(tokens: int, cut: Cut):
     rows = zip(found.sequence.tolist(), found.grid.cu.tolist(), found.grid.first.tolist())
     assert list(rows) == place(grid, cut)
     assert (found.grid.tokens, found.grid.chunks) == (3 * tokens, grid.chunks)
+    assert found.likely == found.grid.sequences
+    check_borders(found)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -68,8 +98,8 @@ def test_the_kernel_finds_the_same(packing: str | None, cut: Cut, device: torch.
         grid = chunks.chunk_grid(1, sum(LENGTHS[packing]) + 13, 16, cu)
     truth = chunks.segment_grid(grid, cut, device)
     found = table.launches("segment_grid", "triton").segment_grid(grid, cut, device)
-    assert (found.sequences, found.borders) == (truth.sequences, truth.borders)
-    for name in ("sequence", "first"):
+    assert (found.sequences, found.borders, found.likely) == (truth.sequences, truth.borders, truth.likely)
+    for name in ("sequence", "first", "leading", "divided"):
         assert torch.equal(getattr(found, name), getattr(truth, name)), name
     for name in ("cu", "first"):
         assert torch.equal(getattr(found.grid, name), getattr(truth.grid, name)), name

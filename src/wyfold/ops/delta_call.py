@@ -18,7 +18,7 @@ from wyfold.pipelines.delta_context import delta_across
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.delta_records import DeltaTensors, vectors
 from wyfold.runtime import check, launch
-from wyfold.runtime.chunks import Cut, most_borders
+from wyfold.runtime.chunks import Cut, likely_segments, most_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries, boundaries_of, legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
@@ -87,6 +87,8 @@ def call_delta(
     def run() -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
         return _call_delta(op, q, k, v, g, beta, gate, chunk, initial_state, cu_seqlens, flags)
 
+    if chunk is not None and chunk.max_splits is None and _none_long(op, q, cu_seqlens, chunk.cu_seqlens_cpu):
+        chunk = chunk._replace(max_splits=1)
     size, keep, on_cpu, context, splits = chunk or _TOKENS
     if context is not None:
         return run()
@@ -97,6 +99,19 @@ def call_delta(
 
 
 _TOKENS = (None,) * 5  # of `ChunkFlags`, token by token
+
+
+def _none_long(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
+    """Whether the host knows that no sequence of a long buffer is long enough to be cut."""
+    if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segments.forcing() is not None:
+        return False
+    if torch.compiler.is_compiling() or q.shape[1] < segments.SHORTEST:
+        return False
+    longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
+    if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
+        longest = max(boundaries(op, on_cpu).diff().tolist(), default=0)
+    # Whatever the chunk is, none has as many of them as the shortest that is cut.
+    return longest is not None and longest <= segments.SHORTEST - max(CHUNK_SIZES)
 
 
 def _call_delta(
@@ -286,7 +301,7 @@ def _decide(
     recurrent = chunk is None
     cut = _cut(op, q, v, chunk, chunk_size, every, flags, packed=cu is not None)
     between = ("summary", "fold") if cut.chunks else ()
-    borders = most_borders(sizes["B"], sizes["T"], chunk_size, cu is not None, cut)
+    likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
     stages = (
         (("prepare", "recurrent"),) * 2
         if recurrent
@@ -311,7 +326,7 @@ def _decide(
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
-            else launch_keys(stages, q, v, g, chunk_size, N + borders, kept=every > 0)
+            else launch_keys(stages, q, v, g, chunk_size, likely, kept=every > 0)
         ),
     )
     return DeltaOptions(
@@ -357,9 +372,10 @@ def _cut(
     if flags.batch_invariant or every or (eager and segments.forcing() is None):
         return segments.WHOLE
     B, T, HV, V = v.shape
-    if T < segments.SHORTEST and segments.forcing() is None:
+    # As long as the last chunk would make it: sequences that are counted by chunks must not be asked for their tokens.
+    if -(-T // chunk_size) * chunk_size < segments.SHORTEST and segments.forcing() is None:
         return segments.WHOLE
-    cut = segments.cut(B * T, HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
+    cut = segments.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
     return cut if cut.chunks and most_borders(B, T, chunk_size, packed, cut) else segments.WHOLE
 
 
@@ -378,7 +394,7 @@ def launch_keys(
     *,
     kept: bool,
 ) -> list[tuple[str, str]]:
-    """(stage, what its configuration depends on) of a call's kernels; `scanned` sequences or segments."""
+    """(stage, what its configuration depends on) of a call's kernels; `scanned` sequences, or segments as far as sizes say."""
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)

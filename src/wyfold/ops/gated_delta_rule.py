@@ -78,15 +78,14 @@ def chunk_gated_delta_rule(
         return_intermediate_states: Return, third, states after every `checkpoint_every` tokens of each sequence. No
             gradient.
         checkpoint_every: Tokens between them, default 64; a multiple of `chunk_size`.
-        batch_invariant: Forbid segments, whose length depends on B T. What lies beside a sequence, and where, never
-            changes its bits, flag or not.
+        batch_invariant: Forbid segments. A sequence's bits never depend on its neighbours, flag or not.
         use_gate_in_kernel: g arrives before its activation, g = -exp(A_log) softplus(g + dt_bias).
         A_log: [HV] any float. Log rate of the activation. None: rate 1. Its shape may be any of HV elements.
         dt_bias: [HV] any float. Bias of the activation. None: 0.
         chunk_size: 16, 32 or 64; None is 16 on the CPU, 32 there if K V >= 128^2; elsewhere 64, and 32 for KDA but on
             sm_90 in bfloat16 with K = V = 128 and HV = H. Another size changes last bits, nothing else.
         max_splits: Most segments that a sequence is cut into on a GPU, to be scanned side by side; 1: none. None: as
-            many as pay, by its own length, B T, heads, widths and the card alone; `explain` says how many.
+            many as pay, by its own length, heads, widths and the card alone; `explain` says how many.
         disable_recompute: Keep the chunks' factors for the backward: memory for time, same bits.
         cu_seqlens_cpu: [N+1] the same boundaries on the CPU, where known: saves a wait on a GPU. Changes no bit.
         cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of

@@ -207,6 +207,10 @@ class Segments:
         borders: Number of borders, or its bound for a packed batch.
         sequence: [segments] int64 sequence of each.
         first: [N+1] int64 first segment of each sequence, and of the pseudo-sequence.
+        leading: [borders] int64 segment before each; of a border that no sequence needs, one behind which no sequence
+            goes on, and which no segment of a sequence follows.
+        divided: [most_divided] int64 sequences that are cut, in their order; N in the places of those there are fewer.
+        likely: Segments there are if all sequences are alike: to choose a launch by, where lengths are on the device.
     """
 
     grid: ChunkGrid
@@ -214,6 +218,9 @@ class Segments:
     borders: int
     sequence: Tensor
     first: Tensor
+    leading: Tensor
+    divided: Tensor
+    likely: int
 
 
 def most_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
@@ -221,6 +228,18 @@ def most_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cu
     if not packed:
         return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
     return tokens // (chunk_size * cut.chunks) if cut.segments(-(-tokens // chunk_size)) > 1 else 0
+
+
+def most_divided(grid: ChunkGrid, cut: Cut) -> int:
+    """Sequences of a dense batch that are cut, or what a packed one cannot have more of."""
+    if grid.cu is None:
+        return grid.sequences if cut.segments(grid.per_sequence) > 1 else 0
+    return min(grid.sequences, grid.tokens // ((CUT_FROM * cut.chunks - 1) * grid.chunk_size + 1))
+
+
+def likely_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> int:
+    """Segments of so many sequences that share B T tokens evenly: those of a dense batch."""
+    return sequences * cut.segments(-(-tokens // (chunk_size * max(1, sequences))))
 
 
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
@@ -232,7 +251,8 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     long = chunks >= CUT_FROM * cut.chunks
     length = torch.where(long, ((chunks + (cut.most - 1)) // cut.most).clamp(min=cut.chunks), chunks.clamp(min=1))
     first, before = chunks.new_zeros(N + 1), chunks.new_zeros(N + 1)
-    torch.cumsum(((chunks + (length - 1)) // length).clamp(min=1), 0, out=first[1:])
+    counts = ((chunks + (length - 1)) // length).clamp(min=1)
+    torch.cumsum(counts, 0, out=first[1:])
     torch.cumsum(chunks, 0, out=before[1:])
     number = torch.arange(N + borders, device=device)
     sequence = torch.searchsorted(first[1:], number, right=True)
@@ -240,5 +260,11 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     length = torch.cat([length, length.new_zeros(1)])
     at = (number - first[sequence]) * length[sequence]
     cu = torch.cat([begins[sequence] + at * C, begins[-1:]])
-    buffer = replace(grid, batch=1, tokens=grid.batch * grid.tokens, sequences=N + borders, cu=cu)
-    return Segments(replace(buffer, first=before[sequence] + at, sequence=None), N, borders, sequence, first)
+    tokens = grid.batch * grid.tokens
+    buffer = replace(grid, batch=1, tokens=tokens, sequences=N + borders, cu=cu)
+    buffer = replace(buffer, first=before[sequence] + at, sequence=None)
+    border, divided = number[:borders], torch.arange(1, 1 + most_divided(grid, cut), device=device)
+    behind = first[1:] - torch.arange(1, N + 1, device=device)
+    leading = (border + torch.searchsorted(behind, border, right=True)).clamp(max=N + borders - 2)
+    divided = torch.searchsorted((counts > 1).cumsum(0), divided)
+    return Segments(buffer, N, borders, sequence, first, leading, divided, likely_segments(N, tokens, C, cut))

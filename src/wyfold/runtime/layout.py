@@ -45,6 +45,8 @@ class SequenceLayout:
 
     cu_seqlens: Tensor
     tokens: int
+    longest: int | None = None
+    """Tokens of the longest sequence, if the host was told them and `update_` has brought no other boundaries."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int, *, max_seqs: int | None = None):
         boundaries(_NAME, cu_seqlens)
@@ -68,7 +70,9 @@ class SequenceLayout:
         for length in lengths:
             check.integer(_NAME, "lengths", length, least=0)
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
-        return cls(cu_seqlens, sum(lengths) if tokens is None else tokens)
+        layout = cls(cu_seqlens, sum(lengths) if tokens is None else tokens)
+        layout.longest = max(lengths, default=0)
+        return layout
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, *, max_seqs: int | None = None) -> SequenceLayout:
@@ -167,6 +171,7 @@ class SequenceLayout:
         N = cu_seqlens.shape[0] - 1
         if N > self.max_seqs:
             raise ValueError(f"{_NAME}.update_: cu_seqlens must have at most {self.max_seqs} sequences, got {N}")
+        self.longest = None
         self.cu_seqlens[: N + 1].copy_(cu_seqlens)
         self.cu_seqlens[N + 1 :].copy_(cu_seqlens[-1:].expand(self.max_seqs - N))
         return self

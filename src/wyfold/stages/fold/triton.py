@@ -1,4 +1,4 @@
-"""`fold` in Triton: one program per sequence, value head and tile of value rows, serial over the borders.
+"""`fold` in Triton: one program per sequence that is cut, value head and tile of value rows, serial over the borders.
 
 The state is held transposed, [V, K], as in the scans, and is the left operand of
 
@@ -38,12 +38,14 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
     BK = tile_width(K)
     launched(
         wyfold_fold_triton,
-        segments.sequences * HV * -(-V // config.blocks["BV"]),
+        segments.divided.shape[0] * HV * -(-V // config.blocks["BV"]),
         S,
         strides(S),
         M,
         strides(M.mT if back else M),
         segments.first,
+        segments.divided,
+        segments.sequences,
         HV=HV,
         K=K,
         V=V,
@@ -57,13 +59,15 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def wyfold_fold_triton(
     p_S,
     s_S,
     p_M,
     s_M,
     p_first,
+    p_divided,
+    N,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -78,9 +82,9 @@ def wyfold_fold_triton(
     NV: tl.constexpr = (V + BV - 1) // BV
     SLICES: tl.constexpr = BK // BS
     pid = tl.program_id(0).to(tl.int64)
-    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, tl.load(p_divided + pid // (NV * HV))
     column = (i_v * BV).to(tl.int32)
-    start, stop = tl.load(p_first + i_n) - i_n, tl.load(p_first + i_n + 1) - i_n - 1
+    start, stop = tl.load(p_first + i_n) - i_n, tl.load(p_first + i_n + 1, mask=i_n < N, other=0) - i_n - 1
     if start + 1 < stop:
         r = start
         if BACK:

@@ -90,7 +90,8 @@ def scan(
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    config = tuned("scan.gluon", scan_key(key, grid.sequences, v, kept=False), q.device)
+    side_by_side = grid.sequences if segments is None else segments.likely
+    config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
     if boxes is None:

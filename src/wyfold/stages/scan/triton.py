@@ -80,7 +80,8 @@ def scan(
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    config = tuned("scan.triton", scan_key(key, grid.sequences, v, kept=states is not None), q.device)
+    side_by_side = grid.sequences if segments is None else segments.likely
+    config = tuned("scan.triton", scan_key(key, side_by_side, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     folded = prepared.E is not None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from wyfold.runtime.bound import launched
-from wyfold.runtime.chunks import CUT_FROM, ChunkGrid, Cut, Segments, most_borders
+from wyfold.runtime.chunks import CUT_FROM, ChunkGrid, Cut, Segments, likely_segments, most_borders, most_divided
 
 BN, BS = 32, 32  # sequences of a step, segments of a program
 
@@ -24,9 +24,9 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     """
     N, packed = grid.sequences, grid.cu is not None
     borders = most_borders(grid.batch, grid.tokens, grid.chunk_size, packed, cut)
-    count = N + borders
-    cu, first_chunk, sequence, first = (
-        torch.empty(size, dtype=torch.int64, device=device) for size in (count + 1, count, count, N + 1)
+    count, held = N + borders, most_divided(grid, cut)
+    cu, first_chunk, sequence, first, leading, divided = (
+        torch.empty(size, dtype=torch.int64, device=device) for size in (count + 1, count, count, N + 1, borders, held)
     )
     launched(
         wyfold_segment_grid_triton,
@@ -37,10 +37,13 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
         first_chunk,
         sequence,
         first,
+        leading,
+        divided,
         N,
         grid.tokens,
         grid.per_sequence,
         count,
+        held,
         cut.chunks,
         cut.most,
         BT=grid.chunk_size,
@@ -52,11 +55,13 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
         num_stages=1,
         enable_fp_fusion=True,
     )
-    buffer = replace(grid, batch=1, tokens=grid.batch * grid.tokens, sequences=count, cu=cu)
-    return Segments(replace(buffer, first=first_chunk, sequence=None), N, borders, sequence, first)
+    tokens = grid.batch * grid.tokens
+    buffer = replace(grid, batch=1, tokens=tokens, sequences=count, cu=cu, first=first_chunk, sequence=None)
+    likely = likely_segments(N, tokens, grid.chunk_size, cut)
+    return Segments(buffer, N, borders, sequence, first, leading, divided, likely)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "count", "chunks", "most"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "count", "held", "chunks", "most"])
 def wyfold_segment_grid_triton(
     p_cu,
     p_first,
@@ -64,10 +69,13 @@ def wyfold_segment_grid_triton(
     p_segment_chunk,
     p_sequence,
     p_first_segment,
+    p_leading,
+    p_divided,
     N,
     T,
     per_sequence,
     count,
+    held,
     chunks,
     most,
     BT: tl.constexpr,
@@ -76,11 +84,12 @@ def wyfold_segment_grid_triton(
     CUT_FROM: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One program owns BS segments; the first one the sequences as well."""
+    """One program owns BS segments and as many borders; the first one the sequences as well."""
     pid = tl.program_id(0).to(tl.int64)
     o_s = pid * BS + tl.arange(0, BS)
     N = N.to(tl.int64)
-    before, b_sequence = N * 0, tl.zeros((BS,), tl.int64)
+    before, divided = N * 0, N * 0
+    b_sequence, b_leading = tl.zeros((BS,), tl.int64), tl.zeros((BS,), tl.int64)
     # Past the last sequence: its end, and no token.
     end, chunk = _place(p_cu, p_first, N, N, T, per_sequence, PACKED)
     b_token, b_chunk = tl.zeros((BS,), tl.int64) + end, tl.zeros((BS,), tl.int64) + chunk
@@ -97,16 +106,25 @@ def wyfold_segment_grid_triton(
         b_length = tl.where(b_n >= CUT_FROM * chunks, b_length, tl.maximum(b_n, 1))
         b_count = tl.where(m_n, tl.maximum((b_n + b_length - 1) // b_length, 1), 0)
         b_after = before + tl.cumsum(b_count, 0)
+        b_divided = divided + tl.cumsum((b_count > 1).to(tl.int64), 0)
         if pid == 0:
             tl.store(p_first_segment + o_n + 1, b_after, mask=m_n)
+            tl.store(p_divided + b_divided - 1, o_n, mask=b_count > 1)
+        b_behind = b_after - o_n - 1
+        b_leading += tl.sum(((b_behind[:, None] <= o_s[None, :]) & m_n[:, None]).to(tl.int64), axis=0)
         b_sequence += tl.sum(((b_after[:, None] <= o_s[None, :]) & m_n[:, None]).to(tl.int64), axis=0)
         b_at = o_s[None, :] - (b_after - b_count)[:, None]
         mine = (b_at >= 0) & (b_at < b_count[:, None])
         b_at *= b_length[:, None]
         b_token += tl.sum(tl.where(mine, b_from[:, None] - end + b_at * BT, 0), axis=0)
         b_chunk += tl.sum(tl.where(mine, b_from_chunk[:, None] - chunk + b_at, 0), axis=0)
-        before = tl.max(b_after, axis=0)
+        before, divided = tl.max(b_after, axis=0), tl.max(b_divided, axis=0)
+    if pid == 0:
+        for at in range(0, held, BN):
+            o_d = at + tl.arange(0, BN)
+            tl.store(p_divided + o_d, N, mask=(o_d >= divided) & (o_d < held))
     m_s = o_s < count
+    tl.store(p_leading + o_s, tl.minimum(o_s + b_leading, count - 2), mask=o_s < count - N)
     tl.store(p_sequence + o_s, b_sequence, mask=m_s)
     tl.store(p_segment_cu + o_s, b_token, mask=m_s)
     tl.store(p_segment_chunk + o_s, b_chunk, mask=m_s)

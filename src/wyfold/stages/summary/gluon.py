@@ -76,7 +76,7 @@ def summary(
         return
     launched(
         wyfold_summary_gluon,
-        grid.sequences * HV * (V // BV + K // BV),
+        segments.borders * HV * (V // BV + K // BV),
         *boxes,
         v.stride(2),
         k.stride(2),
@@ -88,6 +88,7 @@ def summary(
         strides(M),
         segments.sequence,
         segments.first,
+        segments.leading,
         segments.sequences,
         grid.cu,
         grid.first,
@@ -192,6 +193,7 @@ def wyfold_summary_gluon(
     s_M,
     p_sequence,
     p_first_segment,
+    p_leading,
     N,
     p_cu,
     p_first,
@@ -212,7 +214,7 @@ def wyfold_summary_gluon(
     TILES: gl.constexpr = NV + K // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
-    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, pid // (TILES * HV)
+    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, gl.load(p_leading + pid // (TILES * HV))
     i_h = i_hv // (HV // H)
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)

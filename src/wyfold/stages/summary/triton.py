@@ -1,4 +1,5 @@
-"""`summary` in Triton: one program per segment, value head and tile of value rows, of H or of M.
+"""`summary` in Triton: one program per border, value head and tile of value rows, of H or of M: of the segment that
+ends there, or of the one that begins there. Of a sequence's last segment, or its first, nobody asks.
 
 As in the scans the state is held transposed. M is what becomes of the identity with values of zero, so its tiles are K
 value rows more. What the scans store on the way is not, and what they need for it alone is not loaded. A segment is
@@ -69,7 +70,7 @@ def summary(
     x_k, x_v, *x_tiles = boxes or where
     launched(
         wyfold_summary_triton,
-        grid.sequences * HV * (-(-V // BV) + -(-K // BV)),
+        segments.borders * HV * (-(-V // BV) + -(-K // BV)),
         x_k,
         None if channel else k.stride(),
         x_v,
@@ -83,6 +84,7 @@ def summary(
         strides(M),
         segments.sequence,
         segments.first,
+        segments.leading,
         segments.sequences,
         grid.cu,
         grid.first,
@@ -158,7 +160,7 @@ def summary_bwd(
     x_q, x_k, x_do, *x_tiles = boxes or where
     launched(
         wyfold_summary_bwd_triton,
-        grid.sequences * HV * -(-V // BV),
+        segments.borders * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
         x_k,
@@ -172,6 +174,7 @@ def summary_bwd(
         strides(c),
         segments.sequence,
         segments.first,
+        segments.leading,
         segments.sequences,
         grid.cu,
         grid.first,
@@ -229,6 +232,7 @@ def wyfold_summary_triton(
     s_M,
     p_sequence,
     p_first_segment,
+    p_leading,
     N,
     p_cu,
     p_first,
@@ -251,7 +255,7 @@ def wyfold_summary_triton(
     NV: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = NV + (K + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, pid // (TILES * HV)
+    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, tl.load(p_leading + pid // (TILES * HV))
     i_h = i_hv // (HV // H)
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
@@ -371,6 +375,7 @@ def wyfold_summary_bwd_triton(
     s_c,
     p_sequence,
     p_first_segment,
+    p_leading,
     N,
     p_cu,
     p_first,
@@ -393,7 +398,7 @@ def wyfold_summary_bwd_triton(
     """One program owns BV value rows of c."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, tl.load(p_leading + pid // (NV * HV)) + 1
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
