@@ -394,7 +394,7 @@ def launch_keys(
     *,
     kept: bool,
 ) -> list[tuple[str, str]]:
-    """(stage, what its configuration depends on) of a call's kernels; `scanned` sequences, or segments as far as sizes say."""
+    """(stage, what its configuration depends on) of a call's kernels; scanned: sequences, or likely segments."""
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
