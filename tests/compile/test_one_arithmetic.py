@@ -104,6 +104,37 @@ def test_boxes_addresses_strides_and_packed(op: str, names: tuple[str, ...]):
             assert boxes[name] == strides[name], name
 
 
+def factors(op: str, given: dict[str, torch.Tensor], **options: object) -> tuple[collections.Counter[str], ...]:
+    """Of `prepare`, norm inside, in chunks of 16."""
+    found = []
+
+    def look(kernel, *arguments, **fixed) -> None:
+        if kernel.fn.__name__ == "wyfold_prepare_triton":
+            asm = aot.code(kernel, *arguments, **fixed)[0].asm
+            found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
+
+    inside = {"use_qk_l2norm_in_kernel": True, "chunk_size": 16, "backend": "triton"}
+    with aot.pretending("sm_90", look), torch.no_grad():
+        getattr(wyfold, op)(**given, **inside, **options)
+    (one,) = found
+    return one
+
+
+def test_rows_of_eight_numbers_packed():
+    """A token's row begins at a multiple of eight numbers, a sequence's at one of sixteen."""
+    rows = {name: torch.zeros(2, 18, heads, n) for name, heads, n in (("q", 1, 8), ("k", 1, 8), ("v", 2, 16))}
+    rows["beta"] = torch.ones(2, 18, 2)
+    flat = {name: x.flatten(0, 1)[None] for name, x in rows.items()}
+    packed = factors("chunk_delta_rule", flat, cu_seqlens=torch.tensor([0, 18, 36]))
+    assert packed == factors("chunk_delta_rule", rows)
+
+
+def test_gates_of_channels_that_lie_apart():
+    rows = {name: torch.zeros(2, 17, 2, 24) for name in ("q", "k", "v", "g")} | {"beta": torch.ones(2, 17, 2)}
+    apart = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in rows.items()}
+    assert factors("chunk_kda", apart) == factors("chunk_kda", rows)
+
+
 @pytest.mark.parametrize("step, copied", [(1, ("k",)), (8, ("k",)), (16, ())])
 def test_rows_that_lie_unaligned_are_copied_first(step: int, copied: tuple[str, ...]):
     q = torch.randn(1, 40, 2, 128)

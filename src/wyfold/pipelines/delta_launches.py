@@ -23,6 +23,7 @@ from wyfold.pipelines.delta_records import (
     DeltaGradient,
     DeltaResult,
     DeltaTensors,
+    aligned,
     empty_result,
     turned,
     vectors,
@@ -42,8 +43,9 @@ class _Call:
         (B, T, _, K), V, C = t.q.shape, t.v.shape[3], options.chunk_size
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
-        q, k = (x if vectors(x) else x.clone(memory_format=torch.contiguous_format) for x in (t.q, t.k))
-        self.t, self.options = t._replace(q=q, k=k), options
+        q, k = (x if vectors(x) else aligned(x) for x in (t.q, t.k))
+        g = t.g if t.g is None or t.g.dim() == 3 or vectors(t.g) else aligned(t.g)
+        self.t, self.options = t._replace(q=q, k=k, g=g), options
         self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
         prepare = self.stage("prepare")
         self.folded = prepare.reads_folded(t.g)

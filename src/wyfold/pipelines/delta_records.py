@@ -82,13 +82,19 @@ class DeltaGradient(NamedTuple):
 
 
 def vectors(x: Tensor) -> bool:
-    """Whether kernels read the rows of x [B, T, H, K] in vectors, as those of a contiguous tensor.
+    """Whether kernels read the rows of x [B, T, H, K] in vectors of 16 numbers, wherever a row begins.
 
-    The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first.
+    The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first, `aligned`.
     """
     # A fake tensor, of which a plan is asked, has no address.
     first = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.itemsize
-    return first % 16 == 0 and (x.is_contiguous() or (x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])))
+    return first % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A copy of x [B, T, H, K] whose rows are 16 numbers apart, or a multiple of that."""
+    *sizes, K = x.shape
+    return x.new_empty(*sizes, -(-K // 16) * 16)[..., :K].copy_(x)
 
 
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
