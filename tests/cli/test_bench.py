@@ -688,6 +688,19 @@ def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_pat
     assert request == {"op": "norm", "what": "first call"}
 
 
+@pytest.mark.parametrize("mode, before", [("fwd", 0), ("fwdbwd", 1)])
+def test_a_first_call_does_not_count_what_pytorch_imports(mode: str, before: int, monkeypatch):
+    """Another backward goes before it, where there is one."""
+    seen, usual = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: seen.append("grad") or usual(*a, **k))
+    monkeypatch.setattr(memory, "seconds", lambda call, finish: {"seconds": float(seen.count("grad"))})
+    case = dataclasses.replace(CASE, mode=mode)
+    (first, *_) = contenders.contenders(case, [], [])
+    request = {**dataclasses.asdict(case), "ran": first.ran, "contender": first.name, "what": "first call"}
+    request["threads"] = torch.get_num_threads()
+    assert race.measure(request)["seconds"] == before
+
+
 def test_both_forms_get_the_same_tensors():
     chunk, recurrent = CASE.arguments(), dataclasses.replace(CASE, op="recurrent_gdn").arguments()
     assert set(chunk) == set(recurrent)
