@@ -322,7 +322,7 @@ def _decide(
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
-        kernel_copies=_copied(q, k, g) if explaining() and not recurrent else (),
+        kernel_copies=_copied(q=q, k=k, g=g if gate.channel else None) if explaining() and not recurrent else (),
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
             if recurrent
@@ -379,10 +379,9 @@ def _cut(
     return cut if cut.chunks and most_borders(B, T, chunk_size, packed, cut) else segments.WHOLE
 
 
-def _copied(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[str, ...]:
+def _copied(**rows: Tensor | None) -> tuple[str, ...]:
     """Names of those whose rows kernels cannot read as they lie."""
-    rows = {"q": q, "k": k} if g is None or g.dim() == 3 else {"q": q, "k": k, "g": g}
-    return tuple([name for name, x in rows.items() if not vectors(x)])
+    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
 
 
 def launch_keys(

@@ -26,7 +26,6 @@ from wyfold.pipelines.delta_records import (
     aligned,
     empty_result,
     turned,
-    vectors,
 )
 from wyfold.runtime import check
 from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
@@ -43,18 +42,17 @@ class _Call:
         (B, T, _, K), V, C = t.q.shape, t.v.shape[3], options.chunk_size
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
-        q, k = (x if vectors(x) else aligned(x) for x in (t.q, t.k))
-        g = t.g if t.g is None or t.g.dim() == 3 or vectors(t.g) else aligned(t.g)
-        self.t, self.options = t._replace(q=q, k=k, g=g), options
-        self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
+        self.options = options
         prepare = self.stage("prepare")
+        self.t = t._replace(q=aligned(t.q), k=aligned(t.k), g=aligned(t.g))
+        self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.segments: Segments | None = None
         if _borders(t, options):
-            self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, q.device)
+            self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, t.q.device)
 
     @property
     def scanned(self) -> ChunkGrid:

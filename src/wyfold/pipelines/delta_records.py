@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -91,8 +91,13 @@ def vectors(x: Tensor) -> bool:
     return first % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
 
 
-def aligned(x: Tensor) -> Tensor:
-    """A copy of x [B, T, H, K] whose rows are 16 numbers apart, or a multiple of that."""
+Rows = TypeVar("Rows", Tensor, Tensor | None)
+
+
+def aligned(x: Rows) -> Rows:
+    """A copy of x [B, T, H, K] whose rows are a multiple of 16 numbers apart; x where they are, or where it has none."""
+    if x is None or x.dim() < 4 or vectors(x):
+        return x
     *sizes, K = x.shape
     return x.new_empty(*sizes, -(-K // 16) * 16)[..., :K].copy_(x)
 
