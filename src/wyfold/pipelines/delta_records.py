@@ -95,7 +95,7 @@ Rows = TypeVar("Rows", Tensor, Tensor | None)
 
 
 def aligned(x: Rows) -> Rows:
-    """A copy of x [B, T, H, K] whose rows are a multiple of 16 numbers apart; x where they are, or where it has none."""
+    """A copy of x [B, T, H, K] whose rows are a multiple of 16 numbers apart; x where they are, or it has none."""
     if x is None or x.dim() < 4 or vectors(x):
         return x
     *sizes, K = x.shape
