@@ -148,16 +148,17 @@ HEAD = ("date", "command", "hardware", "versions", "commit", "modified", "gpu", 
 
 def kind_of(record: Record) -> Callable[[Record], Iterator[Part]]:
     """The section for a record."""
-    rows = record.get("rows") or [{}]
+    rows = record.get("rows")
+    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     if record.get("kind") == "run":
         return of_run
     if record.get("kind") == "tasks":
         return of_tasks
     if "operators" in record:
         return of_errors
-    if isinstance(rows[0], dict) and "promise" in rows[0]:
+    if "promise" in first:
         return of_promises
-    return of_bench if isinstance(rows[0], dict) and "contender" in rows[0] else of_anything
+    return of_bench if "contender" in first else of_anything
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
