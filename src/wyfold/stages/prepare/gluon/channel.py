@@ -19,7 +19,7 @@ What a chunk costs. 64 KiB come and 57 or 65 go (gates in float32): 0.35 ms for 
 multiprocessor has 93, so 6,800 cycles for one at 1.8 GHz. Exponentials take 1,540 cycles of their unit; products 800 in
 TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 5,000 a warp, as
 many if each scheduler issued in every one. All of it may overlap: bytes are the bound if programs cover each other's
-waits, three of them on a multiprocessor, with 168 registers a thread and 75 KiB each.
+waits, two of them on a multiprocessor: three, with at most 168 registers a thread, spill and take longer (H200-9).
 
 Shared memory: a slice of 32 channels has 8 KiB for its gates and 4 KiB each for its rows of k and q. Where the gates
 lay follow sums P, then 2^P k, then the pairs of bfloat16 that E is made of, then E; where k and q lay, 2^P q, then both
