@@ -641,3 +641,15 @@ def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, 
     )
     assert delta_call.best_chunk_size(q, v, channel_gate=True) == expected
     assert delta_call.best_chunk_size(q, v, channel_gate=False) == 64
+
+
+@pytest.mark.parametrize("channel_gate", [False, True])
+def test_the_chunk_is_found_where_widths_are_symbols(channel_gate):
+    """As in a compiled function whose widths changed once; a tensor of no card is not on the CPU either."""
+
+    def chunk(q, v):
+        return q.new_empty(delta_call.best_chunk_size(q, v, channel_gate=channel_gate))
+
+    q, v = (torch.empty(1, 9, H, 48, device="meta") for H in (2, 4))
+    compiled = torch.compile(chunk, backend="eager", dynamic=True, fullgraph=True)
+    assert compiled(q, v).shape[0] == chunk(q, v).shape[0]

@@ -568,14 +568,16 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
     """Fastest rows of a chunk, by device, kind of gate and widths alone (docs/facts.md, CPU-3, H200-5 and H200-9)."""
     if q.device.type == "cpu":
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
-    group = v.shape[2] // q.shape[2]
-    return 64 if not channel_gate or _gathered_whole(q.device, q.dtype, q.shape[-1], v.shape[-1], group) else 32
+    if not channel_gate:
+        return 64
+    # A text has a value for compilers too, to which widths may be symbols.
+    widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
+    return 64 if _gathered_whole(q.device, q.dtype, widths) else 32
 
 
 @constant_to_compilers
-def _gathered_whole(device: torch.device, dtype: torch.dtype, K: int, V: int, group: int) -> bool:
+def _gathered_whole(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
     """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
     if device.type != "cuda" or dtype not in table.FLOATS:
         return False
-    key = f"{launch.dtype_word(dtype)} K{K} V{V} C64 channel GR{group}"
-    return launch.offers(launch.architecture(device), "gradients.gluon", key)
+    return launch.offers(launch.architecture(device), "gradients.gluon", f"{launch.dtype_word(dtype)} {widths}")
