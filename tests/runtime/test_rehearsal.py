@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 from tests.compile.aot import RUN, pretending  # noqa: E402
 from tests.runtime.test_recall import KINDS, LAUNCHED, LEARNED, Kernel, learned, lines  # noqa: E402, F401
+from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
@@ -122,12 +123,13 @@ def test_a_failure_is_left_to_the_call(asked: list[Any]):
     assert not asked
 
 
-def test_triton_compiles_in_threads_and_finds_it_again():
-    """A real compilation, for a card that is not there; loading, which that card refuses, is left to the launch."""
-    found = []
+@pytest.fixture
+def found() -> Iterator[list[int]]:
+    """Real compilations, for a card that is not there; of each launch, how often its kernel was compiled before."""
+    launches: list[int] = []
 
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        found.append(len(kernel.device_caches[90][0]))
+        launches.append(len(kernel.device_caches[90][0]))
 
     def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
         if warmup:
@@ -135,7 +137,6 @@ def test_triton_compiles_in_threads_and_finds_it_again():
         launched(self, *arguments)
         return SimpleNamespace()
 
-    x = torch.randn(4, 8, 64)
     with (
         pretending("sm_90", launched),
         mock.patch.object(JITFunction, "run", run),
@@ -144,9 +145,25 @@ def test_triton_compiles_in_threads_and_finds_it_again():
         torch.no_grad(),
     ):
         recall.forget()
-        wyfold.l2norm(x, backend="triton")
+        yield launches
         recall.forget()
+
+
+def test_triton_compiles_in_threads_and_finds_it_again(found: list[int]):
+    """Loading, which that card refuses, is left to the launch."""
+    wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
     assert found == [1]
+
+
+def test_an_interruption_leaves_nothing_behind(found: list[int]):
+    """Somebody's Ctrl-C while the kernels are compiled: what is called next is compiled as ever."""
+    with mock.patch.object(_async_compile, "as_completed", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
+    assert _async_compile.active_mode.get() is None
+    for width in (32, 16):
+        wyfold.l2norm(torch.randn(4, 8, width), backend="triton")
+    assert found[1] == found[0] + 1
 
 
 IMPORTS = """

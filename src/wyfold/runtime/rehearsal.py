@@ -10,6 +10,7 @@ rehearsal ends, and the call compiles what is left as it comes to it.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import os
 from collections.abc import Callable
@@ -29,6 +30,11 @@ def rehearsed(run: Callable[[], object], device: torch.device) -> None:
     """Compile what `run` would launch on a CUDA device. Whatever fails here is left for the call itself to say."""
     if not launch.version() or _capturing(device):
         return
+    # Triton's mode stays on if it is interrupted while it waits, and then no later launch of the thread compiles.
+    contextvars.copy_context().run(_rehearsed, run, device)
+
+
+def _rehearsed(run: Callable[[], object], device: torch.device) -> None:
     # Nothing may have been launched yet, and so nobody may have imported it.
     mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
     if mode is None:
