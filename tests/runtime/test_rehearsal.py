@@ -16,7 +16,7 @@ from wyfold.runtime import bound, recall, rehearsal
 triton = pytest.importorskip("triton")
 
 from tests.compile.aot import RUN, pretending  # noqa: E402
-from tests.runtime.test_recall import KINDS, LAUNCHED, LEARNED, Kernel, learned, lines  # noqa: E402, F401
+from tests.runtime.test_recall import KINDS, LAUNCHED, LEARNED, Kernel, chunked, learned, lines, tokens  # noqa: E402, F401
 from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -79,6 +79,28 @@ def test_once_for_all_lengths(asked: list[Any]):
         assert names(asked, "compile") == first
         wyfold.l2norm(torch.randn(64, 3, 32), backend="triton")
         assert len(names(asked, "compile")) == 2 * len(first)
+
+
+def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
+    """Nothing is gone through again for them, nor kept of them: a training run has many of both."""
+    rehearsals = mock.Mock()
+    with torch.no_grad(), mock.patch.object(recall, "rehearsed", rehearsals):
+        for n, T in enumerate((128, 192, 256, 320)):
+            call, given = chunked("gdn", **tokens("gdn", T=T), scale=float(n))
+            call(**given)
+            if n == 0:
+                first = rehearsals.call_count
+        assert first and rehearsals.call_count == first
+        call, given = chunked("gdn", **tokens("gdn", T=129))
+        call(**given)
+        assert rehearsals.call_count == 2 * first  # rows of another alignment are other kernels' to read
+
+
+def test_no_more_than_so_many_kinds_are_remembered(asked: list[Any]):
+    with torch.no_grad(), mock.patch.object(recall, "MOST", 3):
+        for width in range(1, 9):
+            wyfold.l2norm(torch.randn(2, 3, width), backend="triton")
+            assert len(recall._rehearsed) <= 3
 
 
 def test_nothing_is_written_to():

@@ -28,7 +28,7 @@ from wyfold.runtime.rehearsal import rehearsed
 Result = TypeVar("Result")
 
 MOST = 2048
-"""Calls remembered; when there are more, all are forgotten."""
+"""Calls remembered, and kinds of them; when there are more, all are forgotten."""
 
 DEVICES = frozenset(("cuda",))
 """Types of device whose calls are remembered: elsewhere nothing is launched."""
@@ -37,7 +37,7 @@ _courses: dict[tuple[Any, ...], Course | str] = {}
 """What calls came to. A text says why not; an empty one that such a call was seen once."""
 
 _rehearsed: set[tuple[Any, ...]] = set()
-"""Calls, apart from their lengths, whose kernels were compiled before them."""
+"""Calls, apart from their lengths and real numbers, whose kernels were compiled before them."""
 
 
 def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
@@ -83,12 +83,23 @@ def forget() -> None:
 
 
 def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
-    """Kernels of a call whose like there was none, whatever its lengths: kernels do not depend on those as a rule."""
-    widths = [None if x is None else (x.dtype, x.shape[-2:]) for x in tensors]
-    kind = values, tuple(map(type, values)), tensors[0].device, tuple(widths), launch.changes()
+    """Kernels of a call whose like there was none, whatever its lengths and real numbers.
+
+    Of lengths, kernels know as a rule only what they make of strides: which of them are multiples of 16.
+    """
+    looks = tuple([None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors])
+    flags = tuple([None if type(x) is float else x for x in values])
+    kind = flags, tuple(map(type, values)), tensors[0].device, looks, launch.changes()
     if kind not in _rehearsed:
+        if len(_rehearsed) >= MOST:
+            _rehearsed.clear()
         _rehearsed.add(kind)
         rehearsed(run, tensors[0].device)
+
+
+def _widths(x: Tensor) -> tuple[int, ...]:
+    """What a model has in common: neither batch nor tokens, [B, T, HV] or [B, T, HV, K], nor the number of an index."""
+    return tuple(x.shape[-2 if x.dim() > 3 else -1 :]) if x.is_floating_point() else ()
 
 
 def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:
