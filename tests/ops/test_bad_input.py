@@ -106,7 +106,7 @@ kind(
 )
 kind(
     "cu_seqlens_cpu is a list",
-    "cu_seqlens",
+    "cu_seqlens_cpu",
     "torch.Tensor",
     "list",
     {"cu_seqlens_cpu": [0, 5, 11, 20]},
@@ -447,7 +447,7 @@ kind(
 )
 kind(
     "cu_seqlens_cpu decreases",
-    "cu_seqlens",
+    "cu_seqlens_cpu",
     "not decrease",
     "[0, 11, 5, 20]",
     {"cu_seqlens_cpu": torch.tensor([0, 11, 5, 20])},

@@ -436,6 +436,9 @@ def test_boundaries_known_on_the_cpu_change_no_bit(rule: str, results):
 
 def test_boundaries_on_the_cpu_must_be_the_same():
     q = torch.randn(1, 20, 1, 8)
+    long = torch.zeros(1, 20_000, 1, 8)
+    with pytest.raises(ValueError, match="chunk_delta_rule: cu_seqlens_cpu must be int32 or int64"):
+        wyfold.chunk_delta_rule(long, long, long, cu_seqlens=torch.tensor([0, 9]), cu_seqlens_cpu=torch.zeros(2))
     with pytest.raises(ValueError, match="chunk_delta_rule: cu_seqlens_cpu must hold the boundaries of cu_seqlens"):
         wyfold.chunk_delta_rule(q, q, q, cu_seqlens=torch.tensor([0, 10, 20]), cu_seqlens_cpu=torch.tensor([0, 3, 20]))
 

@@ -109,7 +109,7 @@ def _none_long(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
         return False
     longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
     if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
-        longest = max(boundaries(op, on_cpu).diff().tolist(), default=0)
+        longest = max(boundaries(op, on_cpu, "cu_seqlens_cpu").diff().tolist(), default=0)
     # Whatever the chunk is, none has as many of them as the shortest that is cut.
     return longest is not None and longest <= segments.SHORTEST - max(CHUNK_SIZES)
 
@@ -460,14 +460,14 @@ def check_boundaries(
         return None, B
     cu = packed_boundaries(op, q, cu_seqlens)
     if on_cpu is not None:
-        boundaries(op, on_cpu)
+        boundaries(op, on_cpu, "cu_seqlens_cpu")
         if on_cpu.device.type != "cpu" or on_cpu.shape != cu.shape:
             got = f"{list(on_cpu.shape)} on {on_cpu.device.type}"
             raise ValueError(f"{op}: cu_seqlens_cpu must be cu_seqlens on the CPU, {list(cu.shape)}, got {got}")
         if (
             check.readable(cu)
             and check.readable(on_cpu)
-            and not torch.equal(legal_boundaries(op, on_cpu, T), legal_boundaries(op, cu, T))
+            and not torch.equal(legal_boundaries(op, on_cpu, T, "cu_seqlens_cpu"), legal_boundaries(op, cu, T))
         ):
             raise ValueError(f"{op}: cu_seqlens_cpu must hold the boundaries of cu_seqlens, got others")
     return cu, cu.shape[0] - 1

@@ -228,13 +228,13 @@ class PaddedLayout(SequenceLayout):
             raise ValueError(f"{_NAME}: x must begin with {list(leading)}, got {list(x.shape)}")
 
 
-def boundaries(op: str, cu_seqlens: object) -> Tensor:
-    """cu_seqlens as given, if it is [N+1] int32 or int64."""
-    cu = check.tensor(op, "cu_seqlens", cu_seqlens)
+def boundaries(op: str, cu_seqlens: object, name: str = "cu_seqlens") -> Tensor:
+    """cu_seqlens as given, if it is [N+1] int32 or int64; name: of the argument."""
+    cu = check.tensor(op, name, cu_seqlens)
     if cu.ndim != 1 or cu.shape[0] < 1:
-        raise ValueError(f"{op}: cu_seqlens must be [N+1] with at least one entry, got {list(cu.shape)}")
+        raise ValueError(f"{op}: {name} must be [N+1] with at least one entry, got {list(cu.shape)}")
     if cu.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: cu_seqlens must be int32 or int64, got {str(cu.dtype).removeprefix('torch.')}")
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {str(cu.dtype).removeprefix('torch.')}")
     return cu
 
 
@@ -245,18 +245,18 @@ def boundaries_of(cu_seqlens: Any) -> tuple[Any, int | None]:
     return cu_seqlens, None
 
 
-def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """cu_seqlens as int64 on the CPU, if its contents are boundaries; waits for the device."""
+def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens") -> Tensor:
+    """cu_seqlens as int64 on the CPU, if its contents are boundaries; waits for the device. name: of the argument."""
     cu = cu_seqlens.detach().to("cpu", torch.int64)
     first, last = int(cu[0]), int(cu[-1])
     if first != 0:
-        raise ValueError(f"{op}: cu_seqlens must begin with 0, got {first}")
+        raise ValueError(f"{op}: {name} must begin with 0, got {first}")
     if bool((cu.diff() < 0).any()):
         raise ValueError(
-            f"{op}: cu_seqlens must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}"
+            f"{op}: {name} must not decrease, got {cu.tolist() if cu.shape[0] <= 16 else 'a decreasing pair'}"
         )
     if last > tokens:
-        raise ValueError(f"{op}: cu_seqlens must end at most at T = {tokens}, got {last}")
+        raise ValueError(f"{op}: {name} must end at most at T = {tokens}, got {last}")
     return cu
 
 
