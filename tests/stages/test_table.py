@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.runtime import launch
+from wyfold.runtime import launch, recall
 from wyfold.runtime.launch import judged
 from wyfold.runtime.plan import Plan
 from wyfold.stages import table
@@ -123,6 +123,16 @@ def test_an_unproved_card_runs_with_one_warning_that_says_how_to_prove_it(card):
         for _ in range(3):
             assert plan().backend == "triton"
     assert len(given) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_is_raised_by_the_call_and_not_lost_in_its_rehearsal(card, monkeypatch):
+    card("sm_89", "3.7.1")
+    monkeypatch.setattr(recall, "DEVICES", frozenset(("cpu",)))
+    recall.forget()
+    with torch.no_grad(), pytest.raises(UserWarning, match="unverified"):
+        recall.recalled((torch.zeros(4),), ("made up",), plan)
+    recall.forget()
 
 
 @pytest.mark.filterwarnings("error")
