@@ -47,7 +47,8 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
         tensors: All tensors that `run` works on, the first one on the device of the call; None where there is none. In
             what they hold, it may look only where it would see the same at every such call.
         values: All else that `run` depends on, and a name for it; by value.
-        run: Returns None, a tensor or a tuple of these, each newly made or one of `tensors`.
+        run: Returns None, a tensor or a tuple of these, each newly made or one of `tensors`. Called twice where it is
+            new, first with nothing written or launched, so it changes nothing by other ways.
     """
     if torch.compiler.is_compiling():
         return run()
