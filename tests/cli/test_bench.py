@@ -619,6 +619,22 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
     assert "fwdbwd" in lost["case"]
 
 
+def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_path):
+    """They share its tensors; a file that does not name them would look complete."""
+
+    def fell_over(group, *rest):
+        raise RuntimeError("the card fell over")
+        yield
+
+    monkeypatch.setattr(bench, "race", fell_over)
+    words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
+    assert main([*words, str(tmp_path)]) == 1
+    (file,) = tmp_path.glob("*.json")
+    first, second = json.loads(file.read_text())["lost"]
+    assert first["error"] == "RuntimeError: the card fell over"
+    assert "fwdbwd" in second["case"] and second["error"] == f"not run after {first['case']}"
+
+
 @pytest.mark.parametrize("modified, expected", [(None, "abc"), (True, "abc"), (False, "of git")], ids=str)
 def test_a_named_commit_is_that_of_sources_git_does_not_know(modified, expected, no_children, monkeypatch, tmp_path):
     found = None if modified is None else "of git"

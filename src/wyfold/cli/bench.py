@@ -166,7 +166,9 @@ def run(args: argparse.Namespace) -> int:
                 _keep(args.out, stem, record, track)
         except RuntimeError as error:  # no memory left, or a device that fell over: the other cases may still run
             results.say(traceback.format_exc())
-            record["lost"].append({"case": group[track.done - ended].title, "error": said(error)})
+            failing, *behind = group[track.done - ended :]
+            record["lost"].append({"case": failing.title, "error": said(error)})
+            record["lost"] += [{"case": case.title, "error": f"not run after {failing.title}"} for case in behind]
             track.done = ended
             _keep(args.out, stem, record, track)
     tables.report(record["rows"], record["ratios"])
