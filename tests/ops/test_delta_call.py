@@ -656,3 +656,15 @@ def test_the_chunk_is_found_where_widths_are_symbols(channel_gate):
     q, v = (torch.empty(1, 9, H, 48, device="meta") for H in (2, 4))
     compiled = torch.compile(chunk, backend="eager", dynamic=True, fullgraph=True)
     assert compiled(q, v).shape[0] == chunk(q, v).shape[0]
+
+
+def test_a_number_may_change_in_a_compiled_function():
+    """To a compiler it is a symbol from the second one on."""
+    q, k, v = torch.randn(3, 1, 20, 2, 8).unbind()
+
+    def call(scale: float) -> torch.Tensor:
+        return wyfold.chunk_delta_rule(q, k, v, scale=scale)[0]
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for scale in (0.5, 0.25, 0.125):
+        assert torch.equal(compiled(scale), call(scale))

@@ -82,7 +82,8 @@ def number(op: str, name: str, value: object) -> float:
     """A finite real number as float."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
+    # Compared, since a compiler has a symbol for a number that changes, of which it cannot ask `isfinite`.
+    if isinstance(value, float) and not -math.inf < value < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
     return float(value)
 
