@@ -638,6 +638,7 @@ def test_no_more_is_remembered_than_there_is_room_for(decisions: list[str], monk
 def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
     """The card's tensors stand for themselves: only what is asked of them."""
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    monkeypatch.setattr(launch, "support", lambda device: SimpleNamespace(proof="compiled"))
     q, v = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
         for H, n in ((2, K), (2 * group, V))

@@ -20,6 +20,8 @@ from tests.runtime.test_recall import KINDS, LAUNCHED, LEARNED, Kernel, chunked,
 from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from wyfold.stages.norm import triton as norm  # noqa: E402
+
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 
 
@@ -164,6 +166,7 @@ def found() -> Iterator[list[int]]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(recall, "DEVICES", frozenset(("cpu",))),
         mock.patch.dict(bound._ready, clear=True),
+        mock.patch.dict(norm.wyfold_l2norm_triton.device_caches, clear=True),
         torch.no_grad(),
     ):
         recall.forget()

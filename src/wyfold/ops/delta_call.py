@@ -403,7 +403,9 @@ def launch_keys(
     keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
     if "gradients" in keys:
         keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
-    back = [("summary", f"{key} bwd")] if "summary" in keys else []
+    back = []
+    if "summary" in keys:
+        keys["summary"], back = f"{key} fwd", [("summary", f"{key} bwd")]
     return [*keys.items(), *back]
 
 
@@ -578,6 +580,6 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
 @constant_to_compilers
 def _gathered_whole(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
     """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
-    if device.type != "cuda" or dtype not in table.FLOATS:
+    if device.type != "cuda" or not launch.support(device).proof or dtype not in table.FLOATS:
         return False
     return launch.offers(launch.architecture(device), "gradients.gluon", f"{launch.dtype_word(dtype)} {widths}")

@@ -181,7 +181,7 @@ def _fold(call: _Call, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor
     if call.segments is None:
         return []
     states, maps = found = _at_borders(call.t, call.options)
-    summary = table.serving("summary", call.options.backend, call.key, k.device).summary
+    summary = table.serving("summary", call.options.backend, f"{call.key} fwd", k.device).summary
     summary(k, v, prepared, initial, call.segments, call.key, states.mT, maps.mT)
     call.stage("fold").fold(states.mT, maps.mT, call.segments, back=False, dtype=k.dtype)
     return found

@@ -68,7 +68,7 @@ def summary(
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
-    config = tuned("summary.gluon", key, k.device)
+    config = tuned("summary.gluon", f"{key} fwd", k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     boxes = _boxes(k, v, prepared, grid.chunk_size, BV // parts)
     if boxes is None or V % BV or K % BV:

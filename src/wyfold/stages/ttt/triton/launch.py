@@ -48,8 +48,8 @@ def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
 
 
 def walk_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
-    """What decides which backend's launches walk forward."""
-    return _launch_key(dtype, D, chunk_size, "walk")
+    """What decides which backend's launches walk forward; a compiler's symbol of a width becomes a number."""
+    return _launch_key(dtype, int(D), chunk_size, "walk")
 
 
 @functools.cache
