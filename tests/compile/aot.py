@@ -52,7 +52,7 @@ CACHE = HERE.parents[1] / ".cache" / "triton"
 ALLOWANCES = HERE / "allowances.json"
 
 RECORDED = "3.6"
-"""The Triton whose spills are allowed to one that has none recorded."""
+"""The Triton whose spills are allowed to one that has none recorded for an architecture."""
 
 UNNAMED = '"cuda:any"'
 """Stands for an architecture's name in what is kept for all of them."""
@@ -369,7 +369,7 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
     """What is wrong with a call's kernels; empty if they fit."""
     recorded = allowances()
     minor = ".".join(launch.version().split(".")[:2])
-    allowed = recorded.get(minor, recorded.get(RECORDED, {})).get(architecture, {})
+    allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED, {}).get(architecture, {})
     wrong = []
     for u in found:
         if u.shared > SHARED[architecture]:
