@@ -69,6 +69,16 @@ class Hearing(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # in inference mode nobody has taken these apart before
+            found = func.decompose(*args, **kwargs)
+        return self.operation(func, args, kwargs) if found is NotImplemented else found
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation of PyTorch comes to that is no other ones together."""
+        raise NotImplementedError
+
 
 class _Listener(Hearing):
     """Hears one call. Its tensors are numbered as they come: those given, then those made."""
@@ -116,12 +126,7 @@ class _Listener(Hearing):
         except _Unheard as reason:
             self.refusal = self.refusal or str(reason)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # in inference mode nobody has taken these apart before
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
         name = func._schema.name
         with self.hearing():

@@ -61,12 +61,7 @@ class _Enough(Exception):
 class _Harmless(Hearing):
     """Within, tensors are made, and looked at in other shapes; none is written to."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # in inference mode nobody has taken these apart before
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name in DOES and func._schema.is_mutable:
             return args[0]
