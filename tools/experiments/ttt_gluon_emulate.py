@@ -51,6 +51,7 @@ def namespace(pid):
     gl.sum = lambda x, axis: x.sum(axis)
     gl.reduce = reduce
     gl.rsqrt = torch.rsqrt
+    gl.join = lambda a, b: torch.stack([a, b], -1)
     gl.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     old = gl.where
     gl.where = lambda c, a, b: old(c, a, torch.as_tensor(b, dtype=torch.float32) if isinstance(b, float) else b)

@@ -80,6 +80,7 @@ def ttt(
 
     Args:
         x: bfloat16 tokens of 64 channels, in mini-batches of 16, as the table's row says.
+        o: Contiguous, as are the borders.
         borders: Written for `ttt_bwd`; None where no backward follows, and then nothing is kept of the walk.
     """
     boxes = [_boxes(y) for y in (x.q, x.k, x.v)]
@@ -111,14 +112,11 @@ def ttt(
         leaving.c,
         strides(leaving.c),
         o,
-        o.stride(),
         N,
         X,
-        strides(N),
         S,
         c,
         rows,
-        strides(rows),
         grid.cu,
         grid.first,
         grid.sequences,
@@ -182,7 +180,7 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What groups reach by themselves."""
+    """What groups reach by themselves; o and all below it contiguous."""
 
     w: Any
     s_w: Any
@@ -201,14 +199,11 @@ class Memory(NamedTuple):
     cT: Any
     s_cT: Any
     o: Any
-    s_o: Any
     N: Any
     X: Any
-    s_N: Any
     S: Any
     c: Any
     rows: Any
-    s_rows: Any
 
 
 class Place(NamedTuple):
@@ -251,14 +246,11 @@ def wyfold_ttt_gluon(
     p_cT,
     s_cT,
     p_o,
-    s_o,
     p_N,
     p_X,
-    s_N,
     p_S,
     p_c,
     p_rows,
-    s_rows,
     p_cu,
     p_first,
     N,
@@ -331,7 +323,7 @@ def wyfold_ttt_gluon(
     source = Source(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
     memory = Memory(
         p_w, s_w, p_u, s_u, p_eta, s_eta, p_col, s_col, p_S0, s_S0, p_c0, s_c0, p_ST, s_ST, p_cT, s_cT,
-        p_o, s_o, p_N, p_X, s_N, p_S, p_c, p_rows, s_rows,
+        p_o, p_N, p_X, p_S, p_c, p_rows,
     )  # fmt: skip
     at = Place(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, spare)
     gl.warp_specialize(
@@ -536,6 +528,8 @@ def _read(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LO, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     INVERSE: gl.constexpr = 1.0 / D
     o_r = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, LO))[:, None]
     o_s = gl.arange(0, SEGMENT, layout=gl.SliceLayout(0, LO))[None, :]
@@ -573,27 +567,21 @@ def _read(
             out = O + out
         tiles.o.store(out.to(gl.bfloat16))
 
-        t = at.t + j * SEGMENT
+        token = at.token + j * SEGMENT
         rows = gl.minimum(at.length - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, memory.s_o, at.b, t, at.hv, rows, tiles.o.load(L), D, SEGMENT, L)
+        _store_tokens(memory.o, token, at.hv, rows, tiles.o.load(L), HV, D, SEGMENT, L)
         if KEPT:
-            _store_tokens(memory.N, memory.s_N, at.b, t, at.hv, rows, tiles.N.index(stage).load(L), D, SEGMENT, L)
-            _store_tokens(memory.X, memory.s_N, at.b, t, at.hv, rows, tiles.X.index(stage).load(L), D, SEGMENT, L)
+            _store_tokens(memory.N, token, at.hv, rows, tiles.N.index(stage).load(L), HV, D, SEGMENT, L)
+            _store_tokens(memory.X, token, at.hv, rows, tiles.X.index(stage).load(L), HV, D, SEGMENT, L)
+            xy = tiles.marks[1].index(stage).load(LT)
+            four = gl.join(tiles.marks[0].index(stage).load(LT), tiles.marks[2].index(stage).load(LT))
+            four = gl.convert_layout(gl.join(four, gl.join(xy, xy)).reshape((SEGMENT, 4)), FOUR)
+            _store_tokens(memory.rows, token, at.hv, rows, four, HV, 4, SEGMENT, FOUR)
             o_w = gl.arange(0, D, layout=gl.SliceLayout(1, L)) * D
             o_k = gl.arange(0, D, layout=gl.SliceLayout(0, L))
             gl.store(memory.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), tiles.S.index(stage).load(L))
-            LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-            o_t = gl.arange(0, SEGMENT, layout=LT)
-            o_d = gl.arange(0, D, layout=LT)
-            gl.store(memory.c + tile * D + o_d, tiles.c.index(stage).load(LT))
-            p_rows = memory.rows + at.b * memory.s_rows[0] + t * memory.s_rows[1] + at.hv * memory.s_rows[2]
-            p_rows += o_t.to(gl.int64) * memory.s_rows[1]
-            xy = tiles.marks[1].index(stage).load(LT)
-            gl.store(p_rows, tiles.marks[0].index(stage).load(LT), mask=o_t < rows)
-            gl.store(p_rows + 1, xy, mask=o_t < rows)
-            gl.store(p_rows + 2, tiles.marks[2].index(stage).load(LT), mask=o_t < rows)
-            gl.store(p_rows + 3, xy, mask=o_t < rows)
-        fence_async_shared()
+            gl.store(memory.c + tile * D + gl.arange(0, D, layout=LT), tiles.c.index(stage).load(LT))
+        # No fence: what was read of the stage is in registers, and a fence would wait for the stores above.
         mbarrier.arrive(tiles.free.index(stage), count=1)
         tile += HV
         stage += 1
@@ -601,9 +589,10 @@ def _read(
             stage = 0
             phase ^= 1
     blank = gl.zeros([SEGMENT, D], gl.bfloat16, L)
+    token = (at.token + at.length).to(gl.int32)
     for j in range(((at.spare + SEGMENT - 1) // SEGMENT).to(gl.int32)):
         rows = gl.minimum(at.spare - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, memory.s_o, at.b, at.t + at.length + j * SEGMENT, at.hv, rows, blank, D, SEGMENT, L)
+        _store_tokens(memory.o, token + j * SEGMENT, at.hv, rows, blank, HV, D, SEGMENT, L)
 
 
 @gluon.jit
@@ -620,13 +609,17 @@ def _state_offsets(strides, i_n, i_hv, o_v, o_k):
 
 
 @gluon.jit
-def _store_tokens(p, strides, b, t, i_hv, rows, x, D: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr):
-    """Write x [SEGMENT, D], laid out as L, to the rows that are tokens."""
+def _store_tokens(
+    p, token, i_hv, rows, x, HV: gl.constexpr, W: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr
+):
+    """Write x [SEGMENT, W], laid out as L, to a head's rows from `token` on that are tokens, of a contiguous [.., HV, W].
+
+    No stride is an argument: that it is 1 is not known inside a group of warps, and every number a store of its own.
+    """
     o_t = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, L))
-    o_v = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    first = b * strides[0] + t * strides[1] + i_hv * strides[2]
-    offsets = o_t.to(gl.int64)[:, None] * strides[1] + o_v.to(gl.int64)[None, :] * strides[3]
-    gl.store(p + first + offsets, x, mask=(o_t < rows)[:, None] & (o_v >= 0)[None, :])
+    o_w = gl.arange(0, W, layout=gl.SliceLayout(0, L))
+    first = (token.to(gl.int64) * HV + i_hv) * W
+    gl.store(p + first + (o_t[:, None] * (HV * W) + o_w[None, :]), x, mask=(o_t < rows)[:, None] & (o_w >= 0)[None, :])
 
 
 @gluon.jit
