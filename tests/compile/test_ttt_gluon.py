@@ -1,7 +1,9 @@
-"""TTT-Linear's forward in Gluon: which calls it serves, and that its chain waits at two barriers a mini-batch."""
+"""TTT-Linear's forward in Gluon: which calls it serves, two barriers a mini-batch in its chain, and how it stores."""
 
+import functools
 import importlib.util
 import itertools
+import re
 
 import pytest
 import torch
@@ -59,18 +61,35 @@ def test_explained_as_it_is_launched():
     assert ("ttt.gluon", "bf16 K64 V64 C16 walk") in rows and rows == aot.rows_of(call, "sm_90")
 
 
-def test_two_barriers_a_mini_batch():
-    """Between the reciprocal roots of two mini-batches of the unrolled chain."""
+@functools.cache
+def ptx_of(grad: bool) -> str:
+    """The launch's assembly, with what a backward reads or without, and without states."""
     code = []
 
     def compile_it(kernel, *arguments, **options):
         if kernel.fn.__name__ == "wyfold_ttt_gluon":
             code.append(aot.code(kernel, *arguments, **options)[0].asm["ptx"])
 
+    x = [torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
+    w = torch.ones(2, 64)
     with aot.pretending("sm_90", compile_it):
-        aot.Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16),)).run()
+        wyfold.chunk_ttt_linear(*x, w, w, 0.1, chunk_size=16, backend="triton")
     (ptx,) = code
+    return ptx
+
+
+def test_two_barriers_a_mini_batch():
+    """Between the reciprocal roots of two mini-batches of the unrolled chain."""
+    ptx = ptx_of(True)
     words = [line.split()[0] for line in ptx.splitlines() if line.strip().startswith(("bar.sync", "rsqrt"))]
     chain = [i for i, word in enumerate(words) if word.startswith("rsqrt")]
     between = [b - a - 1 for a, b in itertools.pairwise(chain)]
     assert [2, 2, 2] in [between[i : i + 3] for i in range(len(between))], words
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["kept", "not kept"])
+def test_tiles_are_stored_16_bytes_at_a_time(grad: bool):
+    """A stride that is 1 is not known to be inside a group of warps: each number was stored by itself."""
+    stored = re.findall(r"st\.global\S*", ptx_of(grad))
+    assert not [word for word in stored if word.endswith(("b8", "b16"))]
+    assert len([word for word in stored if ".v4." in word]) == (17 if grad else 4)

@@ -609,12 +609,10 @@ def _state_offsets(strides, i_n, i_hv, o_v, o_k):
 
 
 @gluon.jit
-def _store_tokens(
-    p, token, i_hv, rows, x, HV: gl.constexpr, W: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr
-):
-    """Write x [SEGMENT, W], laid out as L, to a head's rows from `token` on that are tokens, of a contiguous [.., HV, W].
+def _store_tokens(p, token, i_hv, rows, x, HV: gl.constexpr, W: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr):
+    """Write x [SEGMENT, W], laid out as L, to the rows of a contiguous [tokens, HV, W] from `token` on that are tokens.
 
-    No stride is an argument: that it is 1 is not known inside a group of warps, and every number a store of its own.
+    No stride is an argument: inside a group of warps none is known to be 1, and each number would be stored by itself.
     """
     o_t = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, L))
     o_w = gl.arange(0, W, layout=gl.SliceLayout(0, L))
