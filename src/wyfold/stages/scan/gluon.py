@@ -566,7 +566,9 @@ def _step(
         o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
         o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
         first = at.b * memory.s_o[0] + (at.t + i * BT) * memory.s_o[1] + at.hv * memory.s_o[2]
-        offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v.to(gl.int64)[None, :] * memory.s_o[3]
+        # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
+        # each number by itself.
+        offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v[None, :]
         gl.store(memory.o + first + offsets, place.load(L), mask=(o_t < at.rest)[:, None] & (o_v >= 0)[None, :])
     return warpgroup_mma_wait(0, deps=[S])
 
