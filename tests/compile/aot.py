@@ -383,6 +383,9 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
     return wrong
 
 
+CARD = (("chunk_size", 64),)
+"""What a card picks for the gates that all channels share; these tensors are on the CPU, which picks fewer rows."""
+
 CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
     Call("chunk_kda, gate inside", packed=True),
@@ -390,7 +393,7 @@ CALLS = (
     Call("chunk_kda", K=256, V=256, wrt=("initial_state",)),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
-    Call("chunk_gated_delta_rule", "float32", 64, 64),
+    Call("chunk_gated_delta_rule", "float32", options=CARD),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
     Call("chunk_kda", packed=True, wrt=("initial_state",), segments=8),
@@ -459,12 +462,16 @@ OWN = {
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
-    )
+    ),
+    "sm_100": (Call("chunk_delta_rule", "float32", options=CARD),),
 }
-"""For rows that only the measured card has, and for what has to fit there."""
+"""For rows that only one architecture has, and for what has to fit there."""
 
 WIDE = (
     Call("chunk_gated_delta_rule"),
+    Call("chunk_gated_delta_rule", "float32", 64, 64),
+    Call("chunk_gated_delta_rule", "float16", options=CARD),
+    *(Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD) for dtype in ("bfloat16", "float16", "float32")),
     Call("chunk_gated_delta_rule", K=256, V=256),
     Call("chunk_gated_delta_rule", "float16"),
     Call("chunk_gated_delta_rule", K=64, V=64),
