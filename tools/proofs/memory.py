@@ -35,7 +35,9 @@ CLOSING = 25
 KEPT = 12
 """Lines of complaints kept of a call."""
 
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: \d+ hazards? .*\((\d+) errors?, (\d+) warn)")
+SUMMARY = re.compile(
+    r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: \d+ hazards? .*\((\d+) errors?, (\d+) warn)"
+)
 TELLING = re.compile(r"=+ +(Invalid|Error|Warning|Race|Potential|Program hit|Misaligned|Stack|Out|Unaligned|Internal)")
 
 
@@ -154,7 +156,7 @@ def calls_of(which: str, device: Any) -> dict[str, Callable[[], Any]]:
         "planted race": lambda: {name: call for name, call in planted.items() if "race" in name},
         "all": lambda: planted | calls.memory(device) | calls.races(device) | calls.sides(device),
     }
-    return {name: call for name, call in sorted(sets[which]().items(), key=lambda item: _quickest_last(item[0]))}
+    return dict(sorted(sets[which]().items(), key=lambda item: _quickest_last(item[0])))
 
 
 def wanted(names: list[str], word: str) -> list[str]:
@@ -171,7 +173,6 @@ def work(args: argparse.Namespace) -> None:
     """Make calls until there are none, or no time."""
     group = next(group for group in GROUPS if group.name == args.work)
     import torch
-
     from tools.proofs.memory_calls import launched_kernels
 
     device, shared = torch.device(args.device), args.out

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from tests.compile import aot
+from tests.compile.aot import Call
 from torch import Tensor
 
 import wyfold
-from tests.compile import aot
-from tests.compile.aot import Call
 from wyfold import TTTState, serving
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.reference import inputs
@@ -62,7 +62,9 @@ BESIDE = (
             ("kda", "float16", False),
         )
     ),
-    Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q")), packed=True),
+    Call(
+        "chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q")), packed=True
+    ),
     Call("chunk_ttt_linear", "float32", 40, 40, options=(("chunk_size", 32),), packed=True, heads=3),
     *(Call(name, dtype, 40, 40) for name in ("l2norm", "rms_norm_gated") for dtype in ("float16", "float32")),
     *(Call("causal_conv1d", dtype, 40, 40, packed=dtype == "float16") for dtype in ("float16", "float32")),
@@ -102,7 +104,7 @@ def races(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def sides(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """Gluon's kernels beside the scans, for races in what they write by hand: barriers, copies, tiles that change hands."""
+    """Gluon's kernels beside the scans, for races in what they write by hand: barriers, copies, tiles."""
     found = [Call(subject, options=GLUON, heads=1) for subject in RULES.values()]
     found.append(Call("chunk_kda, gate inside", options=(*GLUON, NORM), packed=True, heads=1))
     return {f"{call}, two chunks": partial(made, call, device, 66) for call in found}
