@@ -395,6 +395,23 @@ def test_fla_by_its_own_kernels(monkeypatch):
     assert seen == ["0", "0"] and own.ran == "fla.its_own"
 
 
+def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():
+    """sympy, where a gradient is fed; in a process of its own, since this one has it."""
+    code = """
+import dataclasses, sys, torch
+from wyfold.cli import memory, race
+from wyfold.cli.cases import Case
+from wyfold.reference.shapes import Shape
+
+case = Case("norm", Shape(1, 20, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
+memory.seconds = lambda call, finish: {"before": "sympy" in sys.modules, "call": call()}
+request = dataclasses.asdict(case) | {"contender": "wyfold", "ran": "wyfold.rms_norm_gated", "threads": 1}
+assert "sympy" not in sys.modules
+assert race.measure(request | {"what": "first call"})["before"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_one_run_has_several_dtypes(no_children, tmp_path):
     words = "bench solve --shapes 1,64,1,8 --dtype float32,bfloat16 --chunk 16,64 --rounds 1 --peers none --out"
     assert main([*words.split(), str(tmp_path)]) == 0
