@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,8 +152,15 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
     [
         (["gru"], "OP: unknown 'gru'; there are delta_rule, gdn, kda"),
         (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers, fla, flash-qla, cudnn"),
-        (["kda", "--peers", "fla:slow"], "--peers: fla has no way 'slow'; there are generic, safe_gate, staged, fused"),
+        (
+            ["kda", "--peers", "fla:slow"],
+            "--peers: fla has no way 'slow'; there are own, generic, safe_gate, staged, fused",
+        ),
         (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow"),
+        (
+            ["gdn", "--dtype", "float32,float8"],
+            "dtype: unknown 'float8'; there are float32, float64, bfloat16, float16",
+        ),
         (["gdn", "--mode", "bwd"], "mode: unknown 'bwd'; there are fwd, fwdbwd, graph"),
         (["gdn", "--mode", "fwd,graph"], "--mode graph: CUDA graphs are of a GPU, and the device is cpu"),
         (["gdn", "--also", "luck"], "also: unknown 'luck'; there are disable_recompute, batch_invariant, safe_gate"),
@@ -249,8 +257,11 @@ def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkey
     assert record["ratios"][1]["error_share"] == first["errors"]["o"]["rms"] / third["errors"]["o"]["rms"]
     assert fourth["milliseconds"] is None
     said = capsys.readouterr().out
-    assert "further from the truth than ours may be: gdn 1,40,1,1,8,8 fwd by coarse.loop: o 1.0e-03 (over in" in said
-    assert "wrong: gdn 1,40,1,1,8,8 fwd by wrong.loop: o 5.0e-02" in said
+    assert (
+        "further from the truth than ours may be: gdn 1,40,1,1,8,8 float32 fwd by coarse.loop: o 1.0e-03 (over in"
+        in said
+    )
+    assert "wrong: gdn 1,40,1,1,8,8 float32 fwd by wrong.loop: o 5.0e-02" in said
 
 
 def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch, tmp_path, capsys):
@@ -366,6 +377,51 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
     assert tried == sum(map(len, ways)) + 1 + 3
 
 
+def test_fla_by_its_own_kernels(monkeypatch):
+    """The variable is read at every call, and is what it was afterwards."""
+    seen = []
+
+    def call(arguments):
+        seen.append(os.environ.get("FLA_FLASH_QLA"))
+        return torch.ones(1)
+
+    own = peers._own(lambda: peers.Loaded("fla.its_own", call))()
+    for before in ("1", None):
+        monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
+        if before:
+            monkeypatch.setenv("FLA_FLASH_QLA", before)
+        own.call({})
+        assert os.environ.get("FLA_FLASH_QLA") == before
+    assert seen == ["0", "0"] and own.ran == "fla.its_own"
+
+
+def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():
+    """sympy, where a gradient is fed; in a process of its own, since this one has it."""
+    code = """
+import dataclasses, sys, torch
+from wyfold.cli import memory, race
+from wyfold.cli.cases import Case
+from wyfold.reference.shapes import Shape
+
+case = Case("norm", Shape(1, 20, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
+memory.seconds = lambda call, finish: {"before": "sympy" in sys.modules, "call": call()}
+request = dataclasses.asdict(case) | {"contender": "wyfold", "ran": "wyfold.rms_norm_gated", "threads": 1}
+assert "sympy" not in sys.modules
+assert race.measure(request | {"what": "first call"})["before"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_one_run_has_several_dtypes(no_children, tmp_path):
+    words = "bench solve --shapes 1,64,1,8 --dtype float32,bfloat16 --chunk 16,64 --rounds 1 --peers none --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert "--dtype float32,bfloat16" in record["command"]
+    found = [(row["dtype"], row["chunk"]) for row in record["rows"]]
+    assert found == [("float32", 16), ("float32", 64), ("bfloat16", 16), ("bfloat16", 64)]
+
+
 def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
     import logging
 
@@ -440,7 +496,7 @@ def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypat
     assert 6e-8 < row["worst_error"] < 12e-8
     assert (row["correct"], row["within_limits"], row["failed"]) == (True, False, True)
     assert row["milliseconds"]["median"] > 0
-    assert "further from the truth than ours may be: norm 1,20,1,1,8,8 fwd by wyfold.rms_norm_gated" in (
+    assert "further from the truth than ours may be: norm 1,20,1,1,8,8 float32 fwd by wyfold.rms_norm_gated" in (
         capsys.readouterr().out
     )
 
@@ -573,7 +629,7 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
     tables.report(rows, tables.against_peers(rows))
     said = capsys.readouterr().out
     assert "0.375 (2)" in said
-    assert "no graph of gdn 1,70,2,4,8,8 fwd by some.rule: RuntimeError: operation not permitted" in said
+    assert "no graph of gdn 1,70,2,4,8,8 bfloat16 fwd by some.rule: RuntimeError: operation not permitted" in said
     assert "some.other refused gdn 1,70,2,4,8,8 fwdbwd: RuntimeError: Triton >= 3.4.0" in said
 
 

@@ -15,6 +15,7 @@ import json
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
-        help="of the tensors given to the operators; decays, beta and states are float32 or wider "
+        help="of the tensors given to the operators; decays, beta and states are float32 or wider; several with commas "
         f"(default: {usual[0].dtype}, on a GPU {usual[1].dtype})",
     )
     parser.add_argument("--gate-dtype", choices=DTYPES, default="float32", help="of the decays (default: %(default)s)")
@@ -198,7 +198,7 @@ def _settled(args: argparse.Namespace) -> str:
     kind = str(args.device.type)
     usual = HABITS.get(kind, HABITS["cpu"])
     args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
-    args.dtype, args.norm = args.dtype or usual.dtype, args.norm or usual.norm
+    args.dtype, args.norm = _words("dtype", args.dtype or usual.dtype, DTYPES), args.norm or usual.norm
     args.rounds = args.rounds or usual.rounds
     args.gates, args.mode = _words("gates", args.gates, (*GATES, NO_GATE)), _words("mode", args.mode, MODES)
     args.also = _words("also", args.also, VARIANTS)
@@ -212,27 +212,25 @@ def _settled(args: argparse.Namespace) -> str:
 def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
     """Cases on the same tensors, the forward and the whole step, group by group."""
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
-    for name, shape in args.shapes:
-        for op in args.op:
-            for chunk in args.chunk if op in CHUNKED else [64]:
-                for gate in gates_of(op, args.gates):
-                    first = Case(
-                        op,
-                        shape,
-                        gate,
-                        args.dtype,
-                        modes[0],
-                        args.seed,
-                        name=name,
-                        norm=args.norm,
-                        chunk=chunk,
-                        gate_dtype=args.gate_dtype,
-                        device=str(args.device),
-                        backend=args.backend or "",
-                    )
-                    possible = [mode for mode in modes if mode == "fwd" or SUBJECTS[OPS[op]].backward]
-                    if possible:
-                        yield [replace(first, mode=mode) for mode in possible]
+    for (name, shape), op, dtype in product(args.shapes, args.op, args.dtype):
+        for chunk, gate in product(args.chunk if op in CHUNKED else [64], gates_of(op, args.gates)):
+            first = Case(
+                op,
+                shape,
+                gate,
+                dtype,
+                modes[0],
+                args.seed,
+                name=name,
+                norm=args.norm,
+                chunk=chunk,
+                gate_dtype=args.gate_dtype,
+                device=str(args.device),
+                backend=args.backend or "",
+            )
+            possible = [mode for mode in modes if mode == "fwd" or SUBJECTS[OPS[op]].backward]
+            if possible:
+                yield [replace(first, mode=mode) for mode in possible]
 
 
 def chosen_peers(words: str, kind: str) -> list[Peer]:
@@ -298,7 +296,7 @@ def _given(args: argparse.Namespace) -> list[str]:
     shapes = [word for name, s in args.shapes for word in ("--shapes", name or ",".join(map(str, astuple(s))))]
     plain = {
         "gates": ",".join(args.gates),
-        "dtype": args.dtype,
+        "dtype": ",".join(args.dtype),
         "gate-dtype": args.gate_dtype,
         "norm": args.norm,
         "mode": ",".join(args.mode),

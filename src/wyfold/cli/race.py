@@ -207,9 +207,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     call = prepared(contender, case, case.arguments())
     if what == "first call":
         if case.backward:
-            # PyTorch imports what its first backward needs, for seconds, whoever it is of.
-            x = torch.ones(1, device=case.device, requires_grad=True)
-            torch.autograd.grad(x.sum(), x)
+            memory.first_backward(case.device)
         _wait(case)
         return memory.seconds(call, lambda: _wait(case))
     few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))

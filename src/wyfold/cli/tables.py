@@ -73,15 +73,15 @@ def report(rows: Sequence[Row], ratios: Sequence[Row]) -> None:
     figures: tuple[str, ...] = ("median ms", "quartiles ms", "ns/token-head", "peak MiB above inputs", "process MiB")
     if on_gpu:
         figures = ("ms", "graph ms", "kernels ms", "host us", "x floor", "ns/token-head", "peak MiB")
-    columns = ("op", "shape", "gates", "mode", "ran", "worst error", *figures, "first s")
+    columns = ("op", "shape", "dtype", "gates", "mode", "ran", "worst error", *figures, "first s")
     results.show("time and memory", columns, [_cells(row, on_gpu, len(columns)) for row in rows])
     if ratios:
         shares = ("times faster", "in graphs", "memory", "error")
         pairs = [_pair(ratio) for ratio in ratios]
         title = "ours beside the peers; memory and error as shares of theirs"
-        results.show(title, ("op", "shape", "gates", "mode", "ours", "beside", *shares), pairs)
+        results.show(title, ("op", "shape", "dtype", "gates", "mode", "ours", "beside", *shares), pairs)
     for row in rows:
-        what = f"{row['op']} {_size(row)} {row['mode']} by {row['ran']}"
+        what = f"{row['op']} {_size(row)} {row['dtype']} {row['mode']} by {row['ran']}"
         if row["refused"]:
             print(f"{row['ran']} refused {row['op']} {_size(row)} {row['mode']}: {row['refused']}")
         elif not row["correct"]:
@@ -109,7 +109,8 @@ def _size(row: Row) -> str:
 
 def _pair(ratio: Row) -> tuple[str, ...]:
     shares = (ratio["times_faster"], ratio["graph"], ratio["memory_share"], ratio["error_share"])
-    return (ratio["op"], _size(ratio), ratio["gate"], ratio["mode"], ratio["ran"], ratio["peer"], *map(_two, shares))
+    words = (ratio["op"], _size(ratio), *(ratio[key] for key in ("dtype", "gate", "mode", "ran", "peer")))
+    return (*words, *map(_two, shares))
 
 
 def _two(ratio: float | None) -> str:
@@ -122,7 +123,7 @@ def _median(figure: Row | None, form: str = ".3f", times: float = 1.0) -> str:
 
 def _cells(row: Row, on_gpu: bool, width: int) -> tuple[str, ...]:
     ran = row["ran"] if row["contender"] != OURS else f"{row['ran']} ({row['launches'].get('backend', 'none')})"
-    head = [row["op"], _size(row), row["gate"], row["mode"], ran]
+    head = [row["op"], _size(row), row["dtype"], row["gate"], row["mode"], ran]
     if row["refused"]:
         head += ["", "refused"]
     else:
@@ -166,7 +167,7 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
     timed = [row for row in rows if row["milliseconds"]]
     figure = Figure(figsize=(14, 2 + 0.3 * max(1, len(timed))), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    labels = [f"{row['op']} {row['gate']} {row['mode']} {_size(row)}: {row['ran']}" for row in timed]
+    labels = [f"{row['op']} {row['gate']} {row['mode']} {_size(row)} {row['dtype']}: {row['ran']}" for row in timed]
     colours = ["tab:blue" if row["contender"] == OURS else "tab:orange" for row in timed]
     medians = [row["milliseconds"]["median"] for row in timed]
     whiskers = [

@@ -1,0 +1,238 @@
+"""What `memory.py` calls on a card: small calls of every public operator, one name each, and what is planted.
+
+`tests/compile/aot.py` has a call for every configuration that ships; here they are made, with tokens that end inside a
+chunk, and with sequences of no and of few tokens where they are packed. `BESIDE` adds widths that fill no tile, the
+other dtypes, norms and gates within, kept factors, and the operators of serving.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from tests.compile import aot
+from tests.compile.aot import Call
+from torch import Tensor
+
+import wyfold
+from wyfold import TTTState, serving
+from wyfold.cli.subjects import SUBJECTS
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda": "chunk_kda"}
+DTYPES = ("bfloat16", "float16", "float32")
+NORM = ("use_qk_l2norm_in_kernel", True)
+GLUON = (("chunk_size", 64),)
+"""With bfloat16 and K = V = 128, what the Gluon kernels serve."""
+
+TOKENS = 130
+LONG = 386
+"""Tokens of a sequence that goes through every stage of a scan's loop twice, and ends inside a chunk."""
+
+BESIDE = (
+    *(
+        Call(
+            subject + (", gate inside" if rule != "delta_rule" else ""),
+            dtype,
+            24,
+            40,
+            options=(NORM, ("chunk_size", chunk)),
+            packed=True,
+            heads=3,
+        )
+        for (rule, subject), chunk in zip(RULES.items(), (16, 32, 64))
+        for dtype in DTYPES
+    ),
+    *(Call(RULES[rule], "float16", options=(NORM,)) for rule in ("delta_rule", "kda")),
+    Call("chunk_delta_rule", "float32", 64, 64, options=(NORM,)),
+    *(Call(subject, options=(*GLUON, NORM, ("disable_recompute", True))) for subject in RULES.values()),
+    Call("chunk_gated_delta_rule, gate inside", options=(*GLUON, NORM), packed=True),
+    Call("chunk_delta_rule", options=(*GLUON, NORM), packed=True, segments=5),
+    Call("chunk_kda", options=GLUON, segments=5),
+    Call("chunk_gated_delta_rule", "float16", 64, 64, segments=5),
+    Call("chunk_delta_rule", K=256, V=136, wrt=("initial_state",)),
+    Call("chunk_kda, bounded gate", K=72, V=56, options=(("safe_gate", True),)),
+    *(
+        Call(f"fused_recurrent_{rule}", dtype, 40, 24, options=(NORM,), packed=packed, heads=3)
+        for rule, dtype, packed in (
+            ("delta_rule", "float32", True),
+            ("gated_delta_rule", "bfloat16", True),
+            ("kda", "float16", False),
+        )
+    ),
+    Call(
+        "chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q")), packed=True
+    ),
+    Call("chunk_ttt_linear", "float32", 40, 40, options=(("chunk_size", 32),), packed=True, heads=3),
+    *(Call(name, dtype, 40, 40) for name in ("l2norm", "rms_norm_gated") for dtype in ("float16", "float32")),
+    *(Call("causal_conv1d", dtype, 40, 40, packed=dtype == "float16") for dtype in ("float16", "float32")),
+    *(Call(name, "float32", 40, 40) for name in ("fused_gdn_gate", "fused_kda_gate", "fused_beta_sigmoid")),
+)
+
+RACED = (
+    *(Call(subject, options=GLUON, heads=1) for subject in RULES.values()),
+    Call("chunk_gated_delta_rule", options=aot.STATES, packed=True),
+    Call("chunk_kda", options=aot.STATES, packed=True, heads=1),
+    *(Call(RULES[rule], options=GLUON, heads=1, segments=5) for rule in ("gdn", "kda")),
+    Call("chunk_gated_delta_rule", "float16", 64, 64, heads=1),
+    Call("chunk_kda", "float32", 64, 64, heads=1),
+    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), heads=1, segments=5),
+    Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),), heads=1),
+    *(
+        Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), heads=1)
+        for dtype, D, C in (("bfloat16", 64, 16), ("bfloat16", 128, 16), ("float32", 64, 16), ("float16", 64, 64))
+    ),
+)
+"""For races in the kernels that go through a sequence: Gluon's rings of copies first."""
+
+
+def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
+    """Name -> call, for accesses outside of tensors; each returns what it computed."""
+    found = [call for call in (*aot.CALLS, *aot.OWN["sm_90"], *BESIDE) if call.subject != "solve_tril"]
+    named = {str(call): partial(made, call, device, TOKENS) for call in found}
+    for chunk in (16, 32, 64):
+        for dtype in ("bfloat16", "float32"):
+            named[f"solve_tril {dtype} C{chunk}"] = partial(solved, dtype, chunk, device)
+    return named | served(device)
+
+
+def races(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
+    """The same, for races in the scans."""
+    return {str(call): partial(made, call, device, LONG) for call in RACED}
+
+
+def sides(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
+    """Gluon's kernels beside the scans, for races in what they write by hand: barriers, copies, tiles."""
+    found = [Call(subject, options=GLUON, heads=1) for subject in RULES.values()]
+    found.append(Call("chunk_kda, gate inside", options=(*GLUON, NORM), packed=True, heads=1))
+    return {f"{call}, two chunks": partial(made, call, device, 66) for call in found}
+
+
+def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
+    """The call, and its backward where it has one, on tensors that are drawn on the CPU."""
+    subject = SUBJECTS[call.subject]
+    T = max(tokens, 64 * call.segments + 2)
+    a = subject.arguments(Shape(1, T, 1, call.heads, call.K, call.V), getattr(torch, call.dtype), 0)
+    if call.packed:
+        a["cu_seqlens"] = torch.tensor([0, 17, 17, T - 3])
+        a |= {name: a[name].repeat(3, *[1] * (a[name].ndim - 1)) for name in a if name.startswith("initial_state")}
+    a |= dict(call.options)
+    for name, x in a.items():
+        if isinstance(x, Tensor):
+            wanted = subject.backward and x.is_floating_point() and (not call.wrt or name in call.wrt)
+            a[name] = x.to(device).requires_grad_(wanted)
+    with call.cut():
+        outputs = subject.ours(a | {"backend": "triton"})
+    if subject.backward:
+        torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+    gradients = [x.grad for x in a.values() if isinstance(x, Tensor) and x.grad is not None]
+    return [x.detach() for x in outputs] + gradients
+
+
+def solved(dtype: str, chunk: int, device: torch.device) -> list[Tensor]:
+    """Its triangle alone is read."""
+    A = 0.1 * torch.randn(1, TOKENS, 2, chunk)
+    return [wyfold.solve_tril(A.to(getattr(torch, dtype)).to(device), backend="triton")]
+
+
+def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
+    """Every operator over a pool, with a row that is skipped and slots out of order."""
+    named: dict[str, Callable[[], list[Tensor]]] = {}
+    for rule in ("delta_rule", "gated_delta_rule", "kda"):
+        for stored in ("float32", "bfloat16"):
+            for name in ("decode", "verify", "prefill"):
+                named[f"serving.{name} {rule} {stored}"] = partial(_served, name, rule, stored, device)
+    for rule in ("gated_delta_rule", "kda"):
+        named[f"serving.decode_packed {rule}"] = partial(_decode_packed, rule, device)
+    for name in ("conv1d_update", "conv1d_prefill"):
+        named[f"serving.{name}"] = partial(_conv, name, device)
+    for D, stored in ((64, "float32"), (128, "bfloat16"), (40, "float32")):
+        named[f"serving.ttt_decode D{D} {stored}"] = partial(_ttt_decode, D, stored, device)
+    return named
+
+
+def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Tensor]:
+    T = {"decode": 1, "verify": 3, "prefill": TOKENS}[name]
+    K, V = (128, 128) if stored == "bfloat16" else (40, 24)
+    gate = None if rule == "delta_rule" else "model"
+    dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
+    drawn = inputs.draw("random", rule, Shape(3, T, 1, 2, K, V), gate=gate, beta="logits", dtype=dtype)
+    a: dict[str, Any] = {"g": None} | {n: x.to(device) if isinstance(x, Tensor) else x for n, x in drawn.items()}
+    pool = torch.randn(12, 2, K, V).to(getattr(torch, stored)).to(device)
+    slots = torch.tensor([7, -1, 2])
+    more: dict[str, Any] = {}
+    if name == "verify":
+        slots = torch.tensor([[7, 1, 3], [-1, -1, -1], [2, 9, 11]])
+        more["num_accepted_tokens"] = torch.tensor([1, 1, 2]).to(device)
+    if name == "prefill":
+        more |= {"checkpoint_every": 64, "checkpoint_pool": torch.zeros_like(pool)}
+        more["checkpoint_indices"] = torch.tensor([[0, 3], [-1, 4], [11, -1]]).to(device)
+    o = getattr(serving, name)(
+        **a, pool=pool, state_indices=slots.to(device), state_v_first=False, use_qk_l2norm_in_kernel=True,
+        backend="triton", **more,
+    )  # fmt: skip
+    return [o, pool]
+
+
+def _decode_packed(rule: str, device: torch.device) -> list[Tensor]:
+    H, HV, K, V, N = 2, 4, 128, 128, 3
+    mixed = torch.randn(N, 2 * H * K + HV * V).bfloat16().to(device)
+    raw_g = torch.randn(N, HV) if rule == "gated_delta_rule" else torch.randn(N, HV * K)
+    A_log, dt_bias = torch.rand(HV).to(device), torch.zeros(raw_g.shape[1]).to(device)
+    pool, slots = torch.randn(8, HV, V, K).to(device), torch.tensor([5, -1, 0]).to(device)
+    o = serving.decode_packed(
+        mixed, raw_g.bfloat16().to(device), torch.randn(N, HV).bfloat16().to(device), A_log, dt_bias, pool, slots,
+        heads=(H, HV), dims=(K, V), state_v_first=True, backend="triton",
+    )  # fmt: skip
+    return [o, pool]
+
+
+def _conv(name: str, device: torch.device) -> list[Tensor]:
+    D, T = 200, 1 if name == "conv1d_update" else 37
+    x, pool, weight = (torch.randn(size).to(device) for size in ((3, T, D), (8, D, 5), (D, 4)))
+    slots = torch.tensor([6, -1, 1]).to(device)
+    y = getattr(serving, name)(x, pool, weight, activation="silu", state_indices=slots, backend="triton")
+    return [y, pool]
+
+
+def _ttt_decode(D: int, stored: str, device: torch.device) -> list[Tensor]:
+    dtype = getattr(torch, stored)
+    q, k, v = (torch.randn(3, 1, 2, D).bfloat16().to(device) for _ in range(3))
+    S, c = torch.randn(6, 2, D, D).to(dtype).to(device), torch.randn(6, 2, 1, D).to(dtype).to(device)
+    position = torch.tensor([15, 0, 3, 0, 0, 7], dtype=torch.int32).to(device)
+    pool = TTTState(S, c, torch.zeros_like(S), torch.zeros_like(c), position)
+    w, b = torch.ones(2, D).to(device), torch.zeros(2, D).to(device)
+    o = serving.ttt_decode(q, k, v, w, b, 0.1, pool, torch.tensor([5, -1, 0]).to(device), backend="triton")
+    return [o, S, c]
+
+
+def planted(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
+    """What a sanitizer must complain of: a write behind a tensor, and a race."""
+    from tools.proofs import planted
+
+    return {
+        "planted: a write behind a tensor": partial(planted.behind_a_tensor, device),
+        "planted: a race": partial(planted.race, device),
+    }
+
+
+@contextlib.contextmanager
+def launched_kernels() -> Iterator[dict[str, None]]:
+    """Within, the names of Wyfold's kernels that were launched are collected."""
+    from triton.runtime.jit import JITFunction
+
+    names: dict[str, None] = {}
+    usual = JITFunction.run
+
+    def run(self: Any, *arguments: Any, warmup: bool, **options: Any) -> Any:
+        if not warmup:
+            names[self.fn.__name__] = None
+        return usual(self, *arguments, warmup=warmup, **options)
+
+    JITFunction.run = run
+    try:
+        yield names
+    finally:
+        JITFunction.run = usual
