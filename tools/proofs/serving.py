@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import shlex
@@ -51,10 +52,16 @@ TIMED = ("bandwidth", "fla", "context", "host", "generate")
 OF_A_CARD = ("graphs", "sync", "bandwidth", "fla", "host")
 PASS, FAIL, SHORT, NOT_RUN = "PASS", "FAIL", "SHORT", "NOT RUN"
 
-FIRST_SHARE = 0.52
+FIRST_SHARE = 0.56
 """Of the budget, for what compiles."""
+TIMED_SHARES = {"bandwidth": 4, "context": 2, "host": 3, "generate": 3}
+"""Of what is left then, in this proportion; what one does not need the others get."""
+MOST_WORKERS = min(20, 4 + (os.cpu_count() or 1))
 GRACE = 4.0
 """Seconds that a part may go on behind its clock, inside one promise, before it is ended."""
+
+WRITTEN_EVERY = 2.0
+"""Seconds between two versions of the result while nothing ends."""
 
 Figures = dict[str, Any]
 Promises = Callable[[float], Iterator[Promise]]
@@ -80,19 +87,17 @@ def parts(device: torch.device, backend: str | None) -> dict[str, Part]:
     """Every part by name, those that take longest first."""
     on_card = device.type == "cuda"
     found: dict[str, Part] = {}
-    sizes = serving_compiled.Sizes() if on_card else serving_compiled.SMALL
-    for compiler in reversed(serving_compiled.BACKENDS):
-        for subject in reversed(serving_compiled.SUBJECTS):
-            figures: Figures = {}
-            make = partial(serving_compiled.compiled, subject, compiler, device, backend, sizes, figures)
-            found[f"compile:{subject}:{compiler}"] = Part(("compile",), _clockless(make), figures)
-    if on_card:
-        found["warm"] = Part(TIMED[:1], _clockless(partial(_warm, device, backend)))
+    for subject in reversed(serving_compiled.SUBJECTS):
+        found[f"compile:{subject}:inductor"] = _compiling(subject, "inductor", device, backend)
     for width in (128, 64) if on_card else (16,):
         for rule in reversed(RULES):
             for v_first in (False, True):
                 case = Case(rule, v_first, width, device, backend)
                 found[case.title] = Part(("bits", "sync", "graphs"), _clockless(partial(_of_rule, case)))
+    for subject in reversed(serving_compiled.SUBJECTS):
+        found[f"compile:{subject}:aot_eager"] = _compiling(subject, "aot_eager", device, backend)
+    if on_card:
+        found["warm"] = Part(TIMED[:1], _clockless(partial(_warm, device, backend)))
     for rule in RULES[1:]:
         case = Case(rule, True, 64 if on_card else 16, device, backend)
         found[f"gates:{rule}"] = Part(("bits",), _clockless(partial(serving_promises.gates, case)))
@@ -113,6 +118,13 @@ def parts(device: torch.device, backend: str | None) -> dict[str, Part]:
     generate: Figures = {}
     found["generate"] = Part(("generate",), partial(serving_times.generate, device, backend, generate), generate)
     return found
+
+
+def _compiling(subject: str, compiler: str, device: torch.device, backend: str | None) -> Part:
+    sizes = serving_compiled.Sizes() if device.type == "cuda" else serving_compiled.SMALL
+    figures: Figures = {}
+    make = partial(serving_compiled.compiled, subject, compiler, device, backend, sizes, figures)
+    return Part(("compile",), _clockless(make), figures)
 
 
 def _clockless(make: Callable[[], Iterator[Promise]]) -> Promises:
@@ -177,6 +189,8 @@ def run_part(part: Part, lines: tuple[str, ...], file: Path | None, until: float
             break
         try:
             broken = promise.broken()
+        except subprocess.TimeoutExpired:  # the clock's doing
+            break
         except Exception as error:  # whatever stops one promise, the others are still to be tried
             traceback.print_exc()
             broken = f"{type(error).__name__}: {error}"
@@ -210,6 +224,7 @@ class Run:
             "rows": [],
         }
         self.file = f"{self._stem()}.json"
+        self.written = 0.0
         self.stopped: dict[str, str] = {}
         self.names: list[str] = []
 
@@ -228,6 +243,7 @@ class Run:
             if not running:
                 break
             time.sleep(0.3)
+            before = len(running)
             for name, process in list(running.items()):
                 late = time.time() > until + GRACE
                 if late and process.poll() is None:
@@ -236,7 +252,8 @@ class Run:
                 if process.poll() is not None:
                     del running[name]
                     self._ended(name, process.returncode, late)
-            self.write()
+            if len(running) < before or time.time() - self.written > WRITTEN_EVERY:
+                self.write()
         for name in waiting:
             self.stopped[name] = "not begun: the clock had ended"
         self.write()
@@ -275,10 +292,17 @@ class Run:
         known = parts(self.args.device, self.args.backend)
         self.record["rows"] = [self._row(line, seen, known) for line in WANTED if line in self.args.asked]
         results.write(self.args.out, self.file, self.record)
+        self.written = time.time()
 
     def _row(self, line: str, seen: dict[str, dict[str, Any] | None], known: dict[str, Part]) -> dict[str, Any]:
         if line not in self.lines:
-            return {"line": line, "wanted": WANTED[line], "verdict": NOT_RUN, "figure": "of a card", "parts": {}}
+            return {
+                "line": line,
+                "wanted": WANTED[line],
+                "verdict": NOT_RUN,
+                "figure": self.args.left_out[line],
+                "parts": {},
+            }
         own = {
             name: found for name, found in seen.items()
             if line in known[name].lines and name != "warm" and (found is None or line in found["lines"])
@@ -338,7 +362,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=260.0, help="seconds for all of it (default: %(default)s)")
     parser.add_argument("--only", default=",".join(WANTED), help="lines with commas (default: %(default)s)")
     parser.add_argument("--parts", default="", help="only these parts, by the beginnings of their names, with commas")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=MOST_WORKERS,
+        help="processes side by side (default: %(default)s)",
+    )
     parser.add_argument("--peers", default="", metavar="PATH", help="a folder in which fla is found")
     parser.add_argument("--device", type=torch.device, help="default: a GPU if there is one")
     parser.add_argument("--backend", help="of every operator; default: the table's choice")
@@ -350,15 +379,18 @@ def _arguments() -> argparse.Namespace:
     if unknown := set(args.asked) - set(WANTED):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; there are {', '.join(WANTED)}")
     on_card = args.device.type == "cuda"
-    args.only = tuple(line for line in args.asked if on_card or line not in OF_A_CARD)
+    args.left_out = {} if on_card else dict.fromkeys(OF_A_CARD, "needs a GPU")
+    if args.peers:
+        sys.path.insert(0, args.peers)
+    if on_card and importlib.util.find_spec("fla") is None:
+        args.left_out["fla"] = "fla is not installed, nor in --peers"
+    args.only = tuple(line for line in args.asked if line not in args.left_out)
     return args
 
 
 def main() -> int:
     """One part, or all of them; 0 if every line that ran passed."""
     began, args = time.time(), _arguments()
-    if args.peers:
-        sys.path.insert(0, args.peers)
     known = parts(args.device, args.backend)
     if args.part:
         run_part(known[args.part], args.only, args.out / f"{_plain(args.part)}.json", args.until)
@@ -376,8 +408,8 @@ def main() -> int:
         if first:
             run.go(first, began + args.budget * FIRST_SHARE if timed else end, args.workers)
         for n, name in enumerate(timed):
-            # An equal share of what is left, so that no line takes another's time.
-            run.go([name], time.time() + (end - time.time()) / (len(timed) - n), 1)
+            share = TIMED_SHARES[name] / sum(TIMED_SHARES[other] for other in timed[n:])
+            run.go([name], time.time() + (end - time.time()) * share, 1)
     run.show()
     return int(any(row["verdict"] in (FAIL, SHORT) for row in run.record["rows"]))
 

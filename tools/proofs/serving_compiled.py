@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from tools.proofs.serving_promises import Promise
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 from wyfold.reference import error
@@ -81,6 +80,8 @@ def compiled(
         sizes: Of the module.
         figures: Gets the count of compilations after each length, and the largest share of what was allowed.
     """
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds that other parts need not spend
+
     torch.manual_seed(0)
     module = _made(subject, sizes, backend).to(device, torch.bfloat16)
     exact = _made(subject, sizes, "eager").to(device)

@@ -109,7 +109,8 @@ def paths(case: Case, rows: int = 6, tokens: int = 300) -> Iterator[Path]:
     yield _verify(case, rows)
     yield _verify_packed(case, rows)
     yield _prefill(case, rows, tokens)
-    yield _prefill_dense(case, rows, tokens // 2)
+    yield _prefill(case, rows, tokens, between=True)
+    yield _prefill_dense(case, rows, tokens // 4)
 
 
 class _Rows:
@@ -265,19 +266,21 @@ def _poison_packed(call: dict[str, Any], rows: _Rows, borders: Tensor) -> None:
     _poison(call, (slice(None), slice(ends[-1], None)))
 
 
-def _prefill(case: Case, N: int, T: int, every: int = 64) -> Path:
-    """Packed by a layout, with the states between in a pool of their own."""
+def _prefill(case: Case, N: int, T: int, every: int = 64, *, between: bool = False) -> Path:
+    """Packed by a layout; `between`, with the states on the way in a pool of their own."""
     call, pool, rows = case.tokens(1, T), case.states(SLOTS), _Rows(case.device, N)
-    between, out = case.states(SLOTS), torch.empty_like(call["v"])
+    out = torch.empty_like(call["v"])
     layout = SequenceLayout(torch.zeros(N + 1, dtype=torch.int64, device=case.device), T)
-    where = torch.zeros(T // every, dtype=torch.int32, device=case.device)
+    kept, where = case.states(SLOTS), torch.zeros(T // every, dtype=torch.int32, device=case.device)
     stored: set[int] = set()
+    more: dict[str, Any] = {}
+    if between:
+        more = {"checkpoint_every": every, "checkpoint_pool": kept, "checkpoint_indices": where}
 
     def run() -> Tensor:
         return serving.prefill(
             **call, pool=pool, state_indices=rows.slots[:, 0], has_initial_state=rows.given, cu_seqlens=layout,
-            checkpoint_every=every, checkpoint_pool=between, checkpoint_indices=where, state_v_first=case.v_first,
-            out=out, backend=case.backend,
+            state_v_first=case.v_first, out=out, backend=case.backend, **more,
         )  # fmt: skip
 
     def refill(seed: int) -> None:
@@ -286,16 +289,17 @@ def _prefill(case: Case, N: int, T: int, every: int = 64) -> Path:
         layout.update_(borders.to(case.device))
         _fill(call, case.tokens(1, T, seed))
         _poison_packed(call, rows, borders)
-        between.copy_(POISON.expand(between.shape))
+        kept.copy_(POISON.expand(kept.shape))
         slots = torch.randperm(SLOTS, generator=draw)[: T // every].int()
         where.copy_(slots)
         reached = (borders.diff() // every).tolist()
         of_live = [live for live, count in zip(rows.live, reached) for _ in range(count)]
         stored.clear()
-        stored.update(slot for slot, live in zip(slots.tolist(), of_live) if live)
+        stored.update(slot for slot, live in zip(slots.tolist(), of_live) if live and between)
 
-    pools = ((pool, lambda: rows.named), (between, lambda: stored))
-    return Path("prefill, packed", run, refill, (out, pool, between), pools)
+    pools = ((pool, lambda: rows.named), (kept, lambda: stored))
+    name = "prefill, packed, states between" if between else "prefill, packed"
+    return Path(name, run, refill, (out, pool, kept), pools)
 
 
 def _prefill_dense(case: Case, N: int, T: int) -> Path:

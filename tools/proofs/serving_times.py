@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ import wyfold
 from wyfold import serving
 from wyfold.cli import timing
 from wyfold.cli.cases import GATES
+from wyfold.cli.generate import Sampling, speak_together
 from wyfold.cli.peers import PEERS
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error
@@ -35,6 +38,7 @@ COLD = 2 * 2**30
 
 D, HV = 128, 32
 ROUNDS, REPLAYS = 9, 3
+OF_HOST = ("decode", "decode_packed", "verify", "prefill, packed", "prefill, packed, states between")
 
 Figures = dict[str, Any]
 
@@ -115,6 +119,9 @@ def warm(device: torch.device, backend: str | None) -> None:
             continue
     for call in _calls(device, backend).values():
         call()
+    for rule in RULES:
+        for form in ("chunk", "fused_recurrent"):
+            _backward_us(Case(rule, True, 128, device, backend), form, turns=8)
 
 
 def bandwidth(device: torch.device, backend: str | None, figures: Figures) -> Iterator[Promise]:
@@ -278,7 +285,7 @@ def _calls(device: torch.device, backend: str | None) -> dict[str, Callable[[], 
     for rule in RULES:
         case = Case(rule, True, 128, device, backend)
         for path in paths(case, rows=4, tokens=256):
-            if path.name in ("decode", "decode_packed", "verify", "prefill, packed"):
+            if path.name in OF_HOST:
                 path.refill(0)
                 calls[f"{path.name} {rule}"] = path.run
         call = case.tokens(1, 256)
@@ -306,7 +313,7 @@ def host(device: torch.device, backend: str | None, figures: Figures) -> Iterato
             state["all"] = _calls(device, backend)
         return state["all"]
 
-    names = list(_names(backend))
+    names = list(_names())
     for name in names:
 
         def measured(name: str = name) -> str:
@@ -333,11 +340,10 @@ def host(device: torch.device, backend: str | None, figures: Figures) -> Iterato
     yield Promise("host", "for comparison, what PyTorch takes for a backward that does nothing", nothing)
 
 
-def _names(backend: str | None) -> Iterator[str]:
+def _names() -> Iterator[str]:
     """Of `_calls`, without making them."""
     for rule in RULES:
-        packed = ["decode_packed"] * (rule != "delta_rule")
-        yield from (f"{name} {rule}" for name in ("decode", *packed, "verify", "prefill, packed"))
+        yield from (f"{name} {rule}" for name in OF_HOST if (name, rule) != ("decode_packed", "delta_rule"))
         yield from (f"{form} {rule}" for form in ("chunk", "fused_recurrent"))
     yield from ("conv1d_update", "conv1d_update, drafts", "conv1d_update, packed", "conv1d_prefill, packed")
     yield from ("causal_conv1d", "ttt_decode")
@@ -419,29 +425,19 @@ def generate(device: torch.device, backend: str | None, figures: Figures, until:
     heads, width, layers = (8, 128, 6) if on_card else (2, 16, 2)
 
     def tried() -> str:
-        if importlib.util.find_spec("safetensors") is None:
-            return "not tried: safetensors, which checkpoints are kept in, is not installed"
         torch.manual_seed(0)
         config = DecoderConfig(
             hidden_size=heads * width, num_layers=layers, pattern="gdn*2 kda", num_heads=heads, head_dim=width
         )
+        model = Decoder(config, backend=backend).bfloat16()
+        prompts = [f"{n} {'wyfold ' * (3 + n % 40)}".encode() for n in range(count)]
+        whole = importlib.util.find_spec("safetensors") is not None
+        figures["how"] = "a process each" if whole else "its function: safetensors, for checkpoints, is not installed"
         found = {}
-        with tempfile.TemporaryDirectory() as folder:
-            Decoder(config).bfloat16().save(folder)
-            prompts = File(folder, "prompts")
-            prompts.write_text("".join(f"{n} " + "wyfold " * (3 + n % 40) + "\n" for n in range(count)))
-            for length in lengths:
-                command = [
-                    sys.executable, "-m", "wyfold", "generate", folder, "--prompts", str(prompts), "--max-bytes",
-                    str(length), "--device", str(device), "--out", str(File(folder, "text")),
-                    *(["--backend", backend] if backend else []),
-                ]  # fmt: skip
-                left = max(5.0, until - time.time())
-                done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
-                if done.returncode:
-                    return f"wyfold generate ended with {done.returncode}: {done.stderr[-500:]}"
-                found[length] = _figures(done.stderr)
-                figures[f"{count} prompts, {length} bytes each"] = found[length]
+        for length in lengths:
+            said = _by_command(model, prompts, length, device, backend, until) if whole else _by_function(model, prompts, length, device)  # fmt: skip # noqa: E501
+            found[length] = _figures(said)
+            figures[f"{count} prompts, {length} bytes each"] = found[length]
         short, long = (found[length] for length in lengths)
         if "MiB" not in short:
             return "" if not on_card else f"no figure of memory in {short}"
@@ -451,6 +447,34 @@ def generate(device: torch.device, backend: str | None, figures: Figures, until:
         return "" if long["MiB"] - short["MiB"] <= kept + 1 else f"{short['MiB']} MiB, then {long['MiB']}"
 
     yield Promise("generate", f"memory is constant in length, {lengths[0]} and {lengths[1]} bytes", tried)
+
+
+def _by_command(
+    model: Decoder, prompts: list[bytes], length: int, device: torch.device, backend: str | None, until: float
+) -> str:
+    """What `wyfold generate` says of its speed and memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(folder)
+        lines = File(folder, "prompts")
+        lines.write_bytes(b"\n".join(prompts))
+        command = [
+            sys.executable, "-m", "wyfold", "generate", folder, "--prompts", str(lines), "--max-bytes", str(length),
+            "--device", str(device), "--out", str(File(folder, "text")), *(["--backend", backend] if backend else []),
+        ]  # fmt: skip
+        left = max(1.0, until - time.time())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+    if done.returncode:
+        raise RuntimeError(f"wyfold generate ended with {done.returncode}: {done.stderr[-500:]}")
+    return done.stderr
+
+
+def _by_function(model: Decoder, prompts: list[bytes], length: int, device: torch.device) -> str:
+    model.to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        speak_together(model, prompts, Sampling(length, 0.8, None, None, 0), io.StringIO())
+    return said.getvalue()
 
 
 def _figures(said: str) -> dict[str, float]:
