@@ -119,6 +119,22 @@ def test_a_checkpoint_that_is_not_reached_is_not_stored(backend: str, device):
     assert torch.equal(between[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_skipped_sequence_stores_no_checkpoint(packed: bool, backend: str, device):
+    """Nor does its skipping move those of the others."""
+    a, pool, between = drawn("kda", device, backend, N=3, T=64), a_pool(device), a_pool(device, 5)
+    call = {"state_v_first": False, "checkpoint_every": 64, "checkpoint_pool": between}
+    where = index(4, 0, 2, device=device)
+    if packed:
+        a |= {name: a[name].reshape(1, -1, *a[name].shape[2:]) for name in TOKENS if a[name] is not None}
+        call["cu_seqlens"] = torch.tensor([0, 64, 128, 192], device=device)
+    else:
+        where = where[:, None]
+    before = between.clone()
+    serving.prefill(**a, **call, pool=pool, state_indices=index(6, -1, 3, device=device), checkpoint_indices=where)
+    assert torch.equal(between[[4, 2]], pool[[6, 3]]) and torch.equal(between[[0, 1, 3]], before[[0, 1, 3]])
+
+
 def test_rows_and_slots_permuted(rule: str, backend: str, device):
     """Neither a row's place nor its slot's number changes a bit."""
     a, before = drawn(rule, device, backend), a_pool(device)

@@ -325,7 +325,7 @@ def prefill(
         checkpoint_pool: Another pool of that layout.
         checkpoint_indices: [B, T // checkpoint_every] int32 or int64 slot of each such state in checkpoint_pool; packed
             [T // checkpoint_every], a sequence's first at `SequenceLayout.checkpoint_offsets`. One that is no slot is
-            not stored.
+            not stored, nor is any of a skipped row.
 
     All other arguments, results and errors: `decode`.
 

@@ -103,13 +103,22 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
     if s.checkpoints is not None and s.checkpoint_source is not None and states.shape[0]:
-        between = s.checkpoint_source
-        if grid.cu is not None:
-            # Rows that no boundary was completed for are nobody's, whatever slot they name.
-            completed = (grid.cu[: grid.sequences + 1].diff() // options.checkpoint_every).sum()
-            row = torch.arange(states.shape[0], device=states.device)
-            between = torch.where((row < completed)[:, None], between, s.pad)
+        stored = _stored(s, grid, options.checkpoint_every, states.shape[0])
+        between = torch.where(stored[:, None], s.checkpoint_source, s.pad)
         stage.leave(states, Slots(None, None, between, pad=s.pad), s.checkpoints)
+
+
+def _stored(s: Serving, grid: ChunkGrid, every: int, rows: int) -> Tensor:
+    """[rows] bool, which states between are stored: those of no skipped sequence, where a boundary was completed."""
+    N, device = grid.sequences, s.pool.device
+    slot = torch.arange(N, device=device) if s.source is None else s.source[:, 0]
+    live = (slot > s.pad) & (slot < s.pool.shape[0])
+    if grid.cu is None:
+        return live[:, None].expand(N, rows // N).flatten()
+    ends = (grid.cu[: N + 1].diff() // every).cumsum(0)
+    # Rows past the last boundary are those of sequence N, which there is not.
+    sequence = torch.searchsorted(ends, torch.arange(rows, device=device, dtype=ends.dtype), right=True)
+    return torch.nn.functional.pad(live, (0, 1))[sequence]
 
 
 def _serve_fake(*arguments: Any) -> None:
