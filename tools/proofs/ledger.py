@@ -1,4 +1,4 @@
-"""What a proof finds, kept as it is found: JSON that is whole after every row, a short table last, and jobs side by side.
+"""What a proof finds, kept as it is found: JSON that is whole after every row, a table last; and jobs side by side.
 
 A row is one finding: the part of the proof it belongs to, its case, whether what was promised held (None where nothing
 was promised), and numbers. A run that is cut off leaves the rows it had.
@@ -139,16 +139,19 @@ class Job:
         commands: Of each process, without `--rows`.
         environments: Beside the inherited one, of each.
         limit_s: After which what is left of them is killed.
-        dying: Numbers of the processes whose end is no error.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
     environments: Sequence[dict[str, str]] = ()
     limit_s: float = 120.0
-    dying: frozenset[int] = frozenset()
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     began: float = 0.0
+
+    @property
+    def part(self) -> str:
+        """Of the proof that its failure belongs to."""
+        return self.name.partition(":")[0]
 
     def begin(self, folder: Path) -> None:
         self.began = time.monotonic()
@@ -167,27 +170,29 @@ class Job:
 
     def over(self) -> bool:
         """Whether all processes have ended; after the limit they are made to."""
-        late = time.monotonic() - self.began > self.limit_s
+        if time.monotonic() - self.began > self.limit_s:
+            self.end()
+        return all(process.poll() is not None for process in self.processes)
+
+    def end(self) -> None:
+        """Kill what is left, with what it started."""
         for process in self.processes:
-            if late and process.poll() is None:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        return all(process.poll() is not None for process in self.processes)
 
     def read(self, folder: Path, ledger: Ledger) -> None:
         for number, process in enumerate(self.processes):
             rows = self._file(folder, number, "jsonl")
             for line in rows.read_text(encoding="utf-8").splitlines() if rows.exists() else ():
                 ledger.add(**json.loads(line))
-            if process.returncode and number not in self.dying:
+            if process.returncode:
                 tail = self._file(folder, number, "log").read_text(errors="replace").splitlines()[-LOG_LINES:]
-                part = self.name.partition(":")[0]
-                why = tail[-1] if tail else ""
-                ended = f"process {number} ended with {process.returncode}: {why}"
-                ledger.add(part, self.name, False, error=ended[:400], trace=tail)
+                ended = f"process {number} ended with {process.returncode}: {tail[-1] if tail else ''}"
+                ledger.add(self.part, self.name, False, error=ended[:400], trace=tail)
 
     def _file(self, folder: Path, number: int, kind: str) -> Path:
-        return folder / f"{self.name.replace(':', '-').replace(' ', '_')}.{number}.{kind}"
+        return folder / f"{id(self)}.{number}.{kind}"
 
 
 def side_by_side(ledger: Ledger, jobs: Sequence[Job], at_once: int) -> None:
@@ -198,19 +203,27 @@ def side_by_side(ledger: Ledger, jobs: Sequence[Job], at_once: int) -> None:
     waiting, running = list(jobs), list[Job]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        while waiting or running:
-            while waiting and (not running or sum(len(j.processes) for j in running) + len(waiting[0].commands) <= at_once):
-                job = waiting.pop(0)
-                if ledger.left <= 0:
-                    ledger.add(job.name.partition(":")[0], job.name, None, not_run="the budget is spent")
-                    continue
-                job.limit_s = min(job.limit_s, ledger.left)
-                job.begin(folder)
-                running.append(job)
-            for job in [job for job in running if job.over()]:
-                running.remove(job)
-                job.read(folder, ledger)
-            time.sleep(0.1)
+        try:
+            while waiting or running:
+                while waiting and (not running or _processes(running) + len(waiting[0].commands) <= at_once):
+                    job = waiting.pop(0)
+                    if ledger.left <= 0:
+                        ledger.add(job.part, job.name, None, not_run="the budget is spent")
+                        continue
+                    job.limit_s = min(job.limit_s, ledger.left)
+                    running.append(job)
+                    job.begin(folder)
+                for job in [job for job in running if job.over()]:
+                    running.remove(job)
+                    job.read(folder, ledger)
+                time.sleep(0.1)
+        finally:
+            for job in running:
+                job.end()
+
+
+def _processes(running: Sequence[Job]) -> int:
+    return sum(len(job.commands) for job in running)
 
 
 def again(script: str, job: str, *words: str) -> list[str]:

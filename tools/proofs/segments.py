@@ -63,8 +63,8 @@ Named = dict[str, Tensor]
 def errors(add: Add, rule: str, gate: str | None, packing: str) -> None:
     """Forced counts of one call: norm, gate and sigmoid inside, grouped heads, states in and out, all gradients.
 
-    The truth is the token loop in float64; the yardstick, as in tests/accuracy, the chunk form with the roundings of
-    16-bit kernels. Both are computed on the CPU.
+    The truth is the token loop in float64, on the card, since it is long; the yardstick, as in tests/accuracy, the
+    chunk form with the roundings of 16-bit kernels, on the CPU.
     """
     lengths = (0, 1, 9 * C, C, 0, 17 * C + 3, 4 * C - 1, 4 * C, 0)
     shape = Shape(1, sum(lengths) + 7, 2, 4, D, D) if packing == "packed" else Shape(2, 16 * C + 5, 2, 4, D, D)
@@ -75,10 +75,11 @@ def errors(add: Add, rule: str, gate: str | None, packing: str) -> None:
         a["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
     names = ("o", "state")
     fed = incoming({"o": a["v"], "state": a["initial_state"]}, 0)
-    exact = {name: x.double() for name, x in fed.items()}
-    truth = measured(lambda x: getattr(reference, rule)(**x), widened(a), names, fed=exact)
     op = getattr(wyfold, f"chunk_{rule}")
     on = {name: _moved(x) for name, x in a.items()}
+    exact = {name: _moved(x).double() for name, x in fed.items()}
+    loop = measured(lambda x: getattr(reference, rule)(**x), widened(on), names, fed=exact)
+    truth = {name: x.cpu() for name, x in loop.items()}
     more = {"chunk_size": C} if TINY else {}
     rows = wyfold.explain(op, **on, **more).chunk_size
     yardstick = measured(lambda x: chunked(**x, chunk_size=rows), a, names, fed=fed)
@@ -87,7 +88,7 @@ def errors(add: Add, rule: str, gate: str | None, packing: str) -> None:
         how = nullcontext() if count == 1 else segments.forced(count)
         with how:
             said = wyfold.explain(op, **on, **more, max_splits=count).segments
-            got = measured(lambda x: op(**x, **more, max_splits=count), on, names, fed=fed)
+            got = measured(lambda x, count=count: op(**x, **more, max_splits=count), on, names, fed=fed)
         verdicts = [_verdict(name, x.cpu(), truth[name], yardstick[name]) for name, x in got.items()]
         add("errors", f"{rule}, {gate} gate, {packing}, {count} segments", **_judged(verdicts), most=said)
 
@@ -173,7 +174,9 @@ def bits(add: Add, rule: str) -> None:
     lengths = [C + 3, 9 * C, 0, 5] if TINY else [1500, 65536, 2048, 1, 0, 16384, 1024]
     H, N, T = (2 if TINY else 4), len(lengths), sum(lengths)
     gate = None if rule == "delta_rule" else "weak"
-    a: Arguments = inputs.draw("random", rule, Shape(1, T, H, H, D, D), gate=gate, state="normal", sequences=N, dtype=BF16)
+    a: Arguments = inputs.draw(
+        "random", rule, Shape(1, T, H, H, D, D), gate=gate, state="normal", sequences=N, dtype=BF16
+    )
     a = {name: _moved(x) for name, x in a.items()}
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     fed = {name: _moved(x) for name, x in incoming({"o": a["v"], "state": a["initial_state"]}, 0).items()}
@@ -219,7 +222,9 @@ def rows_of_a_batch(add: Add, rule: str) -> None:
     a = one.arguments()
     with segments.forced(4) if TINY else nullcontext():
         together = _forward(one, a)
-        alone = [_forward(one, {k: x[b : b + 1] if isinstance(x, Tensor) else x for k, x in a.items()}) for b in range(B)]
+        alone = [
+            _forward(one, {k: x[b : b + 1] if isinstance(x, Tensor) else x for k, x in a.items()}) for b in range(B)
+        ]
     add("bits", f"{rule}, rows of B {B} T {T} H {H} alone", torch.equal(torch.cat(alone), together))
 
 
@@ -378,15 +383,26 @@ def launches(ledger: Ledger) -> None:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
+JOBS: dict[str, Callable[..., None]] = {
+    "errors": errors,
+    "long": long,
+    "threshold": threshold,
+    "bits": bits,
+    "rows": rows_of_a_batch,
+    "warm": warm,
+}
+PARTS = {"rows": "bits", "warm": "times"}
+"""Jobs that belong to a part of another name."""
+
+
 def jobs(ledger: Ledger) -> list[Job]:
     """What runs side by side, the longest compilations first."""
     found = [f"long:{op}:{gate}" for op in reversed(RULES) for gate in ("mid", "slow")]
     found += [f"errors:{rule}:{gate}:{packing}" for rule, gate in reversed(GATED) for packing in ("packed", "dense")]
-    found += [f"{part}:{rule}" for rule in ("kda", "gated_delta_rule") for part in ("bits", "rows_of_a_batch")]
+    found += [f"{part}:{rule}" for rule in ("kda", "gated_delta_rule") for part in ("bits", "rows")]
     found += ["bits:delta_rule", *(f"threshold:{op}" for op in RULES)]
     found += [f"warm:{index}" for index in range(len(TIMED))]
-    asked = {"rows_of_a_batch": "bits", "warm": "times"}
-    wanted = [name for name in found if ledger.wants(asked.get(name.partition(":")[0], name.partition(":")[0]))]
+    wanted = [name for name in found if ledger.wants(PARTS.get(name.partition(":")[0], name.partition(":")[0]))]
     return [Job(name, [again(__file__, name)]) for name in wanted]
 
 
@@ -400,7 +416,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.job:
         name, *words = args.job.split(":")
-        globals()[name](lines_to(args.rows), *(None if word == "None" else word for word in words))
+        JOBS[name](lines_to(args.rows), *(None if word == "None" else word for word in words))
         return 0
     ledger = Ledger("segments", args)
     side_by_side(ledger, jobs(ledger), args.at_once)
