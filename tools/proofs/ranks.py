@@ -249,7 +249,13 @@ def conv(add: Add, place: Place, layout: str) -> None:
         yardstick = measured(lambda x: wyfold.causal_conv1d(**x), eager, tuple(fed), fed=fed)
         exact = {name: x.double() for name, x in fed.items()}
         truth = measured(lambda x: wyfold.causal_conv1d(**x), widened(eager), tuple(fed), fed=exact)
-        verdicts = [judge(x.cpu(), truth[name], yardstick[name], name=name) for name, x in got.items()]
+        verdicts = []
+        for name, x in got.items():
+            if name.removeprefix("d") in PARAMETERS:  # a sum of shares that were rounded: its size is what is held
+                limit = 1.5 * rms(yardstick[name], truth[name])
+                verdicts.append(judge(x.cpu(), truth[name], name=name, target=limit))
+            else:
+                verdicts.append(judge(x.cpu(), truth[name], yardstick[name], name=name))
         add_verdicts(add, "conv", f"{layout}, {W} taps, {activation}", verdicts, alone, truth)
 
 
@@ -394,22 +400,22 @@ def mismatch(add: Add, place: Place) -> None:
         "heads": {"H": 3},
         "dtype": {"dtype": torch.float32},
         "tokens of its share": {"extra": 1},
-        "chunks": {"options": {"chunk_size": 32}},
         "operator": {"op": "chunk_delta_rule"},
         "boundaries": {"bounds": [0, 40, TOKENS]},
-        "final state": {"options": {"output_final_state": True}},
+        "whether a backward follows": {"wanted": True},
     }
     for name, other in cases.items():
         usual = {"V": D, "H": 2, "dtype": BF16, "extra": 0, "op": "chunk_gated_delta_rule", "bounds": [0, 50, TOKENS]}
-        own = usual | (other if odd else {})
+        own = usual | {"wanted": False} | (other if odd else {})
         context = build_cp_context(torch.tensor(own["bounds"]), dist.group.WORLD, total_tokens=TOKENS)
         size = (1, context.tokens + own["extra"], own["H"])
         q, k = (torch.ones(*size, D, device=place.device, dtype=own["dtype"]) for _ in range(2))
         v = torch.ones(*size, own["V"], device=place.device, dtype=own["dtype"])
+        v.requires_grad_(own["wanted"])
         gate = {} if "gated" not in own["op"] else {"g": -torch.ones(size, device=place.device)}
         said, began = "nothing", time.monotonic()
         try:
-            getattr(wyfold, own["op"])(q, k, v, **gate, cp_context=context, **own.get("options", {}))
+            getattr(wyfold, own["op"])(q, k, v, **gate, cp_context=context)
         except ValueError as error:
             said = f"ValueError: {error}"
         except Exception as error:
@@ -698,7 +704,10 @@ def one_job(args: argparse.Namespace) -> None:
     split.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
     place.join()
     OF_RANKS[name](add, place, *words)
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of a group that is gone may still run, and end a process that takes its time with an error
 
 
 def main() -> int:
