@@ -158,6 +158,18 @@ def test_the_loss_is_the_mean_over_labels_that_count(model, ids, float64_bounds)
     assert model(ids)[1] is None
 
 
+def test_logits_of_some_places_are_those_of_all(model, ids, float64_bounds):
+    """Where labels are few: the same loss, and its gradients, from their logits alone."""
+    places = torch.tensor([[3, 4, 36], [0, 20, 21]])
+    labels = torch.randint(256, places.shape)
+    few, loss = model(ids, labels, places=places)
+    logits, whole = model(ids, torch.full_like(ids, -100).scatter_(1, places, labels))
+    float64_bounds.output("logits", few, torch.stack([row[at] for row, at in zip(logits, places)]))
+    float64_bounds.output("loss", loss, whole)
+    same_gradients(model, loss, whole, float64_bounds)
+    assert model(ids, places=places)[1] is None
+
+
 def test_no_label_that_counts_is_no_loss(model, ids):
     _, loss = model(ids, torch.full_like(ids, -100))
     loss.backward()
@@ -328,11 +340,18 @@ def test_mistakes_are_named(model, ids):
     for keywords, message in [
         ({"layout": layout}, r"Decoder: ids must be \[1, T\] = \[1, 10\] for its layout, got \[2, 37\]"),
         ({"layout": layout.cu_seqlens}, "Decoder: layout must be a SequenceLayout or None, got Tensor"),
+        ({"places": ids[:1]}, r"Decoder: places must be \[B, n\], B = 2, got \[1, 37\]"),
+        ({"places": ids[0]}, r"Decoder: places must be \[B, n\], B = 2, got \[37\]"),
+        ({"places": ids.int()}, "Decoder: places must be int64, got int32"),
+        ({"places": ids[:, :2], "labels": ids}, r"Decoder: labels must be \[B, n\] = \[2, 2\], got \[2, 37\]"),
         ({"cache": model.new_cache(3)}, "Decoder: cache must hold the 2 sequences of ids, got 3"),
         ({"cache": [{}] * 5}, "Decoder: cache must be a DecodingCache, a PooledCache or None, got list"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
             model(ids, **keywords)
+    packed = {"layout": layout, "places": ids[:1, :2]}
+    with pytest.raises(ValueError, match=r"^Decoder: places must come without layout and cp_context, got a layout$"):
+        model(ids[:1, :10], **packed)
     other = Decoder(DecoderConfig(**SMALL | {"num_layers": 2})).new_cache(2)
     with pytest.raises(ValueError, match=r"^Decoder: cache must have 5 layers, got 2$"):
         model(ids, cache=other)

@@ -218,6 +218,7 @@ class Decoder(nn.Module):
         layout: SequenceLayout | None = None,
         cache: DecodingCache | PooledCache | None = None,
         cp_context: ContextParallel | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of each next token, and their loss.
 
@@ -229,9 +230,11 @@ class Decoder(nn.Module):
             cache: From `new_cache`, or to serve from `new_pools(..).at`; ids go on where it stands, and it moves on.
             cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: ids and labels are this
                 rank's share of the tokens, cut from those of all by `cp_context.shard`.
+            places: [B, n] int64. The places t of each row whose logits are wanted, where few are; labels are then
+                [B, n], theirs. Without layout and cp_context.
 
         Returns:
-            logits: [B, T, vocab_size], dtype of the parameters.
+            logits: [B, T, vocab_size], dtype of the parameters; [B, n, vocab_size] with places.
             loss: Mean cross entropy in nats over the labels that count, 0 if none does; float32. None without labels.
                 With a cp_context this rank's share of it: the sum over its labels by the count of all ranks' labels,
                 so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
@@ -243,11 +246,23 @@ class Decoder(nn.Module):
         if cp_context is not None and (layout is not None or cache is not None):
             given = "a layout" if layout is not None else "a cache"
             raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
+        if places is not None:
+            if layout is not None or cp_context is not None:
+                given = "a layout" if layout is not None else "a cp_context"
+                raise ValueError(f"Decoder: places must come without layout and cp_context, got {given}")
+            if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
+                raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
+            check.floating("Decoder", (torch.int64,), places=places)
         if labels is not None:
-            if check.tensor("Decoder", "labels", labels).shape != ids.shape:
-                raise ValueError(f"Decoder: labels must be [B, T] = {list(ids.shape)}, got {list(labels.shape)}")
+            wanted = ids if places is None else places
+            if check.tensor("Decoder", "labels", labels).shape != wanted.shape:
+                form = "[B, T]" if places is None else "[B, n]"
+                raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
             check.floating("Decoder", (torch.int64,), labels=labels)
-        logits = self._logits(self._hidden(ids, layout, cache, cp_context))
+        hidden = self._hidden(ids, layout, cache, cp_context)
+        if places is not None:
+            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = self._logits(hidden)
         return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context)
 
     def recompute(self, what: str | None) -> None:

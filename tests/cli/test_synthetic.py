@@ -49,6 +49,15 @@ def test_tokens_are_of_the_vocabulary(task, length):
         assert 0 <= tokens.min() and tokens.max() < task.vocabulary
 
 
+@pytest.mark.parametrize(
+    ("task", "length"), [(AssociativeRecall(4, 64), 32), (Needle(32, 3), 24)], ids=["mqar", "s_niah"]
+)
+def test_where_labels_are_few_it_is_said_where(task, length):
+    batch = drawn(task, 50, length)
+    expected = [[place for place, label in enumerate(row) if label != IGNORED] for row in batch.labels.tolist()]
+    assert batch.places.tolist() == expected
+
+
 def test_each_pair_of_associative_recall_is_asked_for_once_and_nowhere_answered():
     task = AssociativeRecall(pairs=4, vocabulary=64)
     batch = drawn(task, 200, 32)

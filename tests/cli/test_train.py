@@ -419,3 +419,6 @@ def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys)
     rule, conv = 6 * mixer.value_size * mixer.head_dim, 2 * mixer.conv.weight.numel()
     tokens = 2 * of_run.batch * of_run.length
     assert speed.step_flops(of_run, 256) == 3 * tokens * (products + of_run.depth * (rule + conv))
+    # Where 5 places of a row are asked for, the others are not multiplied with the vocabulary.
+    spared = 2 * model.embedding.weight.numel() * 2 * of_run.batch * (of_run.length - 5)
+    assert speed.step_flops(of_run, 256, 5) == speed.step_flops(of_run, 256) - 3 * spared

@@ -146,11 +146,13 @@ class Batch:
         ids: [B, T] int64, the bytes read.
         labels: [B, T] int64, at each place the byte that follows there.
         lengths: of the documents packed into the one row, or None where rows are independent.
+        places: [B, n] int64, of each row where its labels are, all others being ignored; None where they are many.
     """
 
     ids: Tensor
     labels: Tensor
     lengths: tuple[int, ...] | None = None
+    places: Tensor | None = None
 
 
 class Windows:

@@ -44,7 +44,8 @@ class Ahead:
         batch = self.draw(index)
         if not self.pinned:
             return batch
-        return Batch(batch.ids.pin_memory(), batch.labels.pin_memory(), batch.lengths)
+        places = None if batch.places is None else batch.places.pin_memory()
+        return Batch(batch.ids.pin_memory(), batch.labels.pin_memory(), batch.lengths, places)
 
 
 class Figures:

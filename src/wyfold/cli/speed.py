@@ -25,8 +25,8 @@ PEAKS = {
 """Part of a GPU's name -> operations per second by dtype; the first that fits holds."""
 
 
-def step_flops(recipe: Recipe, vocabulary: int) -> int:
-    """Operations of one optimizer step over all replicas."""
+def step_flops(recipe: Recipe, vocabulary: int, answers: int | None = None) -> int:
+    """Operations of one optimizer step over all replicas, where all places of a row are asked for, or so many."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from wyfold.integrations import flops
@@ -35,8 +35,9 @@ def step_flops(recipe: Recipe, vocabulary: int) -> int:
     with torch.device("meta"):
         model = build(recipe, vocabulary=vocabulary)
         ids = torch.zeros(recipe.batch, recipe.length, dtype=torch.int64)
+        places = None if answers is None else torch.zeros(recipe.batch, answers, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        _, loss = model(ids, ids)
+        _, loss = model(ids, ids if places is None else places, places=places)
         loss.backward()
     return counter.get_total_flops() * recipe.grad_accum * recipe.replicas
 

@@ -38,7 +38,7 @@ class Task(Protocol):
     def vocabulary(self) -> int: ...
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> Batch:
-        """That many rows [rows, length]; labels are -100 where no answer is asked for.
+        """That many rows [rows, length]; labels are -100 where no answer is asked for, places say where few are.
 
         Raises:
             UsageError: no row of this task is so short.
@@ -77,7 +77,8 @@ class AssociativeRecall:
         ids = torch.randint(self.vocabulary, (rows, length), generator=generator)
         ids[:, : 2 * self.pairs] = torch.stack([keys, values], dim=-1).flatten(1)
         ids.scatter_(1, places, keys)
-        return Batch(ids, torch.full_like(ids, IGNORED).scatter_(1, places, values))
+        labels = torch.full_like(ids, IGNORED).scatter_(1, places, values)
+        return Batch(ids, labels, places=places.sort(1).values)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Needle:
         ids[:, 1 - needle :] = torch.cat([mark + 1, keys, digits[:, :-1]], dim=1)
         labels = torch.full_like(ids, IGNORED)
         labels[:, -self.digits :] = digits
-        return Batch(ids, labels)
+        places = torch.arange(length - self.digits, length).repeat(rows, 1)
+        return Batch(ids, labels, places=places)
 
 
 @dataclass(frozen=True)

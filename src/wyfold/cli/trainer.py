@@ -74,7 +74,9 @@ class Trainer:
         self.team = Team(device) if team is None else team
         self.device = self.team.device
         self.lesson = lesson_of(source, recipe)
-        self.peak, self.flops = peak, 0 if peak is None else speed.step_flops(recipe, self.lesson.vocabulary)
+        asked = None if self.team.sharded else self.lesson.at(0).places
+        answers = None if asked is None else asked.shape[1]
+        self.peak, self.flops = peak, 0 if peak is None else speed.step_flops(recipe, self.lesson.vocabulary, answers)
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False
@@ -153,6 +155,10 @@ class Trainer:
     def read(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, mean negative log-likelihood in nats, and labels; this process's share of them."""
         ids, labels, where = self.team.share(batch.ids, batch.labels, batch.lengths or None)
+        if batch.places is not None and not self.team.sharded:
+            # The product with the vocabulary is most of a small model's work, and most of it nobody asks for.
+            places = batch.places.to(self.device, non_blocking=True)
+            labels, where = labels.gather(1, places), {**where, "places": places}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
             logits, loss = self.model(ids, labels, **where)
         return logits, loss, labels

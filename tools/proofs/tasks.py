@@ -1,0 +1,353 @@
+"""Known tasks on one GPU, several runs at a time: `python tools/proofs/tasks.py --out DIR [--commit HASH]`.
+
+| task | has to be shown | of |
+|---|---|---|
+| mqar | more than 99 % of the answers: rows of 512, 64 pairs, vocabulary 8192 | each layer, models 64, 128, 256 wide |
+| parity, s5 | beyond the length of training: with eigenvalues in [-1, 1] yes, in [0, 1] no | each layer, both ranges |
+| s_niah | learned | GDN |
+| ttt | the losses of 200 steps on the default text: on the GPU within 2 % of the CPU's, each | TTT-Linear |
+
+Each run is `wyfold train` in a process and a folder of its own below --runs. These models are small: one alone leaves
+the GPU waiting for its host, so --workers of them share it. A run that is over its seconds is interrupted as Ctrl-C
+would, with its state saved, and so is every run at the end of the budget: the same command again continues them, and
+leaves the finished ones as they are. Where a cell of the table is not reached by its first settings, the next ones are
+tried while there is time; all that was tried is in DIR/tasks.json, which is written anew every few seconds. The table
+comes last; `--table FILE.json` prints that of docs/tasks.md from what is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+LAYERS = ("delta_net", "gated_delta_net", "kda")
+TASKS = ("mqar", "parity", "s5", "s_niah", "ttt")
+
+LEARNED, BEYOND = 0.99, 0.9
+"""Parts of the answers: at the length of training, and at twice to four times it."""
+ENDING = 25
+"""Seconds of the budget in which runs that are interrupted save what they have."""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One `wyfold train`.
+
+    Args:
+        name: Of its folder.
+        words: Of its command, without what says where.
+        seconds: After which it is interrupted.
+        device: Where; None where everything runs.
+    """
+
+    name: str
+    words: str
+    seconds: float
+    device: str | None = None
+    begun: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
+    cut: bool = False
+
+    def start(self, folder: Path, device: str) -> None:
+        where = folder / self.name
+        where.mkdir(parents=True, exist_ok=True)
+        threads = "4" if self.device == "cpu" else "1"  # a GPU's process has one thread that counts
+        command = [sys.executable, "-m", "wyfold", "train", *shlex.split(self.words)]
+        command += ["--device", self.device or device, "--out", str(where)]
+        self.log = (where / "log").open("ab")
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
+
+    def stop(self) -> None:
+        """Let it take its step to the end and save."""
+        if self.process is not None and self.process.poll() is None and not self.cut:
+            self.process.send_signal(signal.SIGINT)
+            self.cut = True
+
+    @property
+    def over(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def found(self, folder: Path) -> Row:
+        """What there is to tell of it now."""
+        where = folder / self.name
+        history = _history(where / "metrics.jsonl")
+        looks = [entry for entry in history if "accuracy" in entry]
+        losses = [entry["loss"] for entry in history if "loss" in entry]
+        result = where / "result.json"
+        row: Row = {
+            "words": self.words,
+            "seconds": round(time.monotonic() - self.begun, 1) if self.begun else 0.0,
+            "cut": self.cut,
+            "step": history[-1]["step"] if history else 0,
+            "loss": round(sum(losses[-20:]) / len(losses[-20:]), 4) if losses else None,
+            "accuracy": looks[-1]["accuracy"] if looks else None,
+            "curve": [[entry["step"], round(entry["accuracy"], 4)] for entry in looks],
+        }
+        if result.exists():
+            row["result"] = json.loads(result.read_text())
+        elif self.over and not self.cut and self.process is not None and self.process.returncode:
+            row["refused"] = (where / "log").read_text(errors="replace")[-800:]
+        return row
+
+
+@dataclass
+class Cell:
+    """One thing to be shown, and the runs that may show it, the next only where those before did not.
+
+    Args:
+        name: Of the cell.
+        task: What is learned.
+        tries: Runs, likeliest first.
+        together: Whether all of the runs belong to the one thing.
+        taken: How many were begun.
+    """
+
+    name: str
+    task: str
+    tries: list[Run]
+    together: bool = False
+    taken: int = field(default=0)
+
+    def rows(self, folder: Path) -> list[Row]:
+        return [run.found(folder) for run in self.tries[: self.taken]]
+
+    def verdict(self, folder: Path) -> tuple[bool | None, str]:
+        """Whether what has to be shown is shown, None where that is open; and in words."""
+        rows = self.rows(folder)
+        if self.task == "ttt":
+            return compared(*(folder / run.name / "metrics.jsonl" for run in self.tries))
+        best = max(rows, key=lambda row: row["accuracy"] or 0.0, default=None)
+        if best is None or best["accuracy"] is None:
+            return None, "nothing yet"
+        at, own = best.get("result", {}).get("accuracy_at", {}), best["accuracy"]
+        said = f"{own:.2%}" + "".join(f", {part:.2%} at {length}" for length, part in list(at.items())[1:])
+        if self.task in ("mqar", "s_niah"):
+            return (True if own > LEARNED else None if "result" not in best else False), said
+        if "result" not in best:
+            return None, said
+        further = list(at.values())[1]
+        if "--neg-eigval" in best["words"]:
+            return own > LEARNED and further > BEYOND, said
+        return further < BEYOND, said
+
+
+SETTINGS = {
+    "mqar": "--dtype bfloat16 --save-every 1000",
+    "parity": "--steps 800",
+    "s5": "--steps 3000",
+    "s_niah": "--dtype bfloat16 --layers gated_delta_net",
+    "ttt": "--layers ttt_linear --steps 200 --seed 0",
+}
+"""What differs from the task's own settings (`wyfold train`, src/wyfold/cli/settings.py)."""
+
+SMALL = {
+    "mqar": "--batch 4 --length 64 --pairs 8 --vocabulary 64 --steps 20 --eval-every 10 --eval-bytes 512 --head-dim 16",
+    "parity": "--batch 4 --steps 20 --eval-every 10 --eval-bytes 512",
+    "s5": "--batch 4 --steps 20 --eval-every 10 --eval-bytes 512",
+    "s_niah": "--layers gated_delta_net --steps 20 --length 64 --batch 4 --eval-lengths 128 --eval-bytes 512",
+    "ttt": "--layers ttt_linear --steps 20 --width 16 --depth 1 --heads 1 --head-dim 8 --batch 2 --length 32 "
+    "--eval-bytes 64",
+}
+
+HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2}
+"""Of 128 channels, in associative recall. A head of GDN forgets at one rate, which is drawn at first: most forget a key
+long before it comes back, so there are more. KDA's channels have rates of their own, DeltaNet forgets nothing."""
+
+RATES = {"mqar": (3e-3, 1.5e-3, 5e-3), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
+"""Learning rates of the tries, each of a seed of its own, from 0."""
+
+
+def cells(only: list[str], small: bool) -> list[Cell]:
+    """The table, its longest runs first; of these the middle width, so that an early end leaves some of each."""
+    words = SMALL if small else SETTINGS
+    made = []
+    if "ttt" in only:
+        runs = [Run("ttt-device", words["ttt"], 240), Run("ttt-cpu", words["ttt"], 400, "cpu")]
+        made.append(Cell("ttt", "ttt", runs, together=True))
+    for width in (128, 64, 256) if "mqar" in only else ():
+        for layers in LAYERS:
+            model = f"--layers {layers} --width {width} --heads {HEADS[layers]}"
+            made.append(Cell(f"mqar {layers} {width}", "mqar", _tries("mqar", f"{layers}-{width}", model, words)))
+    if "s_niah" in only:
+        made.append(Cell("s_niah gated_delta_net", "s_niah", [Run("s_niah", f"--task s_niah {words['s_niah']}", 240)]))
+    for task in ("s5", "parity"):
+        for layers in LAYERS if task in only else ():
+            runs = _tries(task, f"{layers}-neg-eigval", f"--layers {layers} --neg-eigval", words)
+            made.append(Cell(f"{task} {layers} [-1, 1]", task, runs))
+            made.append(Cell(f"{task} {layers} [0, 1]", task, _tries(task, layers, f"--layers {layers}", words)[:1]))
+    return made
+
+
+def _tries(task: str, name: str, model: str, words: dict[str, str]) -> list[Run]:
+    return [
+        Run(f"{task}-{name}-{seed}", f"--task {task} {model} --seed {seed} --lr {rate} {words[task]}", 250)
+        for seed, rate in enumerate(RATES[task])
+    ]
+
+
+def compared(mine: Path, theirs: Path) -> tuple[bool | None, str]:
+    """Losses of two runs, step by step."""
+    left, right = ({e["step"]: e["loss"] for e in _history(file) if "loss" in e} for file in (mine, theirs))
+    steps = sorted(left.keys() & right.keys())
+    if not steps:
+        return None, "nothing yet"
+    worst = max(abs(left[step] - right[step]) / right[step] for step in steps)
+    said = f"{worst:.4%} apart at most over {len(steps)} steps, {left[steps[-1]]:.4f} nats at the last"
+    return (worst < 0.02 if len(steps) == 200 else None), said  # 200 steps are what has to be shown
+
+
+def _history(file: Path) -> list[Row]:
+    entries = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:  # the line that is being written
+            break
+    return entries
+
+
+def finished(run: Run, folder: Path) -> bool:
+    """Whether an earlier call has ended it."""
+    if (folder / run.name / "result.json").exists():
+        return True
+    losses = [entry for entry in _history(folder / run.name / "metrics.jsonl") if "loss" in entry]
+    return run.name.startswith("ttt") and len(losses) == 200  # a text leaves no result.json
+
+
+def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -> None:
+    """Runs side by side until everything is shown or time is out."""
+    running: list[tuple[Cell, Run]] = []
+    told = 0.0
+
+    def next_run() -> tuple[Cell, Run] | None:
+        busy = {id(cell) for cell, _ in running}
+        # First what has not been tried, in order; then further tries of what has not been shown.
+        for cell in sorted(table, key=lambda cell: 0 if cell.together else cell.taken):
+            shown = cell.verdict(args.runs)[0] if cell.taken else None
+            if cell.taken < len(cell.tries) and (cell.together or (id(cell) not in busy and not shown)):
+                cell.taken += 1
+                return cell, cell.tries[cell.taken - 1]
+        return None
+
+    while True:
+        now = time.monotonic()
+        for pair in list(running):
+            run = pair[1]
+            if run.over:
+                running.remove(pair)
+                if run.log is not None:
+                    run.log.close()
+            elif now - run.begun > run.seconds or now > until:
+                run.stop()
+        while len(running) < args.workers and now < until - 40:
+            pair = next_run()
+            if pair is None:
+                break
+            if not finished(pair[1], args.runs):
+                pair[1].start(args.runs, args.device)
+                running.append(pair)
+        if now - told > 5:
+            told = now
+            keep()
+        if not running:
+            return
+        if now > until + ENDING - 8:
+            for _, run in running:
+                if run.process is not None:
+                    run.process.kill()
+        time.sleep(0.2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder of tasks.json")
+    parser.add_argument("--commit", help="what is being run, for the record")
+    parser.add_argument("--budget", type=float, default=540, help="seconds (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--workers", type=int, default=10, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--runs", type=Path, default=Path("runs", "proof"), help="their folder (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="shapes that only show that the program runs")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a stored file, run nothing")
+    args = parser.parse_args()
+    if args.table is not None:
+        print(markdown(json.loads(args.table.read_text())))
+        return 0
+    if args.out is None:
+        parser.error("--out is needed")
+
+    begun = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    table = cells(args.only, args.small)
+    record: Row = {"kind": "tasks-side-by-side", "commit": args.commit, "workers": args.workers, "device": args.device}
+
+    def keep() -> None:
+        record["seconds"] = round(time.monotonic() - begun, 1)
+        record["cells"] = {}
+        for cell in table:
+            shown, said = cell.verdict(args.runs) if cell.taken else (None, "not begun")
+            tries = {run.name: run.found(args.runs) for run in cell.tries[: cell.taken]}
+            record["cells"][cell.name] = {"shown": shown, "said": said, "tries": tries}
+        unfinished = args.out / ".tasks.json"
+        unfinished.write_text(json.dumps(record, indent=1))
+        unfinished.replace(args.out / "tasks.json")
+
+    work(table, args, begun + args.budget - ENDING, keep)
+    keep()
+    print(f"{record['seconds']:.0f} s, {args.workers} at a time on {args.device}\n")
+    for name, cell in record["cells"].items():
+        tries = [f"{row['step']} steps {row['seconds']:.0f} s{' cut' * row['cut']}" for row in cell["tries"].values()]
+        mark = {True: "shown", False: "NOT", None: "open"}[cell["shown"]]
+        print(f"{name:32} {mark:6} {cell['said']}  [{'; '.join(tries)}]")
+        for row in cell["tries"].values():
+            if "refused" in row:
+                print(f"    {row['refused'].strip()[-300:]}")
+    return int(not all(cell["shown"] for cell in record["cells"].values()))
+
+
+def markdown(record: Row) -> str:
+    """The table of docs/tasks.md: every run that ended, or was cut."""
+    lines = [
+        "| task | layers | width, heads | eigenvalues | seed, learning rate | parameters | steps | seconds | right |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in record["cells"].items():
+        for row in cell["tries"].values():
+            if row["accuracy"] is None:
+                continue
+            result = row.get("result")
+            if result is None:
+                lines.append(
+                    f"| {name} | | | | | | {row['step']}, cut | {row['seconds']:.0f} | {row['accuracy']:.2%} |"
+                )
+                continue
+            recipe = result["recipe"]
+            own = str(recipe["length"])
+            at = {own: result["accuracy"]} | result.get("accuracy_at", {})
+            right = ", ".join(f"{part:.2%} at {length}" for length, part in at.items())
+            sign = "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]"
+            size = f"{recipe['width']}, {recipe['heads']} x {recipe['head_dim']}"
+            lines.append(
+                f"| {recipe['task']} | {recipe['layers']} x {recipe['depth']} | {size} | {sign} | "
+                f"{recipe['seed']}, {recipe['lr']:g} | {result['parameters']:,} | {result['step']:,} | "
+                f"{result['seconds']:.0f} | {right} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
