@@ -125,7 +125,7 @@ def ttt_bwd(
         found: Written, zero past the last boundary.
         dentering: Written.
     """
-    left = replayed(x, borders, do, grid, chunk_size, scale, eps)
+    left = replayed(x, borders, do, grid, chunk_size, scale, eps, found.v)
     walk_back(x, borders, left, dleaving, grid, chunk_size, scale, found.col, dentering)
     parameter_gradients(left, found.w, found.u)
     token_gradients(x, borders, left, do if x.residual == "q" else None, grid, chunk_size, scale, found)

@@ -231,7 +231,7 @@ def wyfold_ttt_bwd_triton(
         )
         b_dS, b_dc = add_writes(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
         store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
-        store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * b_dY, D, BT, BD)
+        store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * -b_dY, D, BT, BD)
         store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
         if p_dcol is not None:
             store_token_scalars(p_dcol, s_dcol, b, t_i, i_hv, rows, b_dcol, BT)

@@ -40,6 +40,7 @@ def token_gradients(
     config, fixed = arranged(x, grid, chunk_size, "gradients")
     wide = [x.v.new_empty(x.v.shape, dtype=torch.float32) for _ in range(2)] if H < HV else None
     dq, dk = wide or (found.q, found.k)
+    dv = None if left.dN is found.v else found.v
     launched(
         wyfold_ttt_gradients_triton,
         grid.chunks * HV,
@@ -64,8 +65,8 @@ def token_gradients(
         dq.stride(),
         dk,
         dk.stride(),
-        found.v,
-        found.v.stride(),
+        dv,
+        strides(dv),
         found.eta,
         found.eta.stride(),
         found.col,
@@ -104,7 +105,7 @@ def wyfold_ttt_gradients_triton(
     p_dZ,
     p_N,
     p_dO,
-    p_dY,
+    p_left,
     s_tile,
     p_step,
     s_row,
@@ -144,7 +145,7 @@ def wyfold_ttt_gradients_triton(
 
     A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
     dq = s (dO S^T - A k), and do if q is the residual
-    dk = w dY + dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q        dv = -w dY
+    dk = dZ S^T - e' (N dS^T) - (B + B^T) k - s A^T q - dv        dv = -w dY, which may be its own place
     deta_r = -sum over s in r's mini-batch of (s q_r k_s + 1) <dO_r, N_s>, and of closing steps all of the walk back's
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -154,7 +155,10 @@ def wyfold_ttt_gradients_triton(
     b_dq, b_dk = tl.zeros((SEGMENT, BD), tl.float32), tl.zeros((SEGMENT, BD), tl.float32)
     o_t = tl.arange(0, SEGMENT)
     if i_n == N:
-        store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
+        if p_dv is None:
+            store_tokens(p_left, s_tile, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
+        else:
+            store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dq, D, SEGMENT, BD)
         store_token_scalars(p_deta, s_deta, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
         if p_dcol is not None:
             store_token_scalars(p_dcol, s_dcol, b, t, i_hv, rows, tl.zeros((SEGMENT,), tl.float32), SEGMENT)
@@ -222,6 +226,7 @@ def wyfold_ttt_gradients_triton(
             b_dS = load_tile(p_dstates, pid, i_v, 0, D, D, BV, BD)
             b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
             b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
-    b_dY = load_tokens(p_dY, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
-    store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, -b_dY, D, SEGMENT, BD)
-    store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dk + b_dY, D, SEGMENT, BD)
+    b_dv = load_tokens(p_left, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
+    if p_dv is not None:
+        store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dv, D, SEGMENT, BD)
+    store_tokens(p_dk, s_dk, b, t, i_hv, 0, rows, b_dk - b_dv, D, SEGMENT, BD)

@@ -24,7 +24,8 @@ class Replayed(NamedTuple):
 
     Attributes:
         dO: [B, T, HV, D].
-        dN: [B, T, HV, D] through what is read in the mini-batch; then its place is w dY's.
+        dN: [B, T, HV, D] through what is read in the mini-batch; then its place is -w dY's. The memory of v's gradient,
+            which that is, where it has the dtype of such tiles.
         dZ: [B, T, HV, D].
         step: [B, T, HV] float32, <dS1^T k + dc1, N>.
         dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.

@@ -18,13 +18,21 @@ from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bw
 
 
 def replayed(
-    x: Tokens, borders: Borders, do: Tensor, grid: ChunkGrid, chunk_size: int, scale: float, eps: float
+    x: Tokens,
+    borders: Borders,
+    do: Tensor,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    eps: float,
+    dv: Tensor,
 ) -> Replayed:
-    """What the walk back and the gradients take, with room for what the walk back leaves."""
+    """What the walk back and the gradients take, with room for what the walk back leaves, of which dv may be a part."""
     HV, D = x.v.shape[2:]
     config, fixed = arranged(x, grid, chunk_size, "replay")
     tiles, wide = grid.chunks * HV, torch.float32
-    dO, dN, dZ = (torch.empty_like(borders.N) for _ in range(3))
+    dO, dZ = torch.empty_like(borders.N), torch.empty_like(borders.N)
+    dN = dv if (dv.dtype, dv.stride()) == (dO.dtype, dO.stride()) else torch.empty_like(dO)
     step = x.v.new_empty(x.v.shape[:3], dtype=wide)
     dc = x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide)
     read, stepped = (x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences))
