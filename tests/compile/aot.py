@@ -88,6 +88,7 @@ class Call:
         heads: Value heads; with two of them programs are few.
         wrt: Arguments whose gradients are wanted; empty for all of them.
         segments: That the sequence is cut into.
+        askew: Whether tokens lie where no box of the copy engine begins.
     """
 
     subject: str
@@ -99,6 +100,7 @@ class Call:
     heads: int = 2
     wrt: tuple[str, ...] = ()
     segments: int = 1
+    askew: bool = False
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
@@ -106,6 +108,7 @@ class Call:
         words += [f"HV{self.heads}"] if self.heads != 2 else []
         words += [f"d{name}" for name in self.wrt]
         words += [f"in {self.segments} segments"] if self.segments != 1 else []
+        words += ["askew"] if self.askew else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
@@ -115,10 +118,16 @@ class Call:
         arguments = subject.arguments(Shape(1, T, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
             arguments["cu_seqlens"] = torch.tensor([0, T])
+        arguments |= self.moved(arguments)
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
         return {**arguments, **dict(self.options), "backend": "triton"}
+
+    def moved(self, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The tokens, one element behind an address that is a multiple of 16, if they are to be askew."""
+        tokens = {name: arguments[name] for name in ("q", "k", "v")} if self.askew else {}
+        return {name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in tokens.items()}
 
     def run(self) -> None:
         """Forward, and backward where there is one."""
@@ -460,6 +469,8 @@ OWN = {
             heads=1,
         ),
         *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
+        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",), askew=True),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
     ),

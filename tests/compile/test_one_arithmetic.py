@@ -24,7 +24,7 @@ if importlib.util.find_spec("triton") is None:
 
 KERNELS = {
     "chunk_gated_delta_rule": ("wyfold_prepare_gluon", "wyfold_scan_gluon", "wyfold_gradients_triton"),
-    "chunk_kda": ("wyfold_prepare_channel_gluon", "wyfold_scan_triton", "wyfold_gradients_channel_gluon"),
+    "chunk_kda": ("wyfold_prepare_channel_gluon", "wyfold_scan_gluon", "wyfold_gradients_channel_gluon"),
 }
 
 COMMUTE = ("add", "mul")

@@ -172,7 +172,8 @@ class Asked:
 
     def ready(self) -> bool:
         """Waits for it; False if it ended instead."""
-        return self.running.stdout.readline().strip() == "ready"
+        said = self.running.stdout
+        return said is not None and said.readline().strip() == "ready"
 
     def answer(self) -> dict[str, Any]:
         """Tell it to go."""

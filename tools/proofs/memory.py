@@ -89,7 +89,7 @@ class Process:
     def found(self) -> dict[str, Any]:
         """What it has said so far."""
         calls: dict[str, dict[str, Any]] = {}
-        now, summary, said = "", None, []
+        now, summary, said = "", None, list[str]()
         for line in self.output.read_text(errors="replace").splitlines():
             if line.startswith("@"):
                 word, name, *rest = line[1:].split("\t")
@@ -212,7 +212,16 @@ def options_of(group: Group, sanitizer: str, port: int) -> list[str]:
     """The sanitizer's command line. It looks for a port of its own among ten: each process gets other ones."""
     if not group.tool or sanitizer == "none":
         return []
-    common = ["--target-processes", "application-only", "--port", str(port), "--show-backtrace", "device"]
+    common = [
+        "--launch-timeout",
+        "60",
+        "--target-processes",
+        "application-only",
+        "--port",
+        str(port),
+        "--show-backtrace",
+        "device",
+    ]
     named = [word for kernel in group.kernels for word in (filters(sanitizer), f"kns={kernel}")]
     if group.tool == "racecheck":
         return [sanitizer, "--tool", "racecheck", "--racecheck-report", "all", *common, *named]
@@ -382,9 +391,20 @@ def report(record: dict[str, Any]) -> int:
             if call["complaints"] and "planted" not in name:
                 wrong += [f"{process['group']}: {name}: {line}" for line in call["complaints"][:2]]
     for name in ("memcheck", "racecheck of scans"):
-        print(f"kernels under {name}: {' '.join(record['groups'][name]['kernels'])}")
+        seen, looked_for = record["groups"][name]["kernels"], next(g.kernels for g in GROUPS if g.name == name)
+        seen = [kernel for kernel in seen if any(part in kernel for part in looked_for)]
+        missing = [kernel for kernel in kernels() if any(part in kernel for part in looked_for) and kernel not in seen]
+        print(f"{name}: {len(seen)} kernels; not one of {', '.join(missing) or 'them missing'}")
     print(*wrong[:40], f"{len(wrong)} findings, {record['seconds']:.0f} s", sep="\n")
     return 1 if wrong else 0
+
+
+def kernels() -> list[str]:
+    """Names of all kernels, from the sources."""
+    files = Path(__file__).parents[2].glob("src/wyfold/stages/**/*.py")
+    return sorted(
+        {name for file in files for name in re.findall(r"^def (wyfold_\w+)\(", file.read_text(), re.MULTILINE)}
+    )
 
 
 def main() -> int:

@@ -119,10 +119,11 @@ def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
         a["cu_seqlens"] = torch.tensor([0, 17, 17, T - 3])
         a |= {name: a[name].repeat(3, *[1] * (a[name].ndim - 1)) for name in a if name.startswith("initial_state")}
     a |= dict(call.options)
+    a = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
+    a |= call.moved(a)
     for name, x in a.items():
-        if isinstance(x, Tensor):
-            wanted = subject.backward and x.is_floating_point() and (not call.wrt or name in call.wrt)
-            a[name] = x.to(device).requires_grad_(wanted)
+        if subject.backward and isinstance(x, Tensor) and x.is_floating_point():
+            x.requires_grad_(not call.wrt or name in call.wrt)
     with call.cut():
         outputs = subject.ours(a | {"backend": "triton"})
     if subject.backward:
