@@ -78,7 +78,7 @@ def compiled(
         device: Of the module.
         backend: Of its operators.
         sizes: Of the module.
-        figures: Gets the count of compilations after each length, and the largest share of what was allowed of a result.
+        figures: Gets the count of compilations after each length, and the largest share of what a result was allowed.
     """
     from torch._dynamo.testing import CompileCounterWithBackend  # seconds that other parts need not spend
 
