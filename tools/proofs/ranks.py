@@ -405,8 +405,15 @@ def mismatch(add: Add, place: Place) -> None:
         "whether a backward follows": {"wanted": True},
     }
     for name, other in cases.items():
-        usual = {"V": D, "H": 2, "dtype": BF16, "extra": 0, "op": "chunk_gated_delta_rule", "bounds": [0, 50, TOKENS]}
-        own = usual | {"wanted": False} | (other if odd else {})
+        usual: dict[str, Any] = {
+            "V": D,
+            "H": 2,
+            "dtype": BF16,
+            "extra": 0,
+            "op": "chunk_gated_delta_rule",
+            "bounds": [0, 50, TOKENS],
+        }
+        own: dict[str, Any] = usual | {"wanted": False} | (other if odd else {})
         context = build_cp_context(torch.tensor(own["bounds"]), dist.group.WORLD, total_tokens=TOKENS)
         size = (1, context.tokens + own["extra"], own["H"])
         q, k = (torch.ones(*size, D, device=place.device, dtype=own["dtype"]) for _ in range(2))
