@@ -30,15 +30,20 @@ Add = Callable[..., None]
 """`add(part, case, held, **numbers)`."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, budget: float) -> None:
-    """The options that every proof has."""
+def add_arguments(parser: argparse.ArgumentParser, budget: float, spare: int = 2) -> None:
+    """The options that every proof has; `spare` cores are left to the machine."""
     parser.add_argument("--out", type=Path, default=Path("proofs"), help="folder of the JSON (default: %(default)s)")
     parser.add_argument("--commit", help="of the tree this runs from, where git is not there to be asked")
     parser.add_argument(
         "--budget", type=float, default=budget, help="seconds; nothing is begun after them (default: %(default)s)"
     )
     parser.add_argument("--only", default="", help="parts of the proof, with commas (default: all)")
-    parser.add_argument("--at-once", type=int, default=min(14, os.cpu_count() or 1), help="processes side by side")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=max(2, (os.cpu_count() or 1) - spare),
+        help=f"processes side by side (default: as many as cores, but for {spare})",
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)  # how a proof asks itself for one part, in another process
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # where that process leaves its rows
 

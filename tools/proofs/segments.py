@@ -151,7 +151,7 @@ def long(add: Add, op: str, gate: str) -> None:
 def threshold(add: Add, op: str) -> None:
     """Lengths around the shortest sequence that is cut, whose last chunk counts as a full one."""
     for T in (segments.SHORTEST - C, segments.SHORTEST - C + 1, segments.SHORTEST, segments.SHORTEST + 1):
-        one = case(op, Shape(1, T, 4, 4, 128, 128))
+        one = case(op, Shape(1, T, 4, 4, 128, 128), "slow")  # what forgets at once has the bits of whole either way
         a = one.arguments()
         cut_here = T > segments.SHORTEST - C
         found, whole = (_forward(one, a, **options) for options in ({}, {"max_splits": 1}))
@@ -173,7 +173,7 @@ def bits(add: Add, rule: str) -> None:
     """Everything a call gives, gradients included: alone and among neighbours, and what forbids segments."""
     lengths = [C + 3, 9 * C, 0, 5] if TINY else [1500, 65536, 2048, 1, 0, 16384, 1024]
     H, N, T = (2 if TINY else 4), len(lengths), sum(lengths)
-    gate = None if rule == "delta_rule" else "weak"
+    gate = None if rule == "delta_rule" else "-1e-3"
     a: Arguments = inputs.draw(
         "random", rule, Shape(1, T, H, H, D, D), gate=gate, state="normal", sequences=N, dtype=BF16
     )
@@ -253,26 +253,20 @@ TIMED = (  # operator, shape, gate, mode, norm, most ms of the cut call, most of
     ("gdn", "h96", "mid", "fwd", "inside", None, SAME),
     ("gdn", "h96", "mid", "fwdbwd", "inside", None, SAME),
 )
+WARMING = 7
+"""Processes that compile for them."""
 SLOW_BY_MID = 1.2
 FLA_BY_OURS = {"fwd": 4.0, "fwdbwd": 3.0}
 """At least so many times our time fla takes for one long sequence: GDN forward, and both rules with the backward."""
 
-Clock = Callable[[Sequence[Callable[[], object]], int], list[dict[str, float]]]
 
-
-def clock() -> Clock:
-    """Milliseconds of runs in turn: the device's, and the host's beside them."""
+def measure(runs: Sequence[Callable[[], object]], rounds: int) -> list[dict[str, float]]:
+    """Milliseconds of runs in turn: the device's, and the host's beside them; medians."""
     if TINY:
-        return lambda runs, rounds: [
-            {"device": statistics.median(x), "host": statistics.median(x)} for x in timing.interleaved(runs, rounds)
-        ]
-    gpu = timing.Gpu()
-
-    def measure(runs: Sequence[Callable[[], object]], rounds: int) -> list[dict[str, float]]:
-        turns = gpu.interleaved(runs, rounds)
-        return [{"device": statistics.median(t.device), "host": statistics.median(t.host)} for t in turns]
-
-    return measure
+        found = [statistics.median(times) for times in timing.interleaved(runs, rounds)]
+        return [{"device": ms, "host": ms} for ms in found]
+    turns = _gpu().interleaved(runs, rounds)
+    return [{"device": statistics.median(t.device), "host": statistics.median(t.host)} for t in turns]
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -284,18 +278,18 @@ def _gpu() -> timing.Gpu:
     return timing.Gpu()
 
 
-def warm(add: Add, index: str) -> None:
-    """Compile what a timed row will call."""
-    op, shape, gate, mode, norm, *_ = TIMED[int(index)]
-    one = case(op, shape, gate, mode, norm)
-    a = one.arguments()
-    for options in ({}, {"max_splits": 1}):
-        prepared(ours(one, **options), one, a)()
+def warm(add: Add, first: str) -> None:
+    """Compile what every so many of the timed rows will call."""
+    for op, shape, gate, mode, norm, *_ in TIMED[int(first) :: WARMING]:
+        one = case(op, shape, gate, mode, norm)
+        a = one.arguments()
+        for options in ({}, {"max_splits": 1}):
+            prepared(ours(one, **options), one, a)()
 
 
 def times(ledger: Ledger, words: str) -> None:
     """Cut and whole, as calls and from CUDA graphs, and peers as calls; medians, in turn."""
-    measure, peers = clock(), [PEERS[name] for name in words.split(",") if name and PEERS[name].installed]
+    peers = [PEERS[name] for name in words.split(",") if name and PEERS[name].installed]
     rounds, mid = (2, {}) if TINY else (12, {})
     for op, shape, gate, mode, norm, most, by_whole in TIMED:
         title = f"{op} {shape}, {gate} gate, {mode}, norm {norm}"
@@ -334,12 +328,12 @@ def times(ledger: Ledger, words: str) -> None:
             limits = {name: f"{got:.3f} <= {limit:.3f}" for name, (got, limit) in wanted.items()}
             ledger.add("times", title, held, ms=ms, host_ms=host, wanted=limits, failed=failed)
             if shape == "mixed" and not TINY:
-                neighbours(ledger, measure, one, a, ms["cut, graph"])
+                neighbours(ledger, one, a, ms["cut, graph"])
         if not TINY:
             torch.cuda.empty_cache()
 
 
-def neighbours(ledger: Ledger, measure: Clock, one: Case, a: Arguments, together: float) -> None:
+def neighbours(ledger: Ledger, one: Case, a: Arguments, together: float) -> None:
     """The long sequence of the mixed packing alone, and the short ones without it: what each loses by the other."""
     alone: Case = replace(one, name="")
     T = MIXED_LENGTHS[0]
@@ -401,7 +395,7 @@ def jobs(ledger: Ledger) -> list[Job]:
     found += [f"errors:{rule}:{gate}:{packing}" for rule, gate in reversed(GATED) for packing in ("packed", "dense")]
     found += [f"{part}:{rule}" for rule in ("kda", "gated_delta_rule") for part in ("bits", "rows")]
     found += ["bits:delta_rule", *(f"threshold:{op}" for op in RULES)]
-    found += [f"warm:{index}" for index in range(len(TIMED))]
+    found += [f"warm:{index}" for index in range(WARMING)]
     wanted = [name for name in found if ledger.wants(PARTS.get(name.partition(":")[0], name.partition(":")[0]))]
     return [Job(name, [again(__file__, name)]) for name in wanted]
 
