@@ -219,13 +219,13 @@ LONGEST = 130
 
 def every_length(scope: Scope) -> Finding:
     """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows included, in float64."""
-    finding = Finding(scope, promised=LONGEST * len(RULES))
-    for T, rule in itertools.product(range(1, LONGEST + 1, 10 if scope.quick else 1), RULES):
+    finding, step = Finding(scope, promised=LONGEST * len(RULES)), 10 if scope.quick else 1
+    for T, rule in itertools.product(range(1, LONGEST + 1, step), RULES):
         failed = _at_length(SUBJECTS[RULES[rule]], T, scope.seed)
         if T % 7 == 0:  # the recurrent form has no grid that a length could miss
             failed += _at_length(SUBJECTS[RULES[rule].replace("chunk", "fused_recurrent")], T, scope.seed)
         finding.case(not failed, f"{rule}, T {T}: {'; '.join(failed)}")
-    for (name, packing), rule in itertools.product(PACKINGS.items(), RULES):
+    for (name, packing), rule in itertools.product(list(PACKINGS.items())[::step], RULES):
         failed = _packed(SUBJECTS[RULES[rule]], torch.tensor(packing.cu_seqlens), packing.tokens, scope.seed)
         finding.case(not failed, f"{rule}, {name}: {'; '.join(failed)}")
     return finding
