@@ -139,8 +139,10 @@ def sharded_apart(given, group):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     loss, gradients = given
+    mesh, seen = init_device_mesh("cpu", (group.size(),)), []
     for low in (False, True):
-        model, mesh, seen = decoder(), init_device_mesh("cpu", (group.size(),)), []
+        model = decoder()
+        seen.clear()
         own = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)}
         for part in model.modules():
             if isinstance(part, DecayParameters):
