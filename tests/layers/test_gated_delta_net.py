@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from tests.parallel.ranks import Case, refusals
 from torch.nn.functional import silu, softplus
 
 from wyfold import SequenceLayout, reference
 from wyfold.layers import DecayParameters, GatedDeltaNet
+from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error
 
 
@@ -113,3 +115,54 @@ def test_from_hf_is_the_same_layer(family, float64_bounds):
 def test_from_hf_takes_no_other_layer():
     with pytest.raises(ValueError, match=r"^GatedDeltaNet.from_hf: layer must have Qwen's projections, got Linear$"):
         GatedDeltaNet.from_hf(torch.nn.Linear(3, 3))
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def decoder():
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn kda", num_heads=2, head_dim=16))
+
+
+def learned(model):
+    ids = torch.arange(40)[None] * 37 % 256
+    _, loss = model(ids, ids)
+    loss.backward()
+    wide = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return loss.detach(), {name: grad for name, grad in wide.items() if "decay_parameters" in name}
+
+
+def sharded_apart(given, group):
+    """All in bfloat16 but the decays, which FSDP gathers, and frees again, around a forward of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    loss, gradients = given
+    mesh, seen = init_device_mesh("cpu", (group.size(),)), []
+    for low in (False, True):
+        model = decoder()
+        seen.clear()
+        own = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)}
+        for part in model.modules():
+            if isinstance(part, DecayParameters):
+                fully_shard(part, mesh=mesh)
+                part.register_forward_hook(lambda module, given, made: seen.extend(x.dtype for x in made))
+        for part in (*model.blocks, model):
+            fully_shard(part, **own)
+        ours, found = learned(model)
+        assert seen == [torch.float32] * 4
+        assert found.keys() == gradients.keys() and len(found) == 4
+        if low:
+            assert abs(ours - loss) < 0.01 * loss
+            assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in found.values())
+        else:  # the mean of two ranks that read the same
+            assert torch.equal(ours, loss) and all(torch.equal(found[name], grad) for name, grad in gradients.items())
+
+
+APART = {"decays in float32": Case(lambda: learned(decoder()), sharded_apart)}
+
+
+@pytest.mark.long
+def test_decays_that_are_sharded_apart_stay_in_float32(tmp_path):
+    assert not refusals([2], tmp_path, __name__, "APART")

@@ -34,6 +34,8 @@ TASKS = ("mqar", "parity", "s5", "s_niah", "ttt")
 
 LEARNED, BEYOND = 0.99, 0.9
 """Parts of the answers: at the length of training, and at twice to four times it."""
+BEGUN = 0.05
+"""Part of the answers that says of a run that it has begun to learn: it is continued, where another is tried anew."""
 ENDING = 25
 """Seconds of the budget in which runs that are interrupted save what they have."""
 
@@ -49,6 +51,8 @@ class Run:
         words: Of its command, without what says where.
         seconds: After which it is interrupted.
         device: Where; None where everything runs.
+        begun, spent: When it was started last, and its seconds until then.
+        cut: Whether it was interrupted.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Run:
     seconds: float
     device: str | None = None
     begun: float = 0.0
+    spent: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
     cut: bool = False
@@ -68,7 +73,7 @@ class Run:
         command += ["--device", self.device or device, "--out", str(where)]
         self.log = (where / "log").open("ab")
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
-        self.begun = time.monotonic()
+        self.begun, self.cut = time.monotonic(), False
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
 
     def stop(self) -> None:
@@ -77,9 +82,20 @@ class Run:
             self.process.send_signal(signal.SIGINT)
             self.cut = True
 
+    def close(self) -> None:
+        """Take down that its process has ended."""
+        self.spent, self.begun = self.now, 0.0
+        if self.log is not None:
+            self.log.close()
+
     @property
     def over(self) -> bool:
         return self.process is not None and self.process.poll() is not None
+
+    @property
+    def now(self) -> float:
+        """Seconds it has taken until now."""
+        return self.spent + (time.monotonic() - self.begun if self.begun else 0.0)
 
     def found(self, folder: Path) -> Row:
         """What there is to tell of it now."""
@@ -90,7 +106,7 @@ class Run:
         result = where / "result.json"
         row: Row = {
             "words": self.words,
-            "seconds": round(time.monotonic() - self.begun, 1) if self.begun else 0.0,
+            "seconds": round(self.now, 1),
             "cut": self.cut,
             "step": history[-1]["step"] if history else 0,
             "loss": round(sum(losses[-20:]) / len(losses[-20:]), 4) if losses else None,
@@ -235,10 +251,14 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
 
     def next_run() -> tuple[Cell, Run] | None:
         busy = {id(cell) for cell, _ in running}
-        # First what has not been tried, in order; then further tries of what has not been shown.
+        # First what has not been tried, in order; then more of what has not been shown.
         for cell in sorted(table, key=lambda cell: 0 if cell.together else cell.taken):
-            shown = cell.verdict(args.runs)[0] if cell.taken else None
-            if cell.taken < len(cell.tries) and (cell.together or (id(cell) not in busy and not shown)):
+            if cell.taken and not cell.together and (id(cell) in busy or cell.verdict(args.runs)[0]):
+                continue
+            last = cell.tries[cell.taken - 1]
+            if cell.taken and last.cut and (last.found(args.runs)["accuracy"] or 0.0) > BEGUN:
+                return cell, last  # what has begun to learn goes on
+            if cell.taken < len(cell.tries):
                 cell.taken += 1
                 return cell, cell.tries[cell.taken - 1]
         return None
@@ -249,8 +269,7 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
             run = pair[1]
             if run.over:
                 running.remove(pair)
-                if run.log is not None:
-                    run.log.close()
+                run.close()
             elif now - run.begun > run.seconds or now > until:
                 run.stop()
         while len(running) < args.workers and now < until - 40:

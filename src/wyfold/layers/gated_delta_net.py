@@ -17,7 +17,7 @@ class DecayParameters(nn.Module):
     """What turns a projected x into a log decay: g = -exp(A_log) softplus(raw + dt_bias).
 
     They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a
-    forward, is what lets FSDP2's mixed precision leave them there.
+    forward, is what lets FSDP2's mixed precision leave them there: shard it before the block it is in.
 
     Args:
         num_v_heads: HV.
@@ -45,6 +45,8 @@ class DecayParameters(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """A_log [HV] and dt_bias [HV] or [HV, K]."""
+        if hasattr(type(self), "unshard"):  # a class of FSDP2's, which frees what it gathered as soon as this returns
+            return self.A_log.clone(), self.dt_bias.clone()
         return self.A_log, self.dt_bias
 
 
