@@ -268,6 +268,10 @@ def place(address: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int] | N
     return None
 
 
+NUMBERS = 2**20
+"""No size or stride here is larger; an address is, also in a Python whose heap begins low."""
+
+
 def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: dict[str, torch.Tensor]) -> bool:
     """Whether launches differ in addresses alone, and these mean the same memory of both calls."""
     there: dict[int, int] = {}
@@ -279,7 +283,7 @@ def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: di
         places = place(x, tensors[0]), place(y, tensors[1])
         if any(places):
             return places[0] == places[1]
-        if type(x) is int and type(y) is int and min(x, y) > 2**32:
+        if type(x) is int and type(y) is int and min(x, y) > NUMBERS:
             return there.setdefault(x, y) == y and back.setdefault(y, x) == x
         return type(x) is type(y) and x == y
 

@@ -209,7 +209,11 @@ def work(args: argparse.Namespace) -> None:
 
 
 def options_of(group: Group, sanitizer: str, port: int) -> list[str]:
-    """The sanitizer's command line. It looks for a port of its own among ten: each process gets other ones."""
+    """The sanitizer's command line. It looks for a port of its own among ten: each process gets other ones.
+
+    It is to wait for its program however long that takes to import PyTorch beside others; a program that is given up
+    hangs at its first launch.
+    """
     if not group.tool or sanitizer == "none":
         return []
     common = [
