@@ -156,3 +156,26 @@ def test_a_tree_knows_which_product_was_contracted():
     assert trees(one) != trees(other)
     swapped = "mul.f32 %f4, %f1, %f2;\nfma.rn.f32 %f5, %f4, %f1, %f0;\n"
     assert trees(swapped) != trees(swapped.replace("%f5, %f4, %f1, %f0", "%f5, %f0, %f1, %f4"))
+
+
+def test_what_is_fed_back_to_ttt_in_columns():
+    """In rows of 24 numbers, of which none but every second begins at a multiple of 16."""
+
+    def replayed(apart: bool) -> tuple[collections.Counter[str], ...]:
+        found = []
+
+        def look(kernel, *arguments, **fixed) -> None:
+            if kernel.fn.__name__ == "wyfold_ttt_replay_triton":
+                asm = aot.code(kernel, *arguments, **fixed)[0].asm
+                found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
+
+        with aot.pretending("sm_90", look):
+            q, k, v = (torch.zeros(1, 17, 2, 24).requires_grad_() for _ in range(3))
+            w, b = torch.zeros(2, 2, 24).unbind()
+            o = wyfold.chunk_ttt_linear(q, k, v, w, b, 0.1, chunk_size=16, backend="triton")[0]
+            do = torch.zeros_like(o)
+            o.backward(do.transpose(0, -1).contiguous().transpose(0, -1) if apart else do)
+        (one,) = found
+        return one
+
+    assert replayed(True) == replayed(False)

@@ -16,7 +16,8 @@ from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.delta import delta
 from wyfold.pipelines.delta_context import delta_across
 from wyfold.pipelines.delta_parts import chunks_per_part
-from wyfold.pipelines.delta_records import DeltaTensors, vectors
+from wyfold.pipelines.delta_records import DeltaTensors
+from wyfold.pipelines.rows import vectors
 from wyfold.runtime import check, launch
 from wyfold.runtime.chunks import Cut, likely_segments, most_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries, boundaries_of, legal_boundaries

@@ -23,10 +23,10 @@ from wyfold.pipelines.delta_records import (
     DeltaGradient,
     DeltaResult,
     DeltaTensors,
-    aligned,
     empty_result,
     turned,
 )
+from wyfold.pipelines.rows import aligned
 from wyfold.runtime import check
 from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wyfold.pipelines.rows import aligned
 from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors, turned
 from wyfold.runtime import check
 from wyfold.runtime.chunks import ChunkGrid, most_chunks
@@ -70,8 +71,8 @@ def backward(
             dx.zero_()
         _pass_through(dfinal, States(dS, dc))
         return
-    if do is None:
-        do = t.v.new_zeros(()).expand(t.v.shape)
+    # b's gradient adds up what is fed back in the order in which its rows are read.
+    do = t.v.new_zeros(()).expand(t.v.shape) if do is None else aligned(do)
     _stage(t, options).ttt_bwd(
         _tokens(t, options),
         Borders(*saved),
