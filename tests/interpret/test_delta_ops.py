@@ -2,9 +2,11 @@
 
 Every value of every option occurs, mixed by a fixed draw; lengths lie around the chunk. Inputs lie between guards of
 NaN. Where arithmetic is float32's, its targets decide, and a 16-bit result stands beside the truth rounded once. Where
-operands are rounded to 16 bits, the yardstick is what half an ulp on inputs of 16 bits does to the truth.
+operands are rounded to 16 bits, the yardstick is what half an ulp on inputs of 16 bits does to the truth, or what the
+roundings of 16-bit kernels do (`reference.rounded`), whichever is more.
 """
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import SequenceLayout, reference
-from wyfold.reference import inputs
+from wyfold.reference import inputs, rounded
 from wyfold.reference.error import Verdict, half_ulp_away, judge, require, rms
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
@@ -168,7 +170,24 @@ def verdicts(
     if dtype == FP32 or (dtype == FP16 and device.type == "cpu"):
         return [_of_float32(name, got[name].cpu(), x, family) for name, x in truth.items()]
     away = [loop(lambda x, i, seed=seed: half_ulp_away(x.to(dtype), 100 * seed + i)) for seed in range(1, 4)]
-    return [_of_16_bits(name, got[name].cpu(), x, [moved[name] for moved in away]) for name, x in truth.items()]
+    if form == "chunk":
+        away.append(_with_the_roundings_of_kernels(a, fed, results))
+    return [
+        _of_16_bits(name, got[name].cpu(), x, [other[name] for other in away if name in other])
+        for name, x in truth.items()
+    ]
+
+
+def _with_the_roundings_of_kernels(a: dict[str, Any], fed: dict[str, Tensor], results) -> dict[str, Tensor]:
+    """What the chunk form gives that rounds where kernels do; it knows no states between, and no V-first ones."""
+    known = inspect.signature(rounded.chunked).parameters
+
+    def turned(tensors: dict[str, Any]) -> dict[str, Any]:
+        states = ("state", "initial_state", "dinitial_state") if a.get("state_v_first") else ()
+        return {name: x.mT if name in states else x for name, x in tensors.items()}
+
+    given = turned({name: x for name, x in a.items() if name in known})
+    return turned(results(rounded.chunked, given, None, turned(fed)))
 
 
 def _of_float32(name: str, got: Tensor, truth: Tensor, family: str) -> Verdict:
