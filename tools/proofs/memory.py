@@ -69,8 +69,8 @@ GROUPS = (
     Group("compiling", "", (), "all", 12, 1e9),
     Group("planted, memcheck", "memcheck", ("wyfold",), "planted write", 1, 60, True),
     Group("planted, racecheck", "racecheck", SCANS, "planted race", 1, 60, True),
-    Group("memcheck", "memcheck", ("wyfold",), "memory", 6, 60),
-    Group("racecheck of scans", "racecheck", SCANS, "races", 4, 45),
+    Group("memcheck", "memcheck", ("wyfold",), "memory", 8, 60),
+    Group("racecheck of scans", "racecheck", SCANS, "races", 5, 45),
     Group("racecheck of prepare and gradients", "racecheck", ("wyfold_prepare", "wyfold_gradients"), "sides", 2, 45),
 )
 
