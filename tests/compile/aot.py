@@ -468,7 +468,10 @@ OWN = {
         Call("chunk_delta_rule", "float32", options=CARD),
         Call("chunk_gated_delta_rule", K=256, V=256, options=CARD, wrt=("initial_state",)),
     ),
-    "sm_120": (Call("chunk_gated_delta_rule", "float16", 256, 256, options=CARD, wrt=("initial_state",)),),
+    "sm_120": tuple(
+        Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD, wrt=("initial_state",))
+        for dtype in ("bfloat16", "float16")
+    ),
 }
 """For rows that only one architecture has, and for what has to fit there."""
 

@@ -101,10 +101,11 @@ def test_an_operator_says_what_does_not_fit(card):
     assert "tensor memory" in refusal.value.reasons["triton"]
 
 
-def test_a_delta_rule_says_which_chunks_fit(card):
-    card("sm_100", "3.6.0", "verified")
+@pytest.mark.parametrize("architecture, most, over", [("sm_100", 128, 136), ("sm_120", 248, 256)])
+def test_a_delta_rule_says_which_chunks_fit(architecture: str, most: int, over: int, card):
+    card(architecture, "3.6.0", "verified")
     with FakeTensorMode():
-        wide, narrow = (torch.empty(1, 40, 2, K, device="cuda") for K in (136, 128))
+        wide, narrow = (torch.empty(1, 40, 2, K, device="cuda") for K in (over, most))
         g = torch.empty(1, 40, 2, device="cuda")
         for q, options in ((narrow, {}), (wide, {"chunk_size": 32}), (wide.bfloat16(), {})):
             v = narrow.to(q.dtype)

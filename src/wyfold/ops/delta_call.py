@@ -389,7 +389,8 @@ def _sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
     """What may be too large for a card (`beyond` in support.json)."""
     if q.dtype == torch.float64:
         return ()
-    return (("prepare", f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"),)
+    key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
+    return ("prepare", key), ("scan", key)
 
 
 def launch_keys(
