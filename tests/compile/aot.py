@@ -405,7 +405,8 @@ CALLS = (
     Call("chunk_gated_delta_rule", "float32", options=CARD),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
-    Call("chunk_kda", packed=True, wrt=("initial_state",), segments=8),
+    # With the gate inside as in the second call, whose `prepare` it has: made once.
+    Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
     Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
@@ -474,7 +475,14 @@ OWN = {
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
     ),
-    "sm_100": (Call("chunk_delta_rule", "float32", options=CARD),),
+    "sm_100": (
+        Call("chunk_delta_rule", "float32", options=CARD),
+        Call("chunk_gated_delta_rule", K=256, V=256, options=CARD, wrt=("initial_state",)),
+    ),
+    "sm_120": tuple(
+        Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD, wrt=("initial_state",))
+        for dtype in ("bfloat16", "float16")
+    ),
 }
 """For rows that only one architecture has, and for what has to fit there."""
 
@@ -482,7 +490,7 @@ WIDE = (
     Call("chunk_gated_delta_rule"),
     Call("chunk_gated_delta_rule", "float32", 64, 64),
     Call("chunk_gated_delta_rule", "float16", options=CARD),
-    *(Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD) for dtype in ("bfloat16", "float16", "float32")),
+    *(Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD) for dtype in ("bfloat16", "float16")),
     Call("chunk_gated_delta_rule", K=256, V=256),
     Call("chunk_gated_delta_rule", "float16"),
     Call("chunk_gated_delta_rule", K=64, V=64),

@@ -102,8 +102,9 @@ def test_alone_in_company_and_in_another_order(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_enough_work_for_two_threads(rule: str, form: str, threads: int, results):
+def test_enough_work_for_two_threads(rule: str, form: str, results):
     """Sizes at which PyTorch shares one call among threads must not share them out by what else there is."""
+    torch.set_num_threads(2)
     lengths = [34, 1, 16, 18]
     a = inputs.draw("random", rule, Shape(1, 69, 2, 8, 64, 64), gate="model", state="normal", sequences=4)
     cu = torch.tensor([0, *lengths]).cumsum(0)

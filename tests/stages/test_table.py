@@ -101,6 +101,20 @@ def test_an_operator_says_what_does_not_fit(card):
     assert "tensor memory" in refusal.value.reasons["triton"]
 
 
+@pytest.mark.parametrize("architecture, most, over", [("sm_100", 128, 136), ("sm_120", 248, 256)])
+def test_a_delta_rule_says_which_chunks_fit(architecture: str, most: int, over: int, card):
+    card(architecture, "3.6.0", "verified")
+    with FakeTensorMode():
+        wide, narrow = (torch.empty(1, 40, 2, K, device="cuda") for K in (over, most))
+        g = torch.empty(1, 40, 2, device="cuda")
+        for q, options in ((narrow, {}), (wide, {"chunk_size": 32}), (wide.bfloat16(), {})):
+            v = narrow.to(q.dtype)
+            assert wyfold.explain(wyfold.chunk_gated_delta_rule, q, q, v, g, **options).backend == "triton"
+        with pytest.raises(UnsupportedError, match=r"^chunk_gated_delta_rule: ") as refusal:
+            wyfold.chunk_gated_delta_rule(wide, wide, narrow, g)
+    assert "chunk_size=32 fits" in refusal.value.reasons["triton"]
+
+
 @pytest.mark.parametrize(
     "architecture, version, reason",
     [
