@@ -76,10 +76,12 @@ def test_kept_is_recomputed(call, run):
     same(run(a, fed, disable_recompute=True), run(a, fed))
 
 
-def test_packed_is_separate(call, run, card):
+@pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
+def test_packed_is_separate(norm: bool, call, run, card):
     """Place and neighbours change nothing, nor what lies past the last boundary."""
     T, N = sum(LENGTHS), len(LENGTHS)
     a, fed = call(T + 9, N)
+    a["use_qk_l2norm_in_kernel"] = norm
     for x in (*(a[name] for name in PER_TOKEN if name in a), fed["o"]):
         x[:, T:] = math.nan
     packed = run(a, fed, cu_seqlens=boundaries(LENGTHS, card))
@@ -138,12 +140,16 @@ def test_a_thread_may_begin_with_a_call(call, run):
     same(found, plain)
 
 
-@pytest.mark.parametrize("where", ["k", "v", "initial_state", "do"])
-def test_a_nan_stays_in_its_sequence_head_and_side_of_time(where: str, call, run, card):
-    """In an input it may reach outputs of its own chunk and later, in a gradient those of its own chunk and earlier."""
+@pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
+@pytest.mark.parametrize("where, token", [("initial_state", 0), *itertools.product(("q", "k", "v", "do"), (2, 100))])
+def test_a_nan_stays_in_its_sequence_head_and_side_of_time(where: str, token: int, norm: bool, call, run, card):
+    """In an input it may reach outputs of its own chunk and later, in a gradient those of its own chunk and earlier.
+
+    The third token of a sequence lies in the box that brings the last chunk of the one before.
+    """
     a, fed = call(sum(LENGTHS), len(LENGTHS))
-    options = {"cu_seqlens": boundaries(LENGTHS, card)}
-    n, begin, end, token, head = 4, 199, 400, 100, 1
+    options = {"cu_seqlens": boundaries(LENGTHS, card), "use_qk_l2norm_in_kernel": norm}
+    n, begin, end, head = 4, 199, 400, 1
     clean = run(a, fed, **options)
     poisoned, arrows = dict(a), dict(fed)
     if where == "do":

@@ -342,6 +342,8 @@ def wyfold_prepare_gluon(
     r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
     if NORM:
         r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
+        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
+            r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
     if SCALAR:
         last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
         before, after = gl.exp(G), gl.exp(last - G)
