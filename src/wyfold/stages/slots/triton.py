@@ -1,4 +1,4 @@
-"""`enter`, `leave` and `leave_between` in Triton: one program per state, value head and piece of it, copied as it lies."""
+"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied as it lies."""
 
 from __future__ import annotations
 
