@@ -1,7 +1,8 @@
 """Serving: sequences whose states lie in the slots of a pool, updated in place, by one registered operator.
 
 It has no gradient. Token by token its kernel is that of the differentiable operators, which finds the slots itself. In
-chunks their walk runs between states taken out of their slots and put back, two launches more.
+chunks their walk runs between states taken out of their slots and put back, two launches more, and one for those that
+are kept on the way.
 """
 
 from __future__ import annotations
