@@ -335,6 +335,20 @@ def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, li
         assert got.is_inference() == expected.is_inference() and not got.requires_grad
 
 
+PREFILL = "chunk_grid slots prepare scan slots".split()
+
+
+@pytest.mark.parametrize(
+    "kind, launches", [("prefill kda", PREFILL), ("prefill kda, states between", [*PREFILL, "slots_between"])]
+)
+def test_what_a_prefill_launches(kind: str, launches: list[str], lines: list[tuple[Any, ...]]):
+    """One chunk grid for the slots and for the walk between them."""
+    warm(KINDS[kind](), lines)
+    with torch.no_grad():
+        _, found, _ = seen(KINDS[kind](), lines)
+    assert [line[0] for line in found] == [f"wyfold_{name}_triton" for name in launches]
+
+
 LEARNED: dict[str, Callable[[], Made]] = {
     "chunk delta": lambda: chunked("delta", use_qk_l2norm_in_kernel=True),
     "chunk gdn": lambda: chunked("gdn", initial_state=torch.randn(B, HV, D, D), output_final_state=True),

@@ -292,7 +292,7 @@ def watched(*kernels: Any) -> bool:
             # A chain of hooks, which may have none, or one hook, or None.
             getattr(enter, "calls", enter)
             or getattr(leave, "calls", leave)
-            or any([kernel.pre_run_hooks for kernel in kernels])
+            or any(kernel.pre_run_hooks for kernel in kernels)
             or runtime.debug
             or runtime.add_stages_inspection_hook
             or knobs.compilation.instrumentation_mode
