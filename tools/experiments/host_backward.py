@@ -1,4 +1,4 @@
-"""Where a differentiated call's host time goes on a card: whether it is recalled, queued and one at a time, by function.
+"""Where a differentiated call's host time goes on a card: recalled or not, queued and one at a time, by function.
 
     PYTHONPATH=src:. python tools/experiments/host_backward.py
 
