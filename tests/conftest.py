@@ -15,16 +15,9 @@ float64, the bound is `float64_bounds`; where bits are promised, the test says `
 
 import functools
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-# Where there are several GPUs each worker has one, said before anything can have looked for them.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-    if (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % gpus)
 
 import hypothesis
 import pytest
