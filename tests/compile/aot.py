@@ -144,13 +144,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Served:
-    """One call of a serving operator, over a pool of two slots."""
+    """One call of a serving operator, over a pool of two slots.
+
+    Attributes:
+        operator: Its name.
+        stored: Dtype of the pool.
+        between: Whether boundaries are given, and states on the way stored in a pool of their own.
+    """
 
     operator: str
     stored: str = "float32"
+    between: bool = False
 
     def __str__(self) -> str:
-        return f"serving.{self.operator} {self.stored}"
+        return f"serving.{self.operator} {self.stored}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
         if self.operator == "conv1d_update":
@@ -165,10 +172,14 @@ class Served:
             w = torch.ones(1, D)
             serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
-        tokens = (torch.randn(1, 1, 1, 16) for _ in range(3))
+        T, more = 1, dict[str, Any]()
         pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        if self.between:
+            T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
+            more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
+        tokens = (torch.randn(1, T, 1, 16) for _ in range(3))
         operator = getattr(serving, self.operator)
-        operator(*tokens, None, torch.rand(1, 1, 1), pool, slots, state_v_first=False, backend="triton")
+        operator(*tokens, None, torch.rand(1, T, 1), pool, slots, state_v_first=False, backend="triton", **more)
 
 
 @dataclass(frozen=True)
@@ -517,6 +528,7 @@ WIDE = (
 
 SERVED = (
     Served("prefill", "bfloat16"),
+    Served("prefill", "bfloat16", between=True),
     Served("conv1d_update", "bfloat16"),
     Served("ttt_decode"),
     Served("ttt_decode", "bfloat16"),

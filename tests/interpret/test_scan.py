@@ -66,7 +66,7 @@ class Drawn:
 
     @property
     def grid(self) -> ChunkGrid:
-        return chunk_grid(*self.q.shape[:2], OPTIONS.chunk_size, self.cu)
+        return chunk_grid(*self.q.shape[:2], OPTIONS.chunk_size, self.cu, OPTIONS.checkpoint_every)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatc
     grid, (K, V) = a.grid, (a.q.shape[3], a.v.shape[3])
     key = launch_key(a.q.dtype, K, V, OPTIONS.chunk_size, gate_kind(a.g), folded)
     o, final, dS0 = a.v.new_full(a.v.shape, 7), a.initial_state.clone(), a.initial_state.clone()
-    first = grid.first_checkpoints(OPTIONS.checkpoint_every, a.q.device)
+    first = grid.first_states(a.q.device)
     states = a.initial_state.new_zeros(grid.chunks, *a.initial_state.shape[1:])
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, OPTIONS, o, folded=folded, backward=True)
     forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, OPTIONS, key, o, final, states, first)

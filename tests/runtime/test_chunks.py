@@ -91,11 +91,11 @@ def test_a_packed_grid(lengths: list[int], spare: int, C: int, dtype: torch.dtyp
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=7), st.integers(0, 9), st.integers(1, 40))
 def test_rows_of_states_between(lengths: list[int], spare: int, every: int):
-    grid = chunk_grid(1, sum(lengths) + spare, 16, torch.tensor([0, *lengths]).cumsum(0))
-    first = grid.first_checkpoints(every, torch.device("cpu")).tolist()
-    assert first == [sum(x // every for x in lengths[:n]) for n in range(len(lengths))]
-    dense = chunk_grid(3, lengths[0], 16, None)
-    assert dense.first_checkpoints(every, torch.device("cpu")).tolist() == [n * (lengths[0] // every) for n in range(3)]
+    grid = chunk_grid(1, sum(lengths) + spare, 16, torch.tensor([0, *lengths]).cumsum(0), every)
+    first = grid.first_states(torch.device("cpu")).tolist()
+    assert first == [sum(x // every for x in lengths[:n]) for n in range(len(lengths) + 1)]
+    dense = chunk_grid(3, lengths[0], 16, None, every)
+    assert dense.first_states(torch.device("cpu")).tolist() == [n * (lengths[0] // every) for n in range(3)]
 
 
 def test_illegal_boundaries_make_a_legal_grid():

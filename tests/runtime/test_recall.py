@@ -134,8 +134,17 @@ def verified(rule: str) -> Made:
     return serving.verify, {**tokens(rule, N, 3), **slots}
 
 
-def prefilled(rule: str) -> Made:
-    return serving.prefill, {**tokens(rule), **pooled(cu_seqlens=layout())}
+def prefilled(rule: str, **options: Any) -> Made:
+    given = {**tokens(rule), **pooled(cu_seqlens=layout()), **options}
+    if given["cu_seqlens"] is None:
+        given["state_indices"] = given["state_indices"][:B]
+    return serving.prefill, given
+
+
+def between(*rows: int) -> dict[str, Any]:
+    """After every 64 tokens, in a pool of their own."""
+    where = torch.arange(B * (T // 64)).view(rows)
+    return {"checkpoint_every": 64, "checkpoint_pool": torch.randn(9, HV, D, D), "checkpoint_indices": where}
 
 
 def decoded_packed(rule: str) -> Made:
@@ -204,6 +213,9 @@ KINDS: dict[str, Callable[[], Made]] = {
     "chunk gdn": lambda: chunked("gdn", output_final_state=True, use_qk_l2norm_in_kernel=True),
     "chunk gdn, packed": lambda: chunked("gdn", cu_seqlens=layout(), output_final_state=True),
     "chunk gdn, boundaries": lambda: chunked("gdn", cu_seqlens=torch.tensor([0, 40, T], dtype=torch.int32)),
+    "chunk gdn, packed, states between": lambda: chunked(
+        "gdn", cu_seqlens=layout(), return_intermediate_states=True, checkpoint_every=64
+    ),
     "chunk kda": lambda: chunked("kda", initial_state=torch.randn(B, HV, D, D)),
     "chunk kda, gate inside": lambda: chunked("kda", use_gate_in_kernel=True, A_log=torch.randn(HV)),
     "chunk gdn, rows apart": lambda: chunked("gdn", q=torch.randn(B, T, H, 2 * D, dtype=torch.bfloat16)[..., ::2]),
@@ -216,6 +228,8 @@ KINDS: dict[str, Callable[[], Made]] = {
     "decode gdn, flags": lambda: decoded("gdn", has_initial_state=torch.ones(N, dtype=torch.bool)),
     "verify gdn": lambda: verified("gdn"),
     "prefill kda": lambda: prefilled("kda"),
+    "prefill kda, states between": lambda: prefilled("kda", **between(T // 64)),
+    "prefill gdn, dense, states between": lambda: prefilled("gdn", cu_seqlens=None, **between(B, T // 64)),
     "decode_packed gdn": lambda: decoded_packed("gdn"),
     "decode_packed kda": lambda: decoded_packed("kda"),
     "conv": convolved,
@@ -658,7 +672,7 @@ def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
 
 def test_memory_is_given_back_as_early(lines: list[tuple[Any, ...]]):
     """Large tensors that a call drops before it asks for more are dropped by those that repeat it."""
-    kernel, count = Kernel(), listen.SMALL // 4
+    kernel, count = Kernel(), listen.SMALL // 4 + 1
 
     def run(x: torch.Tensor) -> torch.Tensor:
         first = x.new_empty(count)

@@ -17,10 +17,11 @@ LEGAL = {
 ILLEGAL = ((3, 5, 9), (0, 7, 2, 9), (0, 5, 99), (-4, 2, 9), (9, 9, 0), (0, 90, *range(100)))
 
 
-def agree(cu: torch.Tensor, tokens: int, C: int) -> None:
-    truth = chunks.chunk_grid(1, tokens, C, cu.cpu())
-    found = table.launches("chunk_grid", "triton").chunk_grid(1, tokens, C, cu)
-    for name in ("cu", "first", "sequence"):
+def agree(cu: torch.Tensor, tokens: int, C: int, every: int = 0) -> None:
+    truth = chunks.chunk_grid(1, tokens, C, cu.cpu(), every)
+    found = table.launches("chunk_grid", "triton").chunk_grid(1, tokens, C, cu, every)
+    assert (found.first_state is None) == (truth.first_state is None) == (not every)
+    for name in ("cu", "first", "sequence", *(["first_state"] if every else [])):
         assert torch.equal(getattr(found, name).cpu(), getattr(truth, name)), name
         assert getattr(found, name).dtype == torch.int64
     assert (found.chunks, found.sequences, found.tokens) == (truth.chunks, truth.sequences, truth.tokens)
@@ -34,10 +35,17 @@ def test_legal_boundaries(packing: str, C: int, spare: int, dtype: torch.dtype, 
     agree(torch.tensor(LEGAL[packing], dtype=dtype, device=device), LEGAL[packing][-1] + spare, C)
 
 
+@pytest.mark.parametrize("packing", LEGAL)
+@pytest.mark.parametrize("every", (1, 3, 64))
+def test_rows_of_states_between(packing: str, every: int, device: torch.device):
+    agree(torch.tensor(LEGAL[packing], device=device), LEGAL[packing][-1] + 13, 64, every)
+
+
 @pytest.mark.parametrize("borders", ILLEGAL, ids=str)
 def test_illegal_boundaries(borders: tuple[int, ...], device: torch.device):
     """Nobody looked at them, and no kernel may reach outside the buffer."""
     agree(torch.tensor(borders, device=device), 9, 4 * 16)
+    agree(torch.tensor(borders, device=device), 9, 4 * 16, every=2)
 
 
 def test_every_other_entry(device: torch.device):

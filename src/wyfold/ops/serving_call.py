@@ -104,7 +104,7 @@ def _call_served(
     if source is not None and not slots.each:
         source = source[:, None]
     if between is not None:
-        between = between.reshape(-1, 1)
+        between = between.flatten()
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     serve(
         Serving(

@@ -21,6 +21,7 @@ from wyfold.pipelines.delta_records import (
     DeltaTensors,
     empty_result,
 )
+from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
@@ -93,9 +94,14 @@ class Walk(Protocol):
     """The launches of both directions, one after another."""
 
     def forward(
-        self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None
+        self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
     ) -> tuple[DeltaResult, list[Tensor]]:
-        """Results, and what the backward needs of them besides the call's tensors. out: where the output goes."""
+        """Results, and what the backward needs of them besides the call's tensors.
+
+        Args:
+            out: Where the output goes, of a caller who looks at no state on the way that was not reached.
+            grid: The call's, if it was made already.
+        """
 
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
         """What the forward will keep, unwritten, from metadata alone."""

@@ -38,14 +38,14 @@ from wyfold.stages.records import Prepared, TokenGradients
 class _Call:
     """What both directions derive from a call's tensors and options before the first launch."""
 
-    def __init__(self, t: DeltaTensors, options: DeltaOptions):
-        (B, T, _, K), V, C = t.q.shape, t.v.shape[3], options.chunk_size
-        if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
-            legal_boundaries(options.operator, t.cu_seqlens, T)
+    def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
+        (B, T, _, K), V, C, every = t.q.shape, t.v.shape[3], options.chunk_size, options.checkpoint_every
         self.options = options
+        if grid is None and t.cu_seqlens is not None and check.readable(t.cu_seqlens):
+            legal_boundaries(options.operator, t.cu_seqlens, T)
         prepare = self.stage("prepare")
         self.t = t._replace(q=aligned(t.q), k=aligned(t.k), g=aligned(t.g))
-        self.grid = self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens)
+        self.grid = grid or self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens, every)
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
         # Kernels read these few numbers where they lie one after another.
@@ -79,9 +79,11 @@ class _Call:
         return None if states is None else turned(states, self.options)
 
 
-def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call, result = _Call(t, options), empty_result(t, options, out)
+    call, result = _Call(t, options, grid), empty_result(t, options, out)
     t = call.t
     if t.v.numel() == 0:
         if options.final_state:
@@ -92,7 +94,7 @@ def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
-        states, first = call.outside(rows), call.grid.first_checkpoints(options.checkpoint_every, t.q.device)
+        states, first = call.outside(rows), call.grid.first_states(t.q.device)
     initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o

@@ -15,6 +15,7 @@ from torch import Tensor
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.pipelines.delta_records import DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
+from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
@@ -120,7 +121,9 @@ class PartedCall:
         return turned(states, self.options).to(self.options.state_dtype)
 
 
-def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
     call = PartedCall(t, options)
     result, room = empty_result(t, options, out), saved(t, options)

@@ -83,7 +83,10 @@ class DeltaGradient(NamedTuple):
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
     """Unwritten results, and zeros for intermediate states, of which not every row will be written.
 
-    Sizes come from metadata alone, so this is the operator's fake as well. out: in place of an output of its own.
+    Sizes come from metadata alone, so this is the operator's fake as well.
+
+    Args:
+        out: In place of an output of its own, by a caller who sees the results first: then no state is zeroed.
     """
     B, T, HV, V = t.v.shape
     K, N = t.q.shape[-1], t.packed_sequences
@@ -95,7 +98,8 @@ def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = No
     if not n:
         return DeltaResult(o, final_state, t.v.new_empty(0, dtype=options.state_dtype))
     rows = (B, T // n) if N is None else (T // n,)
-    return DeltaResult(o, final_state, t.v.new_zeros(*rows, HV, *state, dtype=options.state_dtype))
+    make = t.v.new_zeros if out is None else t.v.new_empty
+    return DeltaResult(o, final_state, make((*rows, HV, *state), dtype=options.state_dtype))
 
 
 def turned(states: Tensor, options: DeltaOptions) -> Tensor:

@@ -27,14 +27,16 @@ from wyfold.pipelines.delta_records import (
     empty_result,
     turned,
 )
-from wyfold.runtime.chunks import Segments, most_borders
+from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
 from wyfold.tile.index.eager import wide
 
 
-def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
     call, result, room = _Call.of(t, options), empty_result(t, options, out), _room(t, options)
     S0 = None if t.initial_state is None else turned(t.initial_state, options)

@@ -22,6 +22,7 @@ from wyfold.pipelines.delta_records import (
     empty_result,
 )
 from wyfold.runtime import check
+from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
@@ -31,13 +32,14 @@ from wyfold.stages.records import Slots, TokenGradients
 class _Call:
     """What both directions derive from a call's tensors and options before the first launch."""
 
-    def __init__(self, t: DeltaTensors, options: DeltaOptions):
+    def __init__(self, t: DeltaTensors, options: DeltaOptions, every: int | None = None):
         B, T = t.q.shape[:2]
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
         self.t, self.options = t, options
         self.stage: Any = table.launches("recurrent", options.backend)
-        self.grid = table.launches("chunk_grid", options.backend).chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens)
+        grids: Any = table.launches("chunk_grid", options.backend)
+        self.grid = grids.chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens, self.stage.BLOCK if every is None else every)
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
@@ -50,18 +52,20 @@ def _in_place(states: Tensor) -> Tensor:
     return states if states.data_ptr() % 16 == 0 else states.clone()
 
 
-def forward(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> tuple[DeltaResult, list[Tensor]]:
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
     """Results; the backward needs nothing of them."""
     result, every = empty_result(t, options, out), options.checkpoint_every
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, []
-    call = _Call(t, options)
+    call = _Call(t, options, every)
     states = first = None
     if every:
         states = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
-        first = call.grid.first_checkpoints(every, t.q.device)
+        first = call.grid.first_states(t.q.device)
     slots = Slots(call.initial, result.final_state if options.final_state else None)
     call.stage.recurrent(*call.inputs, slots, call.grid, options, result.o, states, first, every)
     return result, []
@@ -114,7 +118,7 @@ def _between(call: _Call) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     order = (V, K) if call.options.state_v_first else (K, V)
     states = call.t.v.new_empty(rows, HV, *order, dtype=call.stage.WIDE)
-    first = call.grid.first_checkpoints(BLOCK, call.t.q.device)
+    first = call.grid.first_states(call.t.q.device)
     slots = Slots(call.initial, None)
     call.stage.recurrent(*call.inputs, slots, call.grid, call.options, None, states, first, BLOCK)
     return states, first

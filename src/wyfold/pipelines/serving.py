@@ -1,14 +1,14 @@
 """Serving: sequences whose states lie in the slots of a pool, updated in place, by one registered operator.
 
 It has no gradient. Token by token its kernel is that of the differentiable operators, which finds the slots itself. In
-chunks their walk runs between states taken out of their slots and put back, two launches more.
+chunks their walk runs between states taken out of their slots and put back, two launches more, and one for those that
+are kept on the way.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from wyfold.pipelines.delta import walk
@@ -30,7 +30,7 @@ class Serving(NamedTuple):
         pool: [slots, HV, K, V], or V-first. Updated in place.
         source, target, given, accepted, each, pad: As of `Slots`.
         checkpoints: Pool of states between, updated in place, or None.
-        checkpoint_source: [rows, 1] its slot for each of them.
+        checkpoint_source: [rows] its slot for each of them.
         o: [B, T, HV, V], written.
     """
 
@@ -78,7 +78,8 @@ def _serve(*arguments: Any) -> None:
     (B, T), C = s.q.shape[:2], options.chunk_size
     if s.cu_seqlens is not None and check.readable(s.cu_seqlens):
         legal_boundaries(options.operator, s.cu_seqlens, T)
-    grid = table.launches("chunk_grid", options.backend).chunk_grid(B, T, C, s.cu_seqlens)
+    grids: Any = table.launches("chunk_grid", options.backend)
+    grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
     slots = Slots(s.pool, s.pool, s.source, s.target, s.given, s.accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
         recurrent: Any = table.launches("recurrent", options.backend)
@@ -94,7 +95,7 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
-    result, _ = walk(options).forward(tokens, options, s.o)
+    result, _ = walk(options).forward(tokens, options, s.o, grid)
     states = result.states
     if options.checkpoint_every and s.cu_seqlens is None:
         states = states.flatten(0, 1)
@@ -102,23 +103,8 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
         stage.leave_each(states, slots, s.pool, grid, s.o)
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
-    if s.checkpoints is not None and s.checkpoint_source is not None and states.shape[0]:
-        stored = _stored(s, grid, options.checkpoint_every, states.shape[0])
-        between = torch.where(stored[:, None], s.checkpoint_source, s.pad)
-        stage.leave(states, Slots(None, None, between, pad=s.pad), s.checkpoints)
-
-
-def _stored(s: Serving, grid: ChunkGrid, every: int, rows: int) -> Tensor:
-    """[rows] bool, which states between are stored: those of no skipped sequence, where a boundary was completed."""
-    N, device = grid.sequences, s.pool.device
-    slot = torch.arange(N, device=device) if s.source is None else s.source[:, 0]
-    live = (slot > s.pad) & (slot < s.pool.shape[0])
-    if grid.cu is None:
-        return live[:, None].expand(N, rows // N).flatten()
-    ends = (grid.cu[: N + 1].diff() // every).cumsum(0)
-    # Rows past the last boundary are those of sequence N, which there is not.
-    sequence = torch.searchsorted(ends, torch.arange(rows, device=device, dtype=ends.dtype), right=True)
-    return torch.nn.functional.pad(live, (0, 1))[sequence]
+    if s.checkpoints is not None and states.shape[0]:
+        stage.leave_between(states, slots, grid, s.checkpoints, s.checkpoint_source)
 
 
 def _serve_fake(*arguments: Any) -> None:

@@ -18,7 +18,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -280,14 +279,11 @@ def _enclosed(function: Any) -> dict[str, Any]:
 
 def hooked() -> bool:
     """Whether someone looks at all kernels' launches now."""
-    return "triton" in sys.modules and watched(_NO_KERNEL)
+    return "triton" in sys.modules and watched()
 
 
-_NO_KERNEL = SimpleNamespace(pre_run_hooks=())
-
-
-def watched(kernel: Any) -> bool:
-    """Whether someone looks at this kernel's launches, or has them compiled in another way, or may for all we know."""
+def watched(*kernels: Any) -> bool:
+    """Whether someone looks at these kernels' launches, or has them compiled in another way, or may for all we know."""
     try:
         knobs = sys.modules["triton"].knobs
         runtime = knobs.runtime
@@ -296,7 +292,7 @@ def watched(kernel: Any) -> bool:
             # A chain of hooks, which may have none, or one hook, or None.
             getattr(enter, "calls", enter)
             or getattr(leave, "calls", leave)
-            or kernel.pre_run_hooks
+            or any([kernel.pre_run_hooks for kernel in kernels])
             or runtime.debug
             or runtime.add_stages_inspection_hook
             or knobs.compilation.instrumentation_mode

@@ -120,6 +120,9 @@ class ChunkGrid:
         cu: [N+2] int64 boundaries, legal whatever the caller's tensor held, and T; None when each row is a sequence.
         first: [N+1] int64 first chunk of each sequence, and of the pseudo-sequence; None likewise.
         sequence: [chunks] int64 sequence of each chunk; None likewise.
+        every: Tokens between the states that are kept of a sequence; 0: none are.
+        first_state: [N+1] int64 such states of the sequences before each, and of all; None of a dense batch, or if none
+            are kept.
     """
 
     chunk_size: int
@@ -130,21 +133,22 @@ class ChunkGrid:
     cu: Tensor | None = None
     first: Tensor | None = None
     sequence: Tensor | None = None
+    every: int = 0
+    first_state: Tensor | None = None
 
     @property
     def per_sequence(self) -> int:
         """Chunks of each sequence of a dense batch."""
         return -(-self.tokens // self.chunk_size)
 
-    def first_checkpoints(self, every: int, device: torch.device) -> Tensor:
-        """[N] int64 row of each sequence's first state, if one is kept after every `every` tokens of a sequence."""
-        if self.cu is None:
-            step = self.tokens // every
-            if step == 0:
-                return torch.full((self.sequences,), 0, device=device)
-            return torch.arange(0, self.sequences * step, step, device=device)
-        counts = self.cu[: self.sequences + 1].diff() // every
-        return counts.cumsum(0) - counts
+    def first_states(self, device: torch.device) -> Tensor:
+        """`first_state`, of a dense batch [N] too: the row of each sequence's first state among all that are kept."""
+        if self.first_state is not None:
+            return self.first_state
+        step = self.tokens // self.every
+        if step == 0:
+            return torch.full((self.sequences,), 0, device=device)
+        return torch.arange(0, self.sequences * step, step, device=device)
 
 
 def most_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int | None) -> int:
@@ -153,10 +157,10 @@ def most_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int 
     return batch * per_row if packed_sequences is None else per_row + packed_sequences
 
 
-def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> ChunkGrid:
+def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None, every: int = 0) -> ChunkGrid:
     """The grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
     if cu_seqlens is None:
-        return ChunkGrid(chunk_size, batch, tokens, batch, most_chunks(batch, tokens, chunk_size, None))
+        return ChunkGrid(chunk_size, batch, tokens, batch, most_chunks(batch, tokens, chunk_size, None), every=every)
     N = cu_seqlens.shape[0] - 1
     chunks = most_chunks(batch, tokens, chunk_size, N)
     cu = cu_seqlens.new_full((N + 2,), tokens, dtype=torch.int64)
@@ -166,7 +170,11 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
     torch.cumsum((cu[1 : N + 1] - cu[:N] + (chunk_size - 1)) // chunk_size, 0, out=first[1:])
     number = torch.arange(chunks, device=cu.device)
     sequence = torch.searchsorted(first[1:], number, right=True)
-    return ChunkGrid(chunk_size, batch, tokens, N, chunks, cu, first, sequence)
+    first_state = None
+    if every:
+        first_state = cu.new_zeros(N + 1)
+        torch.cumsum((cu[1 : N + 1] - cu[:N]) // every, 0, out=first_state[1:])
+    return ChunkGrid(chunk_size, batch, tokens, N, chunks, cu, first, sequence, every, first_state)
 
 
 class Cut(NamedTuple):

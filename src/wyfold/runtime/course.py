@@ -126,10 +126,7 @@ class Course(NamedTuple):
         for one, other in self.alike:
             if given[one] is not given[other]:
                 return False
-        for kernel in self.kernels:
-            if bound.watched(kernel):
-                return False
-        return bound.current() == (self.device.index or 0)
+        return not bound.watched(*self.kernels) and bound.current() == (self.device.index or 0)
 
     def take(self, given: tuple[Any, ...], addresses: list[int]) -> Any:
         """Results of a call on these tensors, whose addresses are known already."""

@@ -18,7 +18,7 @@ from wyfold.runtime.course import Ask, Course, Drop, Operation, Part, Step
 Result = TypeVar("Result")
 
 SMALL = 1 << 20
-"""Bytes below which memory that no one will see is asked for in one piece: the allocator treats larger ones apart."""
+"""Bytes up to which memory that no one will see is asked for in one piece: the allocator treats larger ones apart."""
 
 ALIGNMENT = 512
 """Of what the allocator returns, and so of every piece."""
@@ -206,7 +206,7 @@ class _Listener(Hearing):
         if len(seen) + numbers.count(None) < len(numbers):
             raise _Unheard("two results share memory")
         used = {x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is Part}
-        small = [n for n in asked if n not in seen and n not in used and self.sizes[n] < SMALL]
+        small = [n for n in asked if n not in seen and n not in used and self.sizes[n] <= SMALL]
         room, place = len(self.given) + len(self.sizes), {}
         size = 0
         for number in small:

@@ -14,20 +14,22 @@ from wyfold.runtime.chunks import ChunkGrid
 BN, BC = 64, 128  # boundaries of a step, chunks of a program
 
 
-def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None) -> ChunkGrid:
+def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None, every: int = 0) -> ChunkGrid:
     """The grid of a call.
 
     Args:
         batch, tokens: B and T of the token tensors.
         chunk_size: C.
         cu_seqlens: [N+1] int32 or int64, any stride, on the tensors' device, whatever it holds. None: a dense batch.
+        every: Tokens between the states that are kept; 0: none are.
     """
     if cu_seqlens is None:
-        return chunks.chunk_grid(batch, tokens, chunk_size, None)
+        return chunks.chunk_grid(batch, tokens, chunk_size, None, every)
     N = cu_seqlens.shape[0] - 1
     most = chunks.most_chunks(batch, tokens, chunk_size, N)
     # Apart, so that each begins where the kernels that read it may load whole vectors.
     cu, first, sequence = (cu_seqlens.new_empty(size, dtype=torch.int64) for size in (N + 2, N + 1, most))
+    first_state = cu_seqlens.new_empty(N + 1, dtype=torch.int64) if every else None
     launched(
         wyfold_chunk_grid_triton,
         max(1, triton.cdiv(most, BC)),
@@ -36,9 +38,11 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
         cu,
         first,
         sequence,
+        first_state,
         N,
         tokens,
         most,
+        every,
         BT=chunk_size,
         BN=BN,
         BC=BC,
@@ -46,19 +50,21 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
         num_stages=1,
         enable_fp_fusion=True,
     )
-    return ChunkGrid(chunk_size, batch, tokens, N, most, cu, first, sequence)
+    return ChunkGrid(chunk_size, batch, tokens, N, most, cu, first, sequence, every, first_state)
 
 
-@triton.jit(do_not_specialize=["s_given", "N", "T", "most"])
+@triton.jit(do_not_specialize=["s_given", "N", "T", "most", "every"])
 def wyfold_chunk_grid_triton(
     p_given,
     s_given,
     p_cu,
     p_first,
     p_sequence,
+    p_first_state,
     N,
     T,
     most,
+    every,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
@@ -68,11 +74,13 @@ def wyfold_chunk_grid_triton(
     o_c = pid * BC + tl.arange(0, BC)
     b_sequence = tl.zeros((BC,), tl.int64)
     reached = _inside(tl.load(p_given).to(tl.int64), T)
-    before = reached * 0
+    before, kept = reached * 0, reached * 0
     if pid == 0:
         tl.store(p_cu, 0)
         tl.store(p_first, 0)
         tl.store(p_cu + N + 1, T)
+        if p_first_state is not None:
+            tl.store(p_first_state, 0)
     for start in range(0, N, BN):
         o_n = start + tl.arange(0, BN)
         m_n = o_n < N
@@ -86,6 +94,10 @@ def wyfold_chunk_grid_triton(
         if pid == 0:
             tl.store(p_cu + o_n + 1, b_to, mask=m_n)
             tl.store(p_first + o_n + 1, b_after, mask=m_n)
+            if p_first_state is not None:
+                b_kept = kept + tl.cumsum(tl.where(m_n, (b_to - b_from) // every, 0), 0)
+                tl.store(p_first_state + o_n + 1, b_kept, mask=m_n)
+                kept = tl.max(b_kept, axis=0)
         b_sequence += tl.sum(((b_after[:, None] <= o_c[None, :]) & m_n[:, None]).to(tl.int64), axis=0)
         reached, before = tl.max(b_to, axis=0), tl.max(b_after, axis=0)
     tl.store(p_sequence + o_c, b_sequence, mask=o_c < most)

@@ -41,6 +41,28 @@ def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = N
         _clear(live, grid, o)
 
 
+def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
+    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+
+    Args:
+        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        slots: Uses `entering`, `source`, `pad`.
+        grid: The call's.
+        pool: [slots, HV, ., .], another one, written in place, rounding once.
+        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+    """
+    N, rows = grid.sequences, torch.arange(states.shape[0], device=pool.device)
+    if N == 0 or slots.entering is None:
+        return
+    sequence = torch.searchsorted(grid.first_states(pool.device)[:N], rows, right=True) - 1
+    _, live = entered(slots, N, slots.entering)
+    target = where.to(torch.int64)
+    kept = live[sequence] & is_slot(target, pool, slots.pad)
+    if grid.first_state is not None:
+        kept = kept & (rows < grid.first_state[N])
+    pool[target[kept]] = states[kept].to(pool.dtype)
+
+
 def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: Tensor) -> None:
     """`leave` of the states [tokens, HV, ., .] after every token j of each sequence, in the slots in column j."""
     columns = slots.source if slots.target is None else slots.target

@@ -1,4 +1,4 @@
-"""`enter` and `leave` in Triton: one program per sequence, value head and piece of a state, copied as it lies."""
+"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied as it lies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from torch import Tensor
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tuned
+from wyfold.runtime.launch import Config, tuned
 from wyfold.stages.records import Slots
 from wyfold.tile.index.triton import store_tokens, strides
 
 CLEARED: tl.constexpr = tl.constexpr(16)
 """Rows of output that are zeroed at a time."""
+
+SOUGHT: tl.constexpr = tl.constexpr(256)
+"""Sequences among which a row's own is looked for at a time."""
 
 
 def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
@@ -40,13 +43,54 @@ def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = N
     _copy(states, pool, slots, slots.pad, grid, o, entering=False)
 
 
+def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
+    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+
+    Args:
+        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        slots: Uses `entering`, `source`, `pad`.
+        grid: The call's.
+        pool: [slots, HV, ., .], another one, written in place, rounding once.
+        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+    """
+    (rows, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
+    config, BN = _pieces(states)
+    launched(
+        wyfold_slots_between_triton,
+        rows * HV * -(-numbers // BN),
+        states,
+        states.stride()[:2],
+        pool,
+        pool.stride()[:2],
+        where,
+        where.stride(0),
+        slots.source,
+        strides(slots.source),
+        grid.first_state,
+        grid.sequences,
+        max(1, grid.tokens // grid.every),
+        0 if slots.entering is None else slots.entering.shape[0],
+        pool.shape[0],
+        slots.pad,
+        HV=HV,
+        NUMBERS=numbers,
+        BN=BN,
+        **config.options(),
+    )
+
+
+def _pieces(states: Tensor) -> tuple[Config, int]:
+    """How the kernels are launched, and numbers of a head's state that one program copies."""
+    config = tuned("slots.triton", "", states.device)
+    return config, min(config.blocks["BN"], triton.next_power_of_2(states.shape[2] * states.shape[3]))
+
+
 def _copy(
     given: Tensor, taken: Tensor, slots: Slots, pad: int, grid: ChunkGrid | None, o: Tensor | None, *, entering: bool
 ) -> None:
     pool, states = (given, taken) if entering else (taken, given)
     (N, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
-    config = tuned("slots.triton", "", states.device)
-    BN = min(config.blocks["BN"], triton.next_power_of_2(numbers))
+    config, BN = _pieces(states)
     launched(
         wyfold_slots_triton,
         N * HV * -(-numbers // BN),
@@ -140,3 +184,46 @@ def wyfold_slots_triton(
                 for row in range(0, length, CLEARED):
                     rows = tl.minimum(length - row, CLEARED).to(tl.int32)
                     store_tokens(p_o, s_o, b, t + row, i_hv, 0, rows, zeros, V, CLEARED, BV)
+
+
+@triton.jit(do_not_specialize=["s_where", "N", "each", "slots", "kept_slots", "pad"])
+def wyfold_slots_between_triton(
+    p_from,
+    s_from,
+    p_to,
+    s_to,
+    p_where,
+    s_where,
+    p_source,
+    s_source,
+    p_first,
+    N,
+    each,
+    slots,
+    kept_slots,
+    pad,
+    HV: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One program owns BN numbers of one head's state in one row."""
+    PIECES: tl.constexpr = (NUMBERS + BN - 1) // BN
+    pid = tl.program_id(0).to(tl.int64)
+    i_piece, i_hv, i_row = pid % PIECES, (pid // PIECES) % HV, pid // (PIECES * HV)
+    i_n = i_row // each
+    if p_first is not None:
+        # As many sequences end at or before this row; all of them: nobody's.
+        i_n = i_row * 0
+        for start in range(0, N, SOUGHT):
+            o_n = start + tl.arange(0, SOUGHT)
+            b_end = tl.load(p_first + o_n + 1, mask=o_n < N, other=i_row + 1)
+            i_n += tl.sum((b_end <= i_row).to(tl.int64), axis=0)
+    slot = i_n
+    if p_source is not None:
+        slot = tl.load(p_source + i_n * s_source[0], mask=i_n < N, other=-1).to(tl.int64)
+    to = tl.load(p_where + i_row * s_where).to(tl.int64)
+    kept = (i_n < N) & (slot > pad) & (slot < slots) & (to > pad) & (to < kept_slots)
+    o_s = (i_piece * BN).to(tl.int32) + tl.arange(0, BN)
+    m_s = (o_s < NUMBERS) & kept
+    b_S = tl.load(p_from + i_row * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s, other=0.0)
+    tl.store(p_to + to * s_to[0] + i_hv * s_to[1] + o_s, b_S.to(p_to.dtype.element_ty), mask=m_s)
