@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,7 +153,7 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers, fla, flash-qla, cudnn"),
         (
             ["kda", "--peers", "fla:slow"],
-            "--peers: fla has no way 'slow'; there are own, generic, safe_gate, staged, fused",
+            "--peers: fla has no way 'slow'; there are generic, safe_gate, staged, fused",
         ),
         (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow"),
         (
@@ -375,24 +374,6 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
     ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
     # chunk_scaled_dot_kkt with a gate and without; decoding beside the token forms of three rules
     assert tried == sum(map(len, ways)) + 1 + 3
-
-
-def test_fla_by_its_own_kernels(monkeypatch):
-    """The variable is read at every call, and is what it was afterwards."""
-    seen = []
-
-    def call(arguments):
-        seen.append(os.environ.get("FLA_FLASH_QLA"))
-        return torch.ones(1)
-
-    own = peers._own(lambda: peers.Loaded("fla.its_own", call))()
-    for before in ("1", None):
-        monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
-        if before:
-            monkeypatch.setenv("FLA_FLASH_QLA", before)
-        own.call({})
-        assert os.environ.get("FLA_FLASH_QLA") == before
-    assert seen == ["0", "0"] and own.ran == "fla.its_own"
 
 
 def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():

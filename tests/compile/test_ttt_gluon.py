@@ -93,3 +93,15 @@ def test_tiles_are_stored_16_bytes_at_a_time(grad: bool):
     stored = re.findall(r"st\.global\S*", ptx_of(grad))
     assert not [word for word in stored if word.endswith(("b8", "b16"))]
     assert len([word for word in stored if ".v4." in word]) == (17 if grad else 4)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["kept", "not kept"])
+def test_one_thread_arrives_for_all(grad: bool):
+    """Groups hand each other tiles through shared memory. One thread of a group says that its part is done, and what
+    the others read and wrote comes before that only if all have met since."""
+    order = r"(?P<meet>bar\.sync)|(?P<arrive>mbarrier\.arrive\.shared)|(?P<touch>(?:ld|st)\.shared|ldmatrix|stmatrix)"
+    words = [match.lastgroup for match in re.finditer(order, ptx_of(grad))]
+    arrivals = [n for n, word in enumerate(words) if word == "arrive"]
+    assert len(arrivals) >= 3
+    for n in arrivals:
+        assert next(word for word in reversed(words[:n]) if word != "arrive") == "meet"

@@ -52,7 +52,8 @@ def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying
         dying: Ranks that are not there to say anything.
     """
     command = [sys.executable, "-m", "tests.parallel.ranks", str(folder), module, cases, *map(str, worlds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Ranks here have CPUs. With a GPU in sight autograd starts threads for it, which those that are forked have not.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     found = ""
     for world, rank in ((size, rank) for size in worlds for rank in range(size)):

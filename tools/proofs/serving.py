@@ -54,7 +54,7 @@ PASS, FAIL, SHORT, NOT_RUN = "PASS", "FAIL", "SHORT", "NOT RUN"
 
 FIRST_SHARE = 0.56
 """Of the budget, for what compiles."""
-TIMED_SHARES = {"bandwidth": 4, "context": 2, "host": 3, "generate": 3}
+TIMED_SHARES = {"bandwidth": 4, "context": 5, "host": 2, "generate": 4}
 """Of what is left then, in this proportion; what one does not need the others get."""
 MOST_WORKERS = min(20, 4 + (os.cpu_count() or 1))
 GRACE = 4.0

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,27 +174,6 @@ def _fla(module: str, name: str, **fixed: Any) -> Callable[[], Loaded]:
     return load
 
 
-def _own(load: Callable[[], Loaded]) -> Callable[[], Loaded]:
-    """fla's function by kernels of its own: FlashQLA switched off, which it looks for at every call."""
-
-    def without() -> Loaded:
-        loaded = load()
-
-        def call(arguments: Arguments) -> Tensor:
-            before = os.environ.get("FLA_FLASH_QLA")
-            os.environ["FLA_FLASH_QLA"] = "0"
-            try:
-                return loaded.call(arguments)
-            finally:
-                del os.environ["FLA_FLASH_QLA"]
-                if before is not None:
-                    os.environ["FLA_FLASH_QLA"] = before
-
-        return replace(loaded, call=call)
-
-    return without
-
-
 def _listen() -> None:
     logger = logging.getLogger("fla.backends")
     if not any(isinstance(handler, _Listener) for handler in logger.handlers):
@@ -305,10 +283,7 @@ PEERS = {
             "pip install fla-core",
             {
                 "chunk_delta_rule": (Adapter(_fla("ops.delta_rule", "chunk_delta_rule")),),
-                "chunk_gated_delta_rule": (
-                    Adapter(_fla("ops.gated_delta_rule", "chunk_gated_delta_rule")),
-                    Adapter(_own(_fla("ops.gated_delta_rule", "chunk_gated_delta_rule")), "own"),
-                ),
+                "chunk_gated_delta_rule": (Adapter(_fla("ops.gated_delta_rule", "chunk_gated_delta_rule")),),
                 "chunk_kda": (
                     Adapter(_fla("ops.kda", "chunk_kda"), "generic"),
                     Adapter(_fla("ops.kda", "chunk_kda", safe_gate=True), "safe_gate"),
