@@ -106,13 +106,13 @@ def wyfold_kkt_triton(
     b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
     b_J = tl.zeros((BT, BT), tl.float32)
     for level in range(LEVELS):
-        b_level = tl.zeros((BT, BT), tl.float32)
+        b_level, b_rest = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         for column in range(0, K, BK):
             b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)
             _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, column, rows, 0.0, floor, GATE, "given", K, BT, BK)
-            b_level = add_key_gram(b_level, b_k, b_g, level, GATE, BT, OP, PRECISION)
+            b_level, b_rest = add_key_gram(b_level, b_rest, b_k, b_g, level, GATE, BT, OP, PRECISION)
         _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
-        b_J += decay_key_gram(b_level, b_g, level, GATE, BT)
+        b_J += decay_key_gram(b_level, b_rest, b_g, level, GATE, BT, OP, PRECISION)
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)
     # Selected last: a strength that is not finite must not reach what is zero by definition.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, mm_exact, self_product, settled
+from wyfold.tile.dot.triton import mm, mm_exact, self_product, self_products, self_sum, settled
 from wyfold.tile.index.triton import (
     load_token_number,
     load_token_row,
@@ -257,27 +257,34 @@ def gram_levels(gate: str, chunk_size: int) -> int:
 
 
 @triton.jit
-def add_key_gram(b_J, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """b_J plus what some of the channels give to a level of J, for keys as they are.   [BT, BT], [r, s]
+def add_key_gram(
+    b_J, b_rest, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """`self_products`' two sums plus what some of the channels give to a level of J, for keys as they are.   [BT, BT]
 
     `level` is a number of the running program, so that one level's tiles are held at a time. OP holds the rows exactly,
-    and is float32 for a channel gate, whose decays stand in the rows.
+    and is float32 for a channel gate, whose decays stand in the rows; beside them a second sum would be spilled.
     """
     if GATE == "channel":
         h = BT >> (level + 1)
         b_k = b_k.to(tl.float32) * tl.exp(spans(to_anchor(h, BT), b_g, PRECISION))
-    return self_product(b_k, b_J, OP, PRECISION)
+        return self_product(b_k, b_J, OP, PRECISION), b_rest
+    else:
+        return self_products(b_k, b_J, b_rest, OP, PRECISION)
 
 
 @triton.jit
-def decay_key_gram(b_J, b_g, level, GATE: tl.constexpr, BT: tl.constexpr):
+def decay_key_gram(
+    b_J, b_rest, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
+):
     """A level summed over all channels, as a part of J below the diagonal, anything elsewhere.   [BT, BT], [r, s]"""
     if GATE == "channel":
         h = BT >> (level + 1)
         return tl.where(meets_transposed(h, BT), b_J, 0.0)
-    elif GATE == "scalar":
-        return b_J * interval_decay(b_g, BT)
     else:
+        b_J = self_sum(b_J, b_rest, OP, PRECISION)
+        if GATE == "scalar":
+            b_J = b_J * interval_decay(b_g, BT)
         return b_J
 
 

@@ -136,6 +136,30 @@ def self_product(a, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """`self_product` in two sums, which `self_sum` joins behind the last slice: for whom there are registers for both.
+
+    Three TF32 products are two here: of low high^T and high low^T either is the other's transpose. That sum stays by
+    itself, since a product cuts what it adds to the last bit of what it adds to.
+    """
+    if OP == tl.float32 and PRECISION == "tf32x3":
+        high, low = tf32_parts(a)
+        rest = tl.dot(low, tl.trans(high), rest, input_precision="tf32")
+        return tl.dot(high, tl.trans(high), acc, input_precision="tf32"), rest
+    else:
+        return self_product(a, acc, OP, PRECISION), rest
+
+
+@triton.jit
+def self_sum(acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Of `self_products`' two sums what they stand for; the second is used where float32 is taken apart alone."""
+    if OP == tl.float32 and PRECISION == "tf32x3":
+        return acc + (rest + tl.trans(rest))
+    else:
+        return acc
+
+
+@triton.jit
 def tf32_parts(x):
     """x as a sum of two: the nearest number of TF32's 11 bits, and what is left, of which a product takes 11 bits too.
 
