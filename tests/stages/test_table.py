@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
-from wyfold import UnsupportedError
+from wyfold import UnsupportedError, serving
 from wyfold.runtime import launch, recall
 from wyfold.runtime.launch import judged
 from wyfold.runtime.plan import Plan
@@ -99,6 +99,17 @@ def test_an_operator_says_what_does_not_fit(card):
         with pytest.raises(UnsupportedError, match=r"^chunk_ttt_linear: ") as refusal:
             wyfold.chunk_ttt_linear(*[wide] * 3, *[w[wide]] * 2, 0.1)
     assert "tensor memory" in refusal.value.reasons["triton"]
+
+
+@pytest.mark.parametrize("architecture, over", [("sm_100", 136), ("sm_120", 256)])
+def test_a_prompt_is_refused_where_its_chunks_do_not_fit(architecture: str, over: int, card):
+    card(architecture, "3.6.0", "verified")
+    with FakeTensorMode():
+        wide, beta = torch.empty(1, 40, 2, over, device="cuda"), torch.empty(1, 40, 2, device="cuda")
+        pool, slots = torch.empty(3, 2, over, over, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
+        with pytest.raises(UnsupportedError) as refusal:
+            serving.prefill(*[wide] * 3, None, beta, pool, slots, state_v_first=False)
+    assert "needs more" in refusal.value.reasons["triton"] and architecture in refusal.value.reasons["triton"]
 
 
 @pytest.mark.parametrize("architecture, most, over", [("sm_100", 128, 136), ("sm_120", 248, 256)])

@@ -323,7 +323,7 @@ def _decide(
         parts=split.part_count(sizes["B"], sizes["T"], None if cu is None else N, chunk_size, per_part),
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
-        sizes=_sizes(q, chunk_size) if not recurrent else (),
+        sizes=launch_sizes(q, chunk_size) if not recurrent else (),
         kernel_copies=_copied(q=q, k=k, g=g if gate.channel else None) if explaining() and not recurrent else (),
         keys=lambda: (
             token_keys(q, v, g, stored, v_first=flags.state_v_first)
@@ -386,7 +386,7 @@ def _copied(**rows: Tensor | None) -> tuple[str, ...]:
     return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
 
 
-def _sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
+def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
     """What may be too large for a card (`beyond` in support.json)."""
     if q.dtype == torch.float64:
         return ()

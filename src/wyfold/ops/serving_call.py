@@ -18,6 +18,7 @@ from wyfold.ops.delta_call import (
     decision_key,
     keeps_gradients,
     launch_keys,
+    launch_sizes,
     token_keys,
 )
 from wyfold.pipelines.serving import Serving, serve
@@ -189,6 +190,7 @@ def _decide(call: _Call) -> DeltaOptions:
         forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
+        sizes=launch_sizes(q, chunk_size) if chunked else (),
         keys=keys,
     )
     return DeltaOptions(
