@@ -22,6 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from wyfold.cli import results
+
 LIMIT = 5.0
 """Seconds of either direction."""
 WAITING = 6
@@ -201,11 +203,11 @@ def ask(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
         "what": "seconds of the first forward and of the first backward, each operator in a process without any cache",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": args.commit,
-        "versions": versions(args.device),
+        **machine(),
         "rows": [],
         "not_run": list(names),
     }
-    write(args.out / "first_calls.json", record)
+    results.write(args.out, "first_calls.json", record)
     for first in range(0, len(names), WAITING):
         if time.time() - began > args.budget - 40:
             break
@@ -219,29 +221,19 @@ def ask(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
                 record["rows"].append(process.answer())
                 record["not_run"].remove(process.name)
                 record["seconds"] = time.time() - began
-                write(args.out / "first_calls.json", record)
+                results.write(args.out, "first_calls.json", record)
         finally:
             for process in batch:
                 process.end()
     return record
 
 
-def versions(device: str) -> dict[str, str]:
-    code = (
-        "import json, sys, torch, triton; print(json.dumps({'torch': torch.__version__, 'triton': triton.__version__, "
-    )
-    code += (
-        "'python': sys.version.split()[0]} | ({'gpu': torch.cuda.get_device_name()} if sys.argv[1] == 'cuda' else {})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-def write(file: Path, record: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(file)
+def machine() -> dict[str, Any]:
+    """Hardware and versions, asked by another process: this one stays away from the card."""
+    code = "import json; from wyfold.ops import doctor; print(json.dumps([doctor.hardware(), doctor.versions()]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    hardware, versions = json.loads(done.stdout)
+    return {"hardware": hardware, "versions": versions}
 
 
 def report(record: dict[str, Any]) -> int:

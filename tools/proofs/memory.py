@@ -27,6 +27,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tools.proofs.first_calls import machine
+
+from wyfold.cli import results
+
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 PADDING = 8192
 """Bytes behind each allocation that belong to nobody: rows of a tile that runs over."""
@@ -275,6 +279,7 @@ def oversee(args: argparse.Namespace, shared: Path) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": args.commit,
         "budget": args.budget,
+        **machine(),
         "sanitizer": version(args.sanitizer),
     }
     try:
@@ -319,7 +324,7 @@ def watched(
             over = True
         if over or now - written > 5:
             record |= told(processes, names) | {"seconds": round(now - began, 1)}
-            write(args.out / "memory.json", record)
+            results.write(args.out, "memory.json", record)
             written = now
         if over:
             return record
@@ -364,13 +369,6 @@ def version(sanitizer: str) -> str:
         return "none"
     said = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     return next((line for line in said.splitlines() if line.startswith("Version")), said.strip())
-
-
-def write(file: Path, record: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(file)
 
 
 def report(record: dict[str, Any]) -> int:
