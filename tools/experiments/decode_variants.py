@@ -49,8 +49,8 @@ KKT = {
     ("float32", 16): ("k64 w1 s1 r0", "k32 w1 s3 r0", "k128 w1 s1 r0", "k64 w1 s2 r0"),
     ("float32", 32): ("k64 w4 s1 r0", "k32 w1 s4 r0", "k64 w2 s2 r0", "k32 w2 s3 r0"),
     ("float32", 64): ("k64 w4 s1 r0", "k32 w4 s4 r0", "k32 w8 s4 r0", "k64 w8 s2 r0"),
-    ("bfloat16", 16): ("k128 w1 s1 r0", "k32 w2 s4 r0", "k32 w1 s4 r0"),
-    ("bfloat16", 32): ("k128 w2 s1 r0", "k128 w1 s1 r0", "k32 w2 s4 r0", "k64 w1 s3 r0"),
+    ("bfloat16", 16): ("k128 w1 s1 r0", "k64 w1 s3 r0", "k32 w2 s4 r0", "k32 w1 s4 r0"),
+    ("bfloat16", 32): ("k128 w2 s1 r0", "k128 w1 s1 r0", "k32 w2 s4 r0", "k64 w1 s3 r0", "k32 w1 s4 r0"),
     ("bfloat16", 64): ("k64 w4 s2 r0",),
 }
 """The first of each is the row before this one, under today's kernel."""
