@@ -6,7 +6,8 @@ leave 16-bit tiles between launches. This is the same form in the same chunks, a
 
     prepare     decayed rows of a channel gate, those of its grams (from float16 all) to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
-    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS; without E the gradient of N
+    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS, do before the scale; without E
+                the gradient of N where tokens meet, not what a token keeps of its own
     gradients   the gradients of the grams; the decayed rows of each level of a channel gate's. Inside 8 rows neither
 
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
@@ -261,7 +262,8 @@ def scan_bwd(
             through = f.E[:, i] @ form.fed(dS)
         else:
             b = divisor(beta[:, i])
-            through = f.W[:, i].mT @ form.fed(b * f.write[:, i] * (f.k_end[:, i] @ form.fed(dS))) / b
+            dN = b * f.write[:, i] * (f.k_end[:, i] @ form.fed(dS))
+            through = (dN - form.fed(dN) + f.W[:, i].mT @ form.fed(dN)) / b
         X[:, i] = f.F[:, i].mT @ do[:, i] + through
         dS = f.total[:, i] * dS + f.q[:, i].mT @ form.fed(f.read[:, i] * do[:, i])
         dS -= f.k[:, i].mT @ form.fed(f.read[:, i] * beta[:, i] * X[:, i])
@@ -351,6 +353,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> Any:
         S, q, k, v, g, beta = ctx.saved_tensors
-        do = ctx.form.scale * do
-        borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS)
-        return None, dS, *gradients(ctx.form, q, k, g, beta, do, borders)
+        scale = ctx.form.scale or 1.0  # everything here is linear in do and dS, and counted in the scale
+        do = do if ctx.form.scale else torch.zeros_like(do)
+        borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS / scale)
+        return None, *(scale * x for x in (dS, *gradients(ctx.form, q, k, g, beta, do, borders)))

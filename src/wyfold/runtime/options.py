@@ -60,6 +60,12 @@ class DeltaOptions(NamedTuple):
     def cut(self) -> Cut:
         return Cut(self.segment_chunks, self.segments)
 
+    @property
+    def unit(self) -> float:
+        """What gradients are counted in on their way through the states: `scale`, so that do is an operand as it came
+        and is not rounded once more. Times and divided by it nothing leaves float32, else it is 1."""
+        return self.scale if 2.0**-40 <= abs(self.scale) <= 2.0**40 else 1.0
+
 
 DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "

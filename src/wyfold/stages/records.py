@@ -115,9 +115,9 @@ class TokenBorders(NamedTuple):
 
     Attributes:
         S: [t, V, K] state entering the chunk, transposed.
-        dS: [t, V, K] gradient of the state leaving it, transposed.
+        dS: [t, V, K] gradient of the state leaving it, transposed, in `DeltaOptions.unit`.
         e: [t, C, V] prediction errors R - J N; the written values are N = beta e.
-        X: [t, C, V] gradient of y = beta R.
+        X: [t, C, V] gradient of y = beta R, in the same unit.
     """
 
     S: Tensor

@@ -149,6 +149,7 @@ def gradients(
         grid.tokens,
         grid.per_sequence,
         options.scale,
+        options.unit,
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
@@ -199,7 +200,7 @@ def _boxes(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | N
     return every_box(borders, [tile_boxes(*box) for box in states + rows])
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
 def wyfold_gradients_triton(
     x_q,
     s_q,
@@ -242,6 +243,7 @@ def wyfold_gradients_triton(
     T,
     per_sequence,
     scale,
+    unit,
     lower_bound,
     clamp,
     beta_most,
@@ -354,16 +356,17 @@ def wyfold_gradients_triton(
             if OP != tl.bfloat16:
                 b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if x_dv is not None:
-                b_dv = b_X.to(tl.float32) * b_beta[:, None]
+                b_dv = b_X.to(tl.float32) * (b_beta * unit)[:, None]
                 send_tokens(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, T, b_dv, V, BT, BV, SENT)
         if p_dbeta is not None:
             if OP == tl.bfloat16:  # which products do not round
                 b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
+            b_dbeta *= unit
             if LOGIT:
                 b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * -b_beta[:, None]
+        b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * unit)[:, None]
         b_dP = tl.where(earlier, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
         # What later rows give keys: right operands of products whose left ones are rows transposed in shared memory.
         b_dJr, b_dPr = (b_dJ * b_nk[:, None]).to(OP), (b_dP * b_nq[:, None]).to(OP)
@@ -372,7 +375,7 @@ def wyfold_gradients_triton(
             b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
         if CHANNEL:
-            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * b_nk)[None, :]
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * unit * b_nk)[None, :]
             b_dPT = tl.where(later, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
             store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
             store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
@@ -401,12 +404,13 @@ def wyfold_gradients_triton(
                     b_SdS = mm(b_S, tl.trans(b_dS), b_SdS, OP, PRECISION)
                 else:
                     b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+            b_carried *= unit
             if SCALAR and OP == tl.bfloat16:
                 o_v = tl.arange(0, BV)
                 b_traced += tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_SdS, 0.0), axis=1)
             b_dq *= (scale * b_in)[:, None]
-            b_dk *= (-b_beta * b_in)[:, None]
-            b_dk_write *= (b_beta * b_out)[:, None]
+            b_dk *= (-b_beta * unit * b_in)[:, None]
+            b_dk_write *= (b_beta * unit * b_out)[:, None]
             if CHANNEL:
                 b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
                 b_k = load_sub_chunks(x_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
@@ -471,7 +475,7 @@ def wyfold_gradients_triton(
         if SCALAR:
             if OP == tl.bfloat16:
                 # As a row of a tile: Triton 3.6 fails to compile, for sm_100, a sum of one dimension out of a product.
-                carried = tl.sum(b_traced[None, :], axis=1)
+                carried = tl.sum(b_traced[None, :], axis=1) * unit
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK

@@ -4,9 +4,9 @@ The products are those of the Triton kernel beside it, in the same order and wit
 and e, or dS and X; how it is read and handed over is as in `scan` in Gluon:
 
     forward half                                reverse half
-    R^T = v^T - (S^T k^T) in                    X^T  = scale do^T F + dS^T E^T                            folded
-    e^T = R^T W^T                               X^T  = scale do^T F + ((dS^T k^T) out beta) W / beta      else
-    S^T <- total S^T + (R^T beta) E   folded    dS^T <- total dS^T + scale (do^T in) q - (beta X^T in) k
+    R^T = v^T - (S^T k^T) in                    X^T  = s do^T F + dS^T E^T                            folded
+    e^T = R^T W^T                               X^T  = s do^T F + ((dS^T k^T) out beta) W / beta      else
+    S^T <- total S^T + (R^T beta) E   folded    dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
     S^T <- total S^T + (e^T beta out) k   else
 
 A state leaves as its rounded copy, which is the left operand of the chunk's first product: it is put into shared memory
@@ -14,7 +14,8 @@ under that product, and given to the copy engine together with what the chunk be
 put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
 room for two states, a chunk more for the state.
 
-In the reverse half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1; the product with W starts from what was
+rounded off its operand. In the reverse half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
 
 A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
 does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no
@@ -122,7 +123,8 @@ def scan_bwd(
         grid.sequences,
         grid.tokens,
         grid.per_sequence,
-        options.scale,
+        options.unit,
+        options.scale / options.unit,
         H=H,
         HV=HV,
         K=K,
@@ -246,7 +248,7 @@ class Place(NamedTuple):
     rest: Any
 
 
-@gluon.jit(do_not_specialize=["N", "scanned", "T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=["N", "scanned", "T", "per_sequence", "unit", "scale"])
 def wyfold_scan_bwd_gluon(
     x_q,
     x_k,
@@ -283,6 +285,7 @@ def wyfold_scan_bwd_gluon(
     scanned,
     T,
     per_sequence,
+    unit,
     scale,
     H: gl.constexpr,
     HV: gl.constexpr,
@@ -382,7 +385,7 @@ def wyfold_scan_bwd_gluon(
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
@@ -391,8 +394,8 @@ def wyfold_scan_bwd_gluon(
     else:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_walk, (memory, tiles, at, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, unit, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
@@ -474,6 +477,7 @@ def _walk(
     memory,
     tiles,
     at,
+    unit,
     scale,
     part,
     HV: gl.constexpr,
@@ -489,7 +493,7 @@ def _walk(
 ):
     """Take BW value rows through every chunk, one way or the other."""
     if at.back != 0:
-        _reverse(memory, tiles, at, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+        _reverse(memory, tiles, at, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     else:
         _forward(memory, tiles, at, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     tma.store_wait(pendings=0)
@@ -500,6 +504,7 @@ def _reverse(
     memory,
     tiles,
     at,
+    unit,
     scale,
     part,
     HV: gl.constexpr,
@@ -516,6 +521,7 @@ def _reverse(
     """The last chunk first, which may be the one that is not full."""
     mine = at.column + part * BW
     dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
+    dS = dS * (1.0 / unit)
     total = 0.0
     if not CHANNEL:
         total = gl.load(memory.total + at.tile + (at.steps - 1) * HV, mask=at.steps > 0, other=0.0)
@@ -552,6 +558,7 @@ def _reverse(
     if done > 0:
         fence_async_shared()
         tma_store(memory.X, [at.tile * BT, mine], tiles.tokens.index(part))
+    dS = dS * unit
     if memory.leaving is None:
         _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
     elif at.begins:
@@ -679,8 +686,10 @@ def _reverse_step(
     if not FOLDED:
         out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
         dY = warpgroup_mma_wait(1, deps=[dY])
-        d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
-        dY = warpgroup_mma(d, write.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        d = (dY * out[None, :]).to(OP)
+        less = gl.fma(dY, out[None, :], -d.to(gl.float32))
+        d = gl.convert_layout(d, AC, assert_trivial=True)
+        dY = warpgroup_mma(d, write.permute((1, 0)), less, is_async=True)
     dS = warpgroup_mma(doT, query, dS, is_async=True)
     # Numbers of rows are read where they are wanted, again if need be: registers are short here.
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)

@@ -2,9 +2,12 @@
 
 forward half:  store S, then as `scan` without output; stores e = W R
 reverse half:  store dS (of the state leaving the chunk), then
-               X^T  = scale do^T F + dS^T E^T                    folded
-               X^T  = scale do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
-               dS^T <- total dS^T + scale (do^T in) q - (beta X^T in) k
+               X^T  = s do^T F + dS^T E^T                    folded
+               X^T  = s do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
+               dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
+
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1. W has a unit diagonal, so what rounding
+takes from its operand is left in the sum: it starts from that.
 
 Boxes, and the chunk that a sequence does not fill, as in `scan`.
 """
@@ -23,7 +26,7 @@ from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
-from wyfold.tile.dot.triton import contracts, mm, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, mm, operand, precision, rounded_off, workspace
 from wyfold.tile.index.triton import (
     copies_boxes,
     every_box,
@@ -116,7 +119,8 @@ def scan_bwd(
         grid.sequences,
         grid.tokens,
         grid.per_sequence,
-        options.scale,
+        options.unit,
+        options.scale / options.unit,
         H=H,
         HV=HV,
         K=K,
@@ -164,7 +168,7 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
-@triton.jit(do_not_specialize=["N", "count", "T", "per_sequence", "scale"])
+@triton.jit(do_not_specialize=["N", "count", "T", "per_sequence", "unit", "scale"])
 def wyfold_scan_bwd_triton(
     x_q,
     s_q,
@@ -201,6 +205,7 @@ def wyfold_scan_bwd_triton(
     count,
     T,
     per_sequence,
+    unit,
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -240,6 +245,7 @@ def wyfold_scan_bwd_triton(
         b_dS = load_end(
             p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
         )  # fmt: skip
+        b_dS *= 1.0 / unit
         if TMA:
             if steps * BT < length:
                 if not CHANNEL:
@@ -262,6 +268,7 @@ def wyfold_scan_bwd_triton(
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
             )  # fmt: skip
             total = next_total
+        b_dS *= unit
         if p_dS0 is not None:
             if p_sequence is None:
                 store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
@@ -330,7 +337,10 @@ def _reverse_step(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dS and X of a chunk; returns the gradient of the state entering it. FULL: all its rows are tokens."""
+    """Write dS and X of a chunk; returns the gradient of the state entering it. FULL: all its rows are tokens.
+
+    scale: Of what do brings, in units.
+    """
     if CHANNEL:
         b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
         b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
@@ -355,7 +365,10 @@ def _reverse_step(
     else:
         b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
         b_divisor = divisor(b_beta)
-        b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
+        b_out = (b_out * b_divisor)[None, :]
+        b_dN = b_dY * b_out
+        b_less = rounded_off(b_dY, b_out, b_dN, OP, PRECISION)
+        b_X += mm(b_dN, tl.trans(b_WT), b_less, OP, PRECISION) * (1.0 / b_divisor)[None, :]
     send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:

@@ -66,6 +66,17 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def rounded_off(a, b, ab, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """a b less what `mm` makes of the operand ab, their product; None where it takes float32 as it is."""
+    if OP == tl.bfloat16:
+        return tl.fma(a, tl.broadcast_to(b, a.shape), -ab.to(OP).to(tl.float32))
+    elif PRECISION == "tf32 to nearest":
+        return tl.fma(a, tl.broadcast_to(b, a.shape), -nearest_tf32(ab))
+    else:
+        return None
+
+
+@triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
     """acc + a b of operands of any float that are not rounded; bfloat16 is one part. Small products first."""
     if EXACT == "bf16x3":

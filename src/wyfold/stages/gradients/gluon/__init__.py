@@ -111,6 +111,7 @@ def gradients(
         grid.tokens,
         grid.per_sequence,
         options.scale,
+        options.unit,
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
@@ -182,7 +183,7 @@ class Tiles(NamedTuple):
     states_here: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
 def wyfold_gradients_gluon(
     x_q,
     x_k,
@@ -222,6 +223,7 @@ def wyfold_gradients_gluon(
     T,
     per_sequence,
     scale,
+    unit,
     lower_bound,
     clamp,
     beta_most,
@@ -303,14 +305,14 @@ def wyfold_gradients_gluon(
     beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
     none = gl.zeros([BT, BT], gl.float32, LC)
     weight = none + beta_c[None, :]
-    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r, beta_r
+    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * unit, beta_r * unit
     total = 1.0
     if SCALAR:
         G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
         last = gl.sum(gl.where(o_c == BT - 1, G_c, 0.0), axis=0)
         weight = exp2((G_r[:, None] - G_c[None, :]) * 1.4426950408889634) * beta_c[None, :]
         total = gl.exp(last)
-        scale_q, scale_k, scale_w = scale * gl.exp(G_r), -beta_r * gl.exp(G_r), beta_r * gl.exp(last - G_r)
+        scale_q, scale_k, scale_w = scale_q * gl.exp(G_r), scale_k * gl.exp(G_r), scale_w * gl.exp(last - G_r)
 
     # Gradients of the grams; that of v, in the place of X.
     mbarrier.wait(tiles.rows_here, 0)
@@ -322,7 +324,7 @@ def wyfold_gradients_gluon(
             _clear_rows(s_do, rows, BT, V)
     dJ = warpgroup_mma(x_a, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
     dP = warpgroup_mma(s_do, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
-    s_X.store((X.to(gl.float32) * numbers.slice(0, BT).load(gl.SliceLayout(1, LV))[:, None]).to(X.dtype))
+    s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
     fence_async_shared()
     barrier()
     send(x_dv, p_dv, s_dv, at, 0, s_X, WHOLE, BT, V)
@@ -341,11 +343,11 @@ def wyfold_gradients_gluon(
         scale_q, scale_k, scale_w = scale_q * r_q, scale_k * r_k, scale_w * r_k
     dJ, dP = warpgroup_mma_wait(0, deps=[dJ, dP])
     if p_dbeta is not None:
-        dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1)
+        dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
         if LOGIT:
             dbeta = dbeta * beta_r * (1.0 - beta_r / beta_most)
         store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
-    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * r_k)[:, None], 0.0)
+    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
     if SCALAR:
@@ -433,7 +435,7 @@ def wyfold_gradients_gluon(
         barrier()
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
-        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total, dg)
+        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total * unit, dg)
         raw = load_scalars(p_g, s_g, at, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK

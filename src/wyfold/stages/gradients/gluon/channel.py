@@ -116,6 +116,7 @@ def gradients(
         grid.tokens,
         grid.per_sequence,
         options.scale,
+        options.unit,
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
@@ -184,7 +185,7 @@ class Gate(NamedTuple):
     clamp: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "lower_bound", "clamp", "beta_most"])
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
 def wyfold_gradients_channel_gluon(
     x_q,
     x_k,
@@ -230,6 +231,7 @@ def wyfold_gradients_channel_gluon(
     T,
     per_sequence,
     scale,
+    unit,
     lower_bound,
     clamp,
     beta_most,
@@ -326,7 +328,7 @@ def wyfold_gradients_channel_gluon(
         o_t, o_v = gl.arange(0, BT, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
         X = gl.load(p_X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
         barrier()
-        X = X * betas.load(gl.SliceLayout(1, ROWS))[:, None]
+        X = X * (betas.load(gl.SliceLayout(1, ROWS)) * unit)[:, None]
         store_rows(p_dv, s_dv, at, column, X, ROWS, BT, BK)
     else:
         barrier()
@@ -346,20 +348,20 @@ def wyfold_gradients_channel_gluon(
     dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), none, use_acc=False, is_async=True)
     dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), none, use_acc=False, is_async=True)
     o_r, o_c = gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
-    carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1)
+    carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * unit
     carried = gl.convert_layout(carried, CH, assert_trivial=True)
     beta_r, beta_c = betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC))
     if p_dbeta is not None:
         if half == 0:
-            dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1)
+            dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
             if LOGIT:
                 dbeta = dbeta * beta_r * (1.0 - beta_r / beta_most)
             store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
-    read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c
-    dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * -beta_r[:, None])
+    read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * unit
+    dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * unit)[:, None])
     if NORM:
         r_c = norms_k.load(gl.SliceLayout(0, LC))
-        read, written = read * norms_q.load(gl.SliceLayout(0, LC)), beta_c * r_c
+        read, written = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c
         dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
         dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
     near_P, near_J = _near(dP, o_r), _near(dJ, o_r)
