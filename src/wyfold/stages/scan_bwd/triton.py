@@ -26,7 +26,7 @@ from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
-from wyfold.tile.dot.triton import contracts, mm, operand, precision, rounded_off, workspace
+from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
 from wyfold.tile.index.triton import (
     copies_boxes,
     every_box,
@@ -365,10 +365,8 @@ def _reverse_step(
     else:
         b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
         b_divisor = divisor(b_beta)
-        b_out = (b_out * b_divisor)[None, :]
-        b_dN = b_dY * b_out
-        b_less = rounded_off(b_dY, b_out, b_dN, OP, PRECISION)
-        b_X += mm(b_dN, tl.trans(b_WT), b_less, OP, PRECISION) * (1.0 / b_divisor)[None, :]
+        b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
+        b_X += b_dR * (1.0 / b_divisor)[None, :]
     send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:

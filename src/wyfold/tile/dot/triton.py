@@ -66,14 +66,16 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def rounded_off(a, b, ab, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """a b less what `mm` makes of the operand ab, their product; None where it takes float32 as it is."""
+def mm_unit_diagonal(a, by, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """(a by) b of a square b with ones on its diagonal, which so much of a passes as it is: what `mm` rounds off the
+    operand is added again."""
+    operand = a * by
     if OP == tl.bfloat16:
-        return tl.fma(a, tl.broadcast_to(b, a.shape), -ab.to(OP).to(tl.float32))
+        return mm(operand, b, tl.fma(a, tl.broadcast_to(by, a.shape), -operand.to(OP).to(tl.float32)), OP, PRECISION)
     elif PRECISION == "tf32 to nearest":
-        return tl.fma(a, tl.broadcast_to(b, a.shape), -nearest_tf32(ab))
+        return mm(operand, b, tl.fma(a, tl.broadcast_to(by, a.shape), -nearest_tf32(operand)), OP, PRECISION)
     else:
-        return None
+        return mm(operand, b, None, OP, PRECISION)
 
 
 @triton.jit
