@@ -1,6 +1,8 @@
 """The mixers that every promise of the layers is tested on: small, parameters away from their special first values."""
 
+import importlib.util
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -76,3 +78,11 @@ def same_gradients(float64_bounds) -> Callable[[nn.Module, torch.Tensor, torch.T
             float64_bounds.gradient(name, mine, true)
 
     return same_gradients
+
+
+@pytest.fixture
+def transformers() -> ModuleType:
+    """The library whose layers `from_hf` takes over, if its own run on a CPU."""
+    if importlib.util.find_spec("fla") is not None:
+        pytest.skip("where fla is installed, layers of transformers call its kernels, which read a GPU's memory alone")
+    return pytest.importorskip("transformers", reason="transformers is not installed")

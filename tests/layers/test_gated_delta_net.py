@@ -88,8 +88,7 @@ def test_decay_parameters_may_stay_float32_in_a_16_bit_layer(build, formula):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_from_hf_is_the_same_layer(family, float64_bounds):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+def test_from_hf_is_the_same_layer(family, float64_bounds, transformers):
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes = heads | {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "hidden_size": 24, "num_hidden_layers": 1}
     if family == "qwen3_next":

@@ -60,8 +60,7 @@ def test_a_bound_must_be_below_zero(lower_bound):
 
 
 @pytest.mark.parametrize(("family", "bound"), [("kimi_linear", None), ("glm5_next", -5.0)])
-def test_from_hf_is_the_same_layer(family, bound, float64_bounds):
-    pytest.importorskip("transformers", reason="transformers is not installed")
+def test_from_hf_is_the_same_layer(family, bound, float64_bounds, transformers):
     if family == "kimi_linear":
         from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig as Config
         from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention as Theirs

@@ -213,7 +213,7 @@ def borders(q, k, v, g, beta, do, spans, counts, chunks):
                 e_[tile, :n], X_[tile, :n] = R - J @ (A @ (be * R)), X
                 dS = total[-1].exp()[:, None] * dS + scale * (qq * total.exp()).T @ dO - (kk * total.exp()).T @ (be * X)
         first += count
-    return TokenBorders(*(x.bfloat16() for x in (S_, dS_, e_, X_)))
+    return TokenBorders(*(x.bfloat16() for x in (S_, dS_ / scale, e_, X_ / scale)))
 
 
 def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False):
@@ -241,7 +241,7 @@ def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False):
     grid = types.SimpleNamespace(chunk_size=C, cu=cu, first=first, sequence=sequence, sequences=len(spans), tokens=T)
     grid.per_sequence, grid.chunks = -(-T // C), chunks
     how = types.SimpleNamespace(qk_l2norm=norm, beta_logit=False, beta_most=1.0, activation="given", scale=K**-0.5)
-    how.clamp, how.lower_bound = 0.0, 0.0
+    how.clamp, how.lower_bound, how.unit = 0.0, 0.0, how.scale
     with mock.patch.object(G, "launched", launched), mock.patch.object(G, "tuned", lambda *_: Config(4, 1, {})):
         G.gradients(q, k, g, beta, None, None, do, lie, grid, how, "", out)
     end = cuts[-1] if cuts else T

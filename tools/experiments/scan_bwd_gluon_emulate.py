@@ -104,7 +104,8 @@ def drawn(gate, B, T, H, HV, K, V, cu, given, device="cpu", seed=1):
 
 
 def expected(q, k, v, prepared, S0, do, dST, grid, scale, cu):
-    """(tiles that are written, S, dS, e, X, dS0) by the formulas, operands rounded as the launch rounds them."""
+    """(tiles that are written, S, dS, e, X, dS0) by the formulas, operands rounded as the launch rounds them; dS and X
+    in units of the scale."""
     rows, totals, q_tiles, k_tiles, E_tiles, F, W = prepared
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     b = lambda x: x.bfloat16().float()
@@ -146,20 +147,21 @@ def expected(q, k, v, prepared, S0, do, dST, grid, scale, cu):
                     state = state * totals[i] + b(R * beta) @ E_tiles[i].float()
                 else:
                     state = state * totals[i] + b(error * (beta * out)) @ key
-            state = torch.zeros(V, K) if dST is None else dST[s, h].T.clone()
+            state = torch.zeros(V, K) if dST is None else dST[s, h].T / scale
             for i, (t, m), key, query in reversed(list(zip(at, here, keys, queries))):
                 in_k, in_q, out, beta = rows[i]
                 dS[i] = state
                 doT = tile(do, buffer, t, m, h).T
-                x = doT @ F[i].float().T * scale
+                x = doT @ F[i].float().T
                 if E_tiles is not None:
                     x = x + b(state) @ E_tiles[i].float().T
                 else:
                     by = divisor(beta)
-                    x = x + b((b(state) @ key.T) * (out * by)) @ W[i].float().T * (1 / by)
+                    z = (b(state) @ key.T) * (out * by)
+                    x = x + (z - b(z) + b(z) @ W[i].float().T) * (1 / by)
                 X[i] = x.T
-                state = state * totals[i] + b(doT * (in_q * scale)) @ query - b(x * (beta * in_k)) @ key
-            dS0[s, h] = state.T
+                state = state * totals[i] + b(doT * in_q) @ query - b(x * (beta * in_k)) @ key
+            dS0[s, h] = state.T * scale
     return written, b(S), b(dS), b(e), b(X), dS0
 
 

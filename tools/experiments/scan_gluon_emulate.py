@@ -345,6 +345,7 @@ def make_gl(pid):
     gl.zeros = lambda s, d, l: torch.zeros(s, dtype=d)
     gl.arange = lambda a, b, layout=None: torch.arange(a, b)
     gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
+    gl.fma = lambda a, b, c: torch.addcmul(c, a, b.expand_as(a))
     gl.convert_layout = lambda x, l, assert_trivial=False: x
     gl.NVMMADistributedLayout = gl.DotOperandLayout = gl.SliceLayout = gl.BlockedLayout = lambda *a: None
     gl.num_warps = lambda: 4
