@@ -521,6 +521,7 @@ def _reverse(
     """The last chunk first, which may be the one that is not full."""
     mine = at.column + part * BW
     dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
+    unit = gl.where(at.steps + at.rest > 0, unit, 1.0)  # through no token a gradient passes as it is
     dS = dS * (1.0 / unit)
     total = 0.0
     if not CHANNEL:

@@ -245,6 +245,7 @@ def wyfold_scan_bwd_triton(
         b_dS = load_end(
             p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
         )  # fmt: skip
+        unit = tl.where(length > 0, unit, 1.0)  # through no token a gradient passes as it is
         b_dS *= 1.0 / unit
         if TMA:
             if steps * BT < length:
