@@ -109,7 +109,8 @@ def test_families_over_many_chunks(rule: str, family: str, judged):
 @pytest.mark.parametrize("gate", GATES + RESETS)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_gates(rule: str, gate: str, judged):
-    require(*judged(rule, drawn("random", rule, Shape(4, 200, 2, 2, 128, 128), gate=gate), None))
+    """In 32 states: most of dbeta's error is that of the tokens nearest to a given state or its gradient."""
+    require(*judged(rule, drawn("random", rule, Shape(16, 200, 2, 2, 128, 128), gate=gate), None, long=True))
 
 
 @pytest.mark.parametrize("dtype, K", [(FP16, 128), (FP32, 64)], ids=str)
