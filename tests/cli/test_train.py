@@ -247,6 +247,23 @@ def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, mon
     assert weights(tmp_path / "behind") == weights(tmp_path / "waiting")
 
 
+def test_no_step_is_faster_than_the_host_could_ask_for_it(data, tmp_path, monkeypatch):
+    """Before a look or a checkpoint a step is read as soon as it was asked for, and a device may be done with it."""
+    loss, clock = Trainer._loss, [0.0]
+
+    def slow(self, batch: Batch):
+        clock[0] += 10.0
+        return loss(self, batch)
+
+    monkeypatch.setattr(Trainer, "_loss", slow)
+    monkeypatch.setattr("wyfold.cli.trainer.time.perf_counter", lambda: clock[0])
+    read_behind(monkeypatch)
+    assert train(data, tmp_path / "run", "--steps", 7, "--save-every", 3, "--eval-every", 100) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rates = [entry["tokens_per_second"] for entry in map(json.loads, lines) if "tokens_per_second" in entry]
+    assert len(rates) == 7 and set(rates) == {max(rates), max(rates) // 2}
+
+
 def test_a_loss_that_is_no_number_changes_nothing_where_it_is_read_behind(data, tmp_path, monkeypatch, capsys):
     """Two steps were asked for before it is known; neither may have moved a parameter."""
     loss, runs, before = Trainer._loss, [], []
