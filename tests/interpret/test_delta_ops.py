@@ -143,6 +143,16 @@ def test_as_wide_as_a_model(rule: str, dtype: torch.dtype, packed: bool, device,
     require(*verdicts(rule, a, "both", "random", device, guarded, results))
 
 
+@pytest.mark.parametrize("scale", [0.0, -1e-15, 1e15])
+@pytest.mark.parametrize("rule", RULES)
+def test_any_scale(rule: str, scale: float, device, guarded, results):
+    """Gradients are counted in the scale on their way, if that is neither zero nor next to it, nor enormous."""
+    gate = None if rule == "delta_rule" else "weak"
+    a = inputs.draw("random", rule, Shape(1, 70, 1, 2, 16, 24), gate=gate, state="normal", dtype=FP32)
+    a |= {"scale": scale, "output_final_state": True, "chunk_size": 32}
+    require(*verdicts(rule, a, "both", "random", device, guarded, results))
+
+
 def verdicts(
     rule: str, a: dict[str, Any], loss: str, family: str, device, guarded, results, form: str = "chunk"
 ) -> list[Verdict]:
