@@ -1,0 +1,116 @@
+"""What a kernel finds in shared memory before it has written there changes nothing: it holds what last ran on the
+multiprocessor, maybe of another process, and zero times what happens to be a NaN is one."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import SequenceLayout
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+GATES = ("weak", "-20", "any", "strong model")
+BF16 = torch.bfloat16
+LENGTHS = [70, 0, 128, 1, 201]
+NANS = 0x7FC07FC0
+"""In float32, and twice in bfloat16."""
+
+Spoilt = Callable[[int], contextlib.AbstractContextManager[None]]
+
+if importlib.util.find_spec("triton") is not None:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    @gluon.jit
+    def fill(p, value):
+        """224 KiB, so that a multiprocessor holds one such program at a time."""
+        L: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+        S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        a = gl.allocate_shared_memory(gl.int32, [32768], S)
+        b = gl.allocate_shared_memory(gl.int32, [16384], S)
+        c = gl.allocate_shared_memory(gl.int32, [8192], S)
+        a.store(gl.zeros([32768], gl.int32, L) + value)
+        b.store(gl.zeros([16384], gl.int32, L) + value)
+        c.store(gl.zeros([8192], gl.int32, L) + value)
+        seen = gl.sum(a.slice(0, 1024).load(L), axis=0) + gl.sum(b.slice(0, 1024).load(L), axis=0)
+        gl.store(p + gl.program_id(0), seen + gl.sum(c.slice(0, 1024).load(L), axis=0))
+
+
+@pytest.fixture
+def spoilt(card: torch.device) -> Spoilt:
+    """`with spoilt(word)`: before every launch all multiprocessors' shared memory is filled with it."""
+    if launch.architecture(card) != "sm_90":
+        pytest.skip("a program of 224 KiB of shared memory fills a multiprocessor of sm_90 alone")
+    from triton import knobs
+
+    programs = 2 * launch.processors(card)
+    sink, filling = torch.zeros(programs, dtype=torch.int32, device=card), []
+
+    @contextlib.contextmanager
+    def filled(word: int) -> Iterator[None]:
+        def before(_: Any) -> None:
+            if not filling:
+                filling.append(True)
+                fill[(programs,)](sink, word, num_warps=8)
+                filling.clear()
+
+        knobs.runtime.launch_enter_hook.add(before)
+        try:
+            yield
+        finally:
+            knobs.runtime.launch_enter_hook.remove(before)
+
+    return filled
+
+
+def same_under_nans(run: Callable[[], dict[str, torch.Tensor]], spoilt: Spoilt) -> None:
+    with spoilt(0):
+        expected = run()
+    assert all(bool(x.isfinite().all()) for x in expected.values())
+    with spoilt(NANS):
+        for _ in range(3):
+            got = run()
+            for name, x in expected.items():
+                assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_delta_rules(rule: str, gate: str, packed: bool, placed, results, spoilt):
+    """As a model calls them: q, k and v are slices of one tensor, norm, gate and sigmoid inside, few gradients."""
+    if rule == "delta_rule" and gate != "weak":
+        pytest.skip("the delta rule has no gate")
+    T, N = (sum(LENGTHS) + 5, len(LENGTHS)) if packed else (512, None)
+    kind = {"delta_rule": None}.get(rule, gate.removeprefix("strong "))
+    shape = Shape(1 if packed else 4, T, 2, 2, 128, 128)
+    a = inputs.draw("random", rule, shape, gate=kind, beta="logits", state="normal", sequences=N, dtype=BF16)
+    joined = torch.cat([a[name].flatten(2) for name in ("q", "k", "v")], dim=-1)
+    a |= {name: x.unflatten(-1, (2, 128)) for name, x in zip("qkv", joined.split(256, dim=-1), strict=True)}
+    if gate == "strong model":
+        a |= {"A_log": torch.full_like(a["A_log"], 2.5), "dt_bias": a["dt_bias"] * 0.2}
+    if packed:
+        a["cu_seqlens"] = SequenceLayout.from_lengths(LENGTHS, tokens=T).cu_seqlens
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    fed["o"] *= torch.arange(T)[None, :, None, None] % 8 == 7
+    op, a, fed = getattr(wyfold, f"chunk_{rule}"), placed(a), placed(fed)
+    flags = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    same_under_nans(lambda: results(op, a, None, fed, **flags), spoilt)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype, D", [(BF16, 64), (BF16, 128), (torch.float32, 64)], ids=str)
+def test_ttt_linear(dtype: torch.dtype, D: int, packed: bool, placed, results, spoilt):
+    T, N = (sum(LENGTHS) + 5, len(LENGTHS)) if packed else (200, None)
+    a = inputs.draw("random", "ttt_linear", Shape(1, T, 2, 2, D, D), state="normal", sequences=N, dtype=dtype)
+    if packed:
+        a["cu_seqlens"] = SequenceLayout.from_lengths(LENGTHS, tokens=T).cu_seqlens
+    op, a, fed = wyfold.chunk_ttt_linear, placed(a), placed({"o": inputs.incoming(a["v"], 1)})
+    same_under_nans(lambda: results(op, a, None, fed), spoilt)
