@@ -1,0 +1,29 @@
+"""A plugin of pytest for runs that may be cut off: each failure is printed when it happens, and every test is written
+down, one JSON line each, into the file that INSTANT_LOG names. PLUG_GPUS shares so many GPUs out among the workers.
+
+    INSTANT_LOG=tests.jsonl PYTHONPATH=src:.:tools/proofs python -m pytest -p instant -n 14 --dist worksteal tests
+"""
+
+import json
+import os
+
+import pytest
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+GPUS = int(os.environ.get("PLUG_GPUS", "1"))
+LOG = os.environ.get("INSTANT_LOG")
+SHOWN = 2500
+"""Characters of a failure, its last ones."""
+
+if WORKER and GPUS > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER[2:]) % GPUS)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if WORKER:
+        return
+    if report.failed:
+        print(f"\nFAILED {report.nodeid} {report.when}\n{str(report.longrepr)[-SHOWN:]}\n", flush=True)
+    if LOG and (report.when == "call" or report.outcome != "passed"):
+        with open(LOG, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps([report.nodeid, report.when, report.outcome, round(report.duration, 2)]) + "\n")
