@@ -2,7 +2,6 @@
 multiprocessor, maybe of another process, and zero times what happens to be a NaN is one."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,46 +18,25 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 GATES = ("weak", "-20", "any", "strong model")
 BF16 = torch.bfloat16
 LENGTHS = [70, 0, 128, 1, 201]
-NANS = 0x7FC07FC0
-"""In float32, and twice in bfloat16."""
-
-Spoilt = Callable[[int], contextlib.AbstractContextManager[None]]
-
-if importlib.util.find_spec("triton") is not None:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    @gluon.jit
-    def fill(p, value):
-        """224 KiB, so that a multiprocessor holds one such program at a time."""
-        L: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-        S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        a = gl.allocate_shared_memory(gl.int32, [32768], S)
-        b = gl.allocate_shared_memory(gl.int32, [16384], S)
-        c = gl.allocate_shared_memory(gl.int32, [8192], S)
-        a.store(gl.zeros([32768], gl.int32, L) + value)
-        b.store(gl.zeros([16384], gl.int32, L) + value)
-        c.store(gl.zeros([8192], gl.int32, L) + value)
-        seen = gl.sum(a.slice(0, 1024).load(L), axis=0) + gl.sum(b.slice(0, 1024).load(L), axis=0)
-        gl.store(p + gl.program_id(0), seen + gl.sum(c.slice(0, 1024).load(L), axis=0))
+Spoilt = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 @pytest.fixture
 def spoilt(card: torch.device) -> Spoilt:
-    """`with spoilt(word)`: before every launch all multiprocessors' shared memory is filled with it."""
+    """`with spoilt()`: before every launch all shared memory of the card is filled with NaNs, or another word."""
     if launch.architecture(card) != "sm_90":
         pytest.skip("a program of 224 KiB of shared memory fills a multiprocessor of sm_90 alone")
+    from tests.accuracy import shared_memory
     from triton import knobs
 
-    programs = 2 * launch.processors(card)
-    sink, filling = torch.zeros(programs, dtype=torch.int32, device=card), []
+    sink, filling = shared_memory.sink(card), []
 
     @contextlib.contextmanager
-    def filled(word: int) -> Iterator[None]:
+    def filled(word: int = shared_memory.NANS) -> Iterator[None]:
         def before(_: Any) -> None:
             if not filling:
                 filling.append(True)
-                fill[(programs,)](sink, word, num_warps=8)
+                shared_memory.fill(sink, word)
                 filling.clear()
 
         knobs.runtime.launch_enter_hook.add(before)
@@ -74,7 +52,7 @@ def same_under_nans(run: Callable[[], dict[str, torch.Tensor]], spoilt: Spoilt) 
     with spoilt(0):
         expected = run()
     assert all(bool(x.isfinite().all()) for x in expected.values())
-    with spoilt(NANS):
+    with spoilt():
         for _ in range(3):
             got = run()
             for name, x in expected.items():

@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from tests.accuracy import shared_memory
 from torch import Tensor, nn
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 import wyfold
 from wyfold.cli import main as wyfold_main
@@ -66,22 +66,27 @@ class Counts:
 counts = Counts()
 
 
-def watched_take(self: Course, given: tuple, addresses: list[int]):
-    """`Course.take` of a backward, its launches followed by counts."""
+class Look(NamedTuple):
+    """A step of a course that counts what its launches have left so far; the first tensors were given."""
+
+    kernel: str
+    given: int
+
+    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        made = {f"made {n}": x for n, x in enumerate(tensors) if n >= self.given and isinstance(x, Tensor)}
+        counts.count(self.kernel, made)
+
+
+def watched_take(self: Course, given: tuple[Any, ...], addresses: list[int]) -> Any:
+    """`Course.take`, a look after every launch of a backward."""
     names = [kernel.fn.__name__ for kernel in self.kernels]
     if not any("gradients" in name for name in names):
         return TAKE(self, given, addresses)
-    bound.enter_context(given)
-    stream, launches = bound.stream(self.device.index or 0), iter(names)
-    tensors, addresses = [*given, *[None] * self.made], addresses + [0] * self.made
     counts.count("nothing yet", {f"given {n}": x for n, x in enumerate(given) if isinstance(x, Tensor)})
+    steps, launches = [], iter(names)
     for step in self.steps:
-        step.again(stream, tensors, addresses)
-        if isinstance(step, bound.Launch):
-            here = {n: x for n, x in enumerate(tensors) if n >= len(given) and isinstance(x, Tensor)}
-            counts.count(next(launches), {f"made {n}": x for n, x in here.items()})
-    found = tuple([None if n is None else tensors[n] for n in self.results])
-    return found[0] if self.single else found
+        steps += [step, Look(next(launches), len(given))] if isinstance(step, bound.Launch) else [step]
+    return TAKE(self._replace(steps=tuple(steps)), given, addresses)
 
 
 TAKE = Course.take
@@ -137,21 +142,6 @@ def train(width: int, seed: int, rate: float, seconds: float) -> None:
 # --- the operator ----------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def fill(p, value):
-    """224 KiB of a multiprocessor's shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a = gl.allocate_shared_memory(gl.int32, [32768], S)
-    b = gl.allocate_shared_memory(gl.int32, [16384], S)
-    c = gl.allocate_shared_memory(gl.int32, [8192], S)
-    a.store(gl.zeros([32768], gl.int32, L) + value)
-    b.store(gl.zeros([16384], gl.int32, L) + value)
-    c.store(gl.zeros([8192], gl.int32, L) + value)
-    seen = gl.sum(a.slice(0, 1024).load(L), axis=0) + gl.sum(b.slice(0, 1024).load(L), axis=0)
-    gl.store(p + gl.program_id(0), seen + gl.sum(c.slice(0, 1024).load(L), axis=0))
-
-
 def operator(seed: int, seconds: float) -> None:
     """Whether the operator repeats itself."""
     B, T, H, K = 64, 512, 2, 128
@@ -163,14 +153,14 @@ def operator(seed: int, seconds: float) -> None:
     dt_bias = (make(H, K) - 2.2).requires_grad_()
     do = make(B, T, H, K).bfloat16() * 1e-5
     do *= torch.rand(B, T, 1, 1, device="cuda", generator=draw) < 0.125
-    leaves, sink = [qkv, g, beta, A_log, dt_bias], torch.zeros(264, dtype=torch.int32, device="cuda")
+    leaves, sink = [qkv, g, beta, A_log, dt_bias], shared_memory.sink(qkv.device)
     first, turns, events, end = None, 0, 0, time.time() + seconds
     while time.time() < end:
         q, k, v = (x.unflatten(-1, (H, K)) for x in qkv.split(H * K, dim=-1))
         inside = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-        fill[(264,)](sink, 0x7FC07FC0, num_warps=8)
+        shared_memory.fill(sink, shared_memory.NANS)
         o = wyfold.chunk_kda(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, **inside)[0]
-        fill[(264,)](sink, 0x7FC07FC0, num_warps=8)
+        shared_memory.fill(sink, shared_memory.NANS)
         found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
         if first is None:
             first = [x.clone() for x in found]
@@ -190,6 +180,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of a text for each process")
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # how this program asks for one process
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
     if args.number is None:
         args.out.mkdir(parents=True, exist_ok=True)
         files = [(args.out / f"{args.part}-{n}.txt").open("w") for n in range(args.processes)]
@@ -197,10 +189,10 @@ def main() -> None:
             subprocess.Popen([sys.executable, *sys.argv, "--number", str(n)], stdout=file, stderr=subprocess.STDOUT)
             for n, file in enumerate(files)
         ]
-        for process in running:
-            process.wait()
+        failed = [process.wait() for process in running]
         for file in files:
             print(Path(file.name).read_text())
+        sys.exit(any(failed))
     elif args.part == "train":
         train(*SETTINGS[args.number % len(SETTINGS)], args.seconds)
     else:
