@@ -55,11 +55,13 @@ class Figures:
         number: Of the step, from 1.
         rate, tokens: What it was taken with.
         values: [2] its loss and its gradient norm, on the device.
-        host: Seconds that the host took to ask for it, which it cannot have been faster than.
+
+    Attributes:
+        host: Seconds that the host took to ask for it, where they are known: it was no faster.
     """
 
-    def __init__(self, number: int, rate: float, tokens: int, values: Tensor, host: float = 0.0) -> None:
-        self.number, self.rate, self.tokens, self.host = number, rate, tokens, host
+    def __init__(self, number: int, rate: float, tokens: int, values: Tensor) -> None:
+        self.number, self.rate, self.tokens, self.host = number, rate, tokens, 0.0
         self.values = values.to("cpu", non_blocking=True)
         self.there: torch.cuda.Event | None = None
         if values.is_cuda:
