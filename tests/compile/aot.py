@@ -32,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.compile.machine_code import reused_barriers
 
 import wyfold
 from wyfold import TTTState, serving
@@ -193,6 +194,7 @@ class Usage:
         spilled: Bytes stored to and loaded from memory because registers ran out, counted in the code once each.
         tensor_memory: Columns, on architectures that have such a memory.
         serialized: Whether asynchronous matrix products wait for each other because registers ran out.
+        reused: What may lie where a barrier was (facts.md, KDA-NAN-1).
     """
 
     kernel: str
@@ -201,6 +203,7 @@ class Usage:
     spilled: int
     tensor_memory: int
     serialized: bool
+    reused: list[str]
 
 
 class PretendDriver:
@@ -348,7 +351,7 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
 
 def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
     """Of a compiled kernel; read once, from the assembler's log, and kept beside the compiler's own cache."""
-    kept = CACHE / f"{kernel.hash}{architecture}.usage.json"
+    kept = CACHE / f"{kernel.hash}{architecture}.use.json"
     if not kept.exists():
         log = log if "spill stores" in log else assembled(kernel, architecture)
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -359,6 +362,7 @@ def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
             sum(int(stores) + int(loads) for stores, loads in spills),
             kernel.metadata.tmem_size or 0,
             "serialized" in log,
+            reused_barriers(kernel),
         )
         kept.write_text(json.dumps(asdict(found)))
     return Usage(**json.loads(kept.read_text()))
@@ -398,6 +402,7 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
             wrong.append(f"{u.kernel}: spills {u.spilled} bytes, {allowed.get(f'{call}: {u.kernel}', 0)} are allowed")
         if u.serialized and not allowed.get(f"{call}: {u.kernel}: serialized"):
             wrong.append(f"{u.kernel}: its matrix products are serialized")
+        wrong += [f"{u.kernel}: where a barrier was may lie {taken}" for taken in u.reused]
         if u.tensor_memory > 512:
             wrong.append(f"{u.kernel}: {u.tensor_memory} columns of tensor memory, 512 are there")
     return wrong

@@ -39,3 +39,37 @@ def overtaken(sass: str) -> list[str]:
             if written and any(int(written[1]) in group for group in groups):
                 found.append(instruction)
     return found
+
+
+def reused_barriers(kernel: Any) -> list[str]:
+    """What takes shared memory after the last name of a barrier in Gluon, and may so be laid where that was.
+
+    Barriers that Triton makes by itself it also takes back.
+    """
+    if "gluon" not in kernel.metadata.name:
+        return []
+    from triton._C.libtriton import ir, nvidia, passes
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(kernel.asm["ttgir"])
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    module.context = context
+    steps = ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(steps)
+    passes.convert.add_scf_to_cf(steps)
+    passes.gluon.add_inliner(steps)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(steps, 90, 86)
+    steps.run(module, "allocate")
+    lines = str(module).splitlines()
+    found = []
+    for barrier in re.findall(r"(%\w+) = ttg\.local_alloc .*memdesc<[0-9x]*xi64,", "\n".join(lines)):
+        last = max(n for n, line in enumerate(lines) if re.search(rf"{barrier}\b(?!_)", line))
+        indent = len(lines[last]) - len(lines[last].lstrip())
+        if "ttg.warp_specialize" in lines[last]:  # its parts follow, and may all use what it was given
+            last = next(n for n in range(last + 1, len(lines)) if re.match(rf" {{{indent}}}\}}", lines[n]))
+        found += [f"{barrier}: {line.strip()[:80]}" for line in lines[last + 1 :] if "allocation.offset" in line]
+    return found

@@ -142,6 +142,8 @@ def expected(q, k, v, prepared, S0, do, dST, grid, scale, cu):
                 S[i] = state
                 R = tile(v, buffer, t, m, h).T - (b(state) @ key.T) * in_k
                 error = b(R) @ W[i].float()
+                if E_tiles is not None:
+                    error = R - b(R) + error
                 e[i] = error.T
                 if E_tiles is not None:
                     state = state * totals[i] + b(R * beta) @ E_tiles[i].float()

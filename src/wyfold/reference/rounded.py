@@ -234,7 +234,7 @@ def forward_step(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor, i: 
     R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
     y, e = form.fed(beta[:, i] * R), f.W[:, i] @ form.fed(R)
     if form.folded:
-        return y, e, f.total[:, i] * S + f.E[:, i].mT @ y
+        return y, e + (R - form.fed(R)), f.total[:, i] * S + f.E[:, i].mT @ y
     return y, e, f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e)
 
 

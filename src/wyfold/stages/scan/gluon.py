@@ -299,11 +299,14 @@ def wyfold_scan_gluon(
         out = gl.allocate_shared_memory(x_o.dtype, [OUT * PARTS, BT, BW], x_o.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    spare = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    spare = free
+    if OUT == 0:
+        spare = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
-        mbarrier.init(spare.index(s), count=PARTS)
+        if OUT == 0:
+            mbarrier.init(spare.index(s), count=PARTS)
     fence_async_shared()
     barrier()
 

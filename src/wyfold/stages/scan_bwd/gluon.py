@@ -759,13 +759,17 @@ def _forward_step(
     S = S * total
     Sk = warpgroup_mma_wait(0, deps=[Sk])
     R = v.to(gl.float32) - Sk * in_k[None, :]
-    r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-    e = warpgroup_mma(r, tiles.square.index(stage), nothing, use_acc=False, is_async=True)
+    r = R.to(OP)
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
+        less = R - r.to(gl.float32)
+        r = gl.convert_layout(r, AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.square.index(stage), less, is_async=True)
         S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
         e = warpgroup_mma_wait(1, deps=[e])
     else:
+        r = gl.convert_layout(r, AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.square.index(stage), nothing, use_acc=False, is_async=True)
         beta_out = beta * number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)

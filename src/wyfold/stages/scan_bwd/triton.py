@@ -422,7 +422,10 @@ def _forward_step(
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
-    b_e = mm(b_R, b_WT, None, OP, PRECISION)
+    if FOLDED:
+        b_e = mm_unit_diagonal(b_R, None, b_WT, OP, PRECISION)
+    else:
+        b_e = mm(b_R, b_WT, None, OP, PRECISION)
     send_tile(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, TMA)
     if FOLDED:
         b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)

@@ -68,14 +68,25 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def mm_unit_diagonal(a, by, b, OP: tl.constexpr, PRECISION: tl.constexpr):
     """(a by) b of a square b with ones on its diagonal, which so much of a passes as it is: what `mm` rounds off the
-    operand is added again."""
-    operand = a * by
+    operand is added again. by: None for 1."""
+    operand = a
+    if by is not None:
+        operand = a * by
     if OP == tl.bfloat16:
-        return mm(operand, b, tl.fma(a, tl.broadcast_to(by, a.shape), -operand.to(OP).to(tl.float32)), OP, PRECISION)
+        return mm(operand, b, _remainder(a, by, operand.to(OP).to(tl.float32)), OP, PRECISION)
     elif PRECISION == "tf32 to nearest":
-        return mm(operand, b, tl.fma(a, tl.broadcast_to(by, a.shape), -nearest_tf32(operand)), OP, PRECISION)
+        return mm(operand, b, _remainder(a, by, nearest_tf32(operand)), OP, PRECISION)
     else:
         return mm(operand, b, None, OP, PRECISION)
+
+
+@triton.jit
+def _remainder(a, by, rounded):
+    """a by - rounded, exactly."""
+    if by is None:
+        return a - rounded
+    else:
+        return tl.fma(a, tl.broadcast_to(by, a.shape), -rounded)
 
 
 @triton.jit

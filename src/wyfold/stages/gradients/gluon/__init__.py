@@ -445,6 +445,7 @@ def wyfold_gradients_gluon(
             gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
         if p_ddt_bias is not None:
             gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
+    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
 
 
 @gluon.jit

@@ -495,6 +495,7 @@ def wyfold_gradients_channel_gluon(
     for n in gl.static_range(4):
         P[n]._keep_alive()
         J[n]._keep_alive()
+    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence"])

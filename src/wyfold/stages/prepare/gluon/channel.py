@@ -429,6 +429,9 @@ def wyfold_prepare_channel_gluon(
     if with_w:
         tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
+    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    come_g._keep_alive()
+    come._keep_alive()
 
 
 @gluon.jit

@@ -358,6 +358,9 @@ def wyfold_prepare_gluon(
         gl.store(p_total + i_tile, 1.0)
     gl.store(p_row + 3 * BT, beta)
     tma.store_wait(pendings=0)
+    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    come_k._keep_alive()
+    come_q._keep_alive()
 
 
 @gluon.jit
