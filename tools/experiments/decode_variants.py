@@ -41,9 +41,12 @@ def decode_row(name):
 
 DECODE = {
     name: decode_row(name)
-    for name in ("v32 w1 r0", "v32 w1 r224", "v32 w1 r200", "v32 w1 r168", "v16 w1 r128", "v64 w2 r168")
+    for name in (
+        *("v8 w1 r0", "v8 w1 r96", "v16 w1 r0", "v16 w1 r128", "v16 w1 r168", "v16 w2 r0"),
+        *("v32 w1 r0", "v32 w2 r0", "v32 w4 r0", "v64 w2 r0", "v64 w4 r0"),
+    )
 }
-"""r0: without a limit, as they were before 200 and 224 registers."""
+"""r0: without a limit."""
 
 KKT = {
     ("float32", 16): ("k64 w1 s1 r0", "k32 w1 s3 r0", "k128 w1 s1 r0", "k64 w1 s2 r0"),
@@ -144,8 +147,9 @@ def decoding(case, stored, batch, on_card):
             row.setdefault("refused", {})[name] = f"{type(reason).__name__}: {reason}"[:200]
     onto = list(zip(pools, [*pools[1:], pools[0]]))
     runs["copy"] = lambda: [torch.neg(x, out=to) for x, to in onto]
+    runs["copy in place"] = lambda: [torch.neg(x, out=x) for x in pools]
     us = {name: 1e3 * x / len(pools) for name, x in timed(runs, on_card).items()}
-    row |= {"us": us, "bits": bits, "share": {name: us["copy"] / x for name, x in us.items() if name != "copy"}}
+    row |= {"us": us, "bits": bits, "share": {name: us["copy"] / x for name, x in us.items() if "copy" not in name}}
     return row
 
 

@@ -6,8 +6,9 @@ leave 16-bit tiles between launches. This is the same form in the same chunks, a
 
     prepare     decayed rows of a channel gate, those of its grams (from float16 all) to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
-    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS, do before the scale; without E
-                the gradient of N where tokens meet, not what a token keeps of its own
+    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS, do before the scale; R, and
+                without E the gradient of N, where tokens meet, not what a token keeps of its own: but R all of it
+                where e is written into the state
     gradients   the gradients of the grams; the decayed rows of each level of a channel gate's. Inside 8 rows neither
 
 All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses

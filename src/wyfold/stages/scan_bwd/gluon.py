@@ -14,8 +14,8 @@ under that product, and given to the copy engine together with what the chunk be
 put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
 room for two states, a chunk more for the state.
 
-dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1; the product with W starts from what was
-rounded off its operand. In the reverse half do^T q does not wait for the gradient's products and fills the matrix units
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1; a product with W starts from what was
+rounded off its operand, but e does not where it is written into the state. In the reverse half do^T q does not wait for the gradient's products and fills the matrix units
 between two that do.
 
 A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence

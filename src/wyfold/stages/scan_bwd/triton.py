@@ -1,6 +1,7 @@
 """`scan_bwd` in Triton: two halves of one grid, each program with a state, or its gradient, in its registers.
 
-forward half:  store S, then as `scan` without output; stores e = W R
+forward half:  store S, then as `scan` without output; stores e = W R, which starts from what was rounded off R if
+               nothing is written with it
 reverse half:  store dS (of the state leaving the chunk), then
                X^T  = s do^T F + dS^T E^T                    folded
                X^T  = s do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
