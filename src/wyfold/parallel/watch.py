@@ -48,7 +48,8 @@ class Watch:
 
     All process groups of this process are aborted, for a kernel that waits in one of them keeps those of the others
     waiting, and none can be used afterwards: let the process end, without `destroy_process_group`. Numbers that came
-    out of an aborted collective are meaningless.
+    out of an aborted collective are meaningless. gloo has nothing to abort by: there a thread that waits for a rank
+    that is stopped and not dead, waits for its group's timeout.
 
     Entering it is a collective, of the host alone. Inside nothing waits for it, and the device does not know of it;
     with one rank it does nothing. It sees that a rank is gone, not that a rank does something else: that is left to
@@ -160,7 +161,7 @@ class Watch:
                 warnings.warn(f"Watch: its own connection failed, all ranks are here; it ends. {error}", stacklevel=1)
                 return
             who = f"{_named(absent)} of {self.world} is gone: ended, or silent for {self.silence_s:g} s"
-        self._lose(f"{who} ({error})")
+        self._lose(f"{who} ({str(error).partition('. ')[0]})")
 
     def _lose(self, who: str) -> None:
         """Raise in the watched thread, and set it free where it waits for a collective."""
