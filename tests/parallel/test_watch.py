@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.ranks import Case, refusals
 
 import wyfold
-from tests.parallel.ranks import Case, refusals
 from wyfold.cp import RankLost, Watch, build_cp_context
 from wyfold.parallel import watch as module
 
