@@ -490,6 +490,7 @@ OWN = {
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
+        Call("fused_recurrent_kda", options=(("state_v_first", True),)),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),
