@@ -151,14 +151,17 @@ class Served:
         operator: Its name.
         stored: Dtype of the pool.
         between: Whether boundaries are given, and states on the way stored in a pool of their own.
+        gate: Kind of the gate of a call whose heads have 128 channels and V-first states; empty: neither is.
     """
 
     operator: str
     stored: str = "float32"
     between: bool = False
+    gate: str = ""
 
     def __str__(self) -> str:
-        return f"serving.{self.operator} {self.stored}" + (" packed, states between" if self.between else "")
+        wide = f", a {self.gate} gate, 128 channels, V-first" if self.gate else ""
+        return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
         if self.operator == "conv1d_update":
@@ -173,14 +176,15 @@ class Served:
             w = torch.ones(1, D)
             serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
-        T, more = 1, dict[str, Any]()
-        pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        T, D, more = 1, 128 if self.gate else 16, dict[str, Any]()
+        pool, slots = torch.zeros(2, 1, D, D, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        g = {"": None, "scalar": torch.zeros(1, T, 1), "channel": torch.zeros(1, T, 1, D)}[self.gate]
         if self.between:
             T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
-        tokens = (torch.randn(1, T, 1, 16) for _ in range(3))
-        operator = getattr(serving, self.operator)
-        operator(*tokens, None, torch.rand(1, T, 1), pool, slots, state_v_first=False, backend="triton", **more)
+        q, k, v = (torch.randn(1, T, 1, D) for _ in range(3))
+        more |= {"state_v_first": bool(self.gate), "backend": "triton"}
+        getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, 1), pool, slots, **more)
 
 
 @dataclass(frozen=True)
@@ -466,7 +470,7 @@ CALLS = (
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
 """With states on the way, which cost shared memory beside that of the tokens in flight."""
 
-OWN = {
+OWN: dict[str, tuple[Call | Served, ...]] = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
@@ -490,7 +494,8 @@ OWN = {
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
-        Call("fused_recurrent_kda", options=(("state_v_first", True),)),
+        *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
+        *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),
