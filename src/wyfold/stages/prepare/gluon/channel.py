@@ -655,8 +655,8 @@ def _strictly_before(near, later, over, j: gl.constexpr, LB: gl.constexpr):
 
 @gluon.jit
 def _up_to(near, later, qk, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """P^T of 16 columns: zero unless s <= r. Where gates leave a token nothing but itself, all of its output is q k, the
-    sum of products of either sign: it is a float32 one."""
+    """P^T of 16 columns: zero unless s <= r. Where gates leave a token nothing but itself, its output is its own q k, a
+    sum of products of either sign: so that is one of float32."""
     o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     before = gl.where(o_s[:, None] < o_r[None, :], _gram(near, later, j, LB), 0.0)
