@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.compile import aot
 
+import wyfold
 from wyfold.runtime import launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -92,6 +93,17 @@ def test_no_configuration_is_left_out(architecture: str):
 @pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.WIDE) if not call.wrt], ids=str)
 def test_explain_names_the_rows_that_the_call_takes(call: aot.Call):
     assert aot.rows_explained(call, "sm_90") == aot.rows_of(call, "sm_90")
+
+
+def test_explain_names_whose_kernels_are_launched():
+    """Of `summary`, Gluon's going forward and Triton's on the way back."""
+    call = next(call for call in aot.OWN["sm_90"] if getattr(call, "segments", 0) == 4)
+    with aot.pretending("sm_90", lambda *_, **__: None), call.cut():
+        plan = wyfold.explain(wyfold.chunk_gated_delta_rule, **call.arguments())
+    there = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan": "gluon"}
+    back = {"prepare": "gluon", "summary": "triton", "fold": "triton", "scan_bwd": "gluon"}
+    for launches, wanted in ((plan.forward, there), (plan.backward, back)):
+        assert {f"{stage} (wyfold.stages.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
 
 
 def test_what_is_over_is_told(monkeypatch):
