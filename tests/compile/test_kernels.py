@@ -95,10 +95,10 @@ def test_explain_names_the_rows_that_the_call_takes(call: aot.Call):
 
 
 def test_what_is_over_is_told(monkeypatch):
-    call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True)
+    call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True, ["%barrier: a tile"])
     monkeypatch.setattr(aot, "allowances", dict)
-    assert len(aot.complaints(call, "sm_89", [usage])) == 4
-    assert len(aot.complaints(call, "sm_90", [usage])) == 3
+    assert len(aot.complaints(call, "sm_89", [usage])) == 5
+    assert len(aot.complaints(call, "sm_90", [usage])) == 4
     minor = ".".join(launch.version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
-    assert len(aot.complaints(call, "sm_90", [usage])) == 2
+    assert len(aot.complaints(call, "sm_90", [usage])) == 3
