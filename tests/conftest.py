@@ -14,6 +14,7 @@ float64, the bound is `float64_bounds`; where bits are promised, the test says `
 """
 
 import functools
+import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ import torch
 SEED = 20260101
 FAMILY_OUTPUT = 1e-12  # float64, chunk form against token loop: outputs and states
 FAMILY_GRADIENT = 1e-10  # and every gradient; relative RMS per tensor
+YOUNG = 20_000  # objects made before Python looks for cycles among them; its own 700 took a tenth of the tests' time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(YOUNG)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(1)
@@ -59,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
         # A bound of a loop is an array of one number there.
         config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests and all that was imported for them are there to stay: cycles are not looked for among them."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache

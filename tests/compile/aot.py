@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,14 @@ RECORDED = "3.6"
 
 UNNAMED = '"cuda:any"'
 """Stands for an architecture's name in what is kept for all of them."""
+
+OPTIONS_OF_THE_LANGUAGE = (
+    "allowed_dot_input_precisions",
+    "debug",
+    "default_dot_input_precision",
+    "sanitize_overflow",
+)
+"""What Triton's front end reads of the options, float8 aside: the same for every architecture and row."""
 
 TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 """The line of PTX that names an architecture."""
@@ -151,14 +160,17 @@ class Served:
         operator: Its name.
         stored: Dtype of the pool.
         between: Whether boundaries are given, and states on the way stored in a pool of their own.
+        gate: Kind of the gate of a call whose heads have 128 channels and V-first states; empty: neither is.
     """
 
     operator: str
     stored: str = "float32"
     between: bool = False
+    gate: str = ""
 
     def __str__(self) -> str:
-        return f"serving.{self.operator} {self.stored}" + (" packed, states between" if self.between else "")
+        wide = f", a {self.gate} gate, 128 channels, V-first" if self.gate else ""
+        return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
         if self.operator == "conv1d_update":
@@ -173,14 +185,15 @@ class Served:
             w = torch.ones(1, D)
             serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
-        T, more = 1, dict[str, Any]()
-        pool, slots = torch.zeros(2, 1, 16, 16, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        T, D, more = 1, 128 if self.gate else 16, dict[str, Any]()
+        pool, slots = torch.zeros(2, 1, D, D, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        g = {"": None, "scalar": torch.zeros(1, T, 1), "channel": torch.zeros(1, T, 1, D)}[self.gate]
         if self.between:
             T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
-        tokens = (torch.randn(1, T, 1, 16) for _ in range(3))
-        operator = getattr(serving, self.operator)
-        operator(*tokens, None, torch.rand(1, T, 1), pool, slots, state_v_first=False, backend="triton", **more)
+        q, k, v = (torch.randn(1, T, 1, D) for _ in range(3))
+        more |= {"state_v_first": bool(self.gate), "backend": "triton"}
+        getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, 1), pool, slots, **more)
 
 
 @dataclass(frozen=True)
@@ -270,15 +283,70 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
     from triton import knobs
 
     log = io.StringIO()
-    with knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log), accesses_laid_out_once():
+    with (
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+        read_once(),
+        accesses_laid_out_once(),
+    ):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
         ready = RUN(kernel, *arguments, warmup=True, **options)
     return ready, log.getvalue()
 
 
-def keeps_accesses() -> bool:
-    """Whether this Triton's passes are those that `accesses_laid_out_once` was written for."""
+def keeps_modules() -> bool:
+    """Whether this Triton's passes are those that `read_once` and `accesses_laid_out_once` were written for."""
     return launch.version().startswith(f"{RECORDED}.")
+
+
+def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = UNNAMED) -> Any:
+    """The module that `make` leaves of `source`: made once, and read in place of that from then on.
+
+    `name` is the architecture's, in what is made and in what is returned.
+    """
+    from triton._C.libtriton import ir
+
+    kept = CACHE / f"{hashlib.sha256(f'{launch.version()} {source}'.encode()).hexdigest()}.{kind}"
+    if not kept.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(str(make()).replace(name, UNNAMED))
+        unfinished.rename(kept)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as named:
+        named.write(kept.read_text().replace(UNNAMED, name))
+        named.flush()
+        module = ir.parse_mlir_module(named.name, context)
+    module.context = context
+    return module
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Triton's front end: what it makes of a kernel's source, kept for all architectures.
+
+    It is shown no architecture, neither by name nor in an option, and fails where it asks for one. Gluon's is left
+    alone: layouts are checked there, for the one architecture that has such kernels.
+    """
+    from triton.compiler.compiler import ASTSource
+
+    if not keeps_modules():
+        yield
+        return
+    usual = ASTSource.make_ir
+
+    def make_ir(self: Any, target: Any, options: Any, functions: dict[str, Any], modules: Any, context: Any) -> Any:
+        shown = {name: getattr(options, name) for name in OPTIONS_OF_THE_LANGUAGE}
+        least = {"min_dot_size": functions["min_dot_size"]}
+
+        def make() -> Any:
+            with mock.patch.object(driver, "_active", object()):
+                return usual(self, None, SimpleNamespace(**shown), least, modules, context)
+
+        return module_kept("read", f"{self.hash()} {shown}", make, context)
+
+    with mock.patch.object(ASTSource, "make_ir", make_ir):
+        yield
 
 
 @contextlib.contextmanager
@@ -292,29 +360,23 @@ def accesses_laid_out_once() -> Iterator[None]:
     from triton._C.libtriton import ir, passes
     from triton.backends.nvidia.compiler import CUDABackend
 
-    if not keeps_accesses():
+    if not keeps_modules():
         yield
         return
     usual, convert, lay_out = CUDABackend.make_ttgir, passes.ttir.add_convert_to_ttgpuir, passes.ttgpuir.add_coalesce
 
     def make_ttgir(module: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
         name, context = f'"cuda:{capability}"', module.context
-        source = f"{options.num_warps} {options.num_ctas} {module}"
-        kept = CACHE / f"{hashlib.sha256(source.encode()).hexdigest()}.laid_out"
-        if not kept.exists():
+
+        def make() -> Any:
             manager = ir.pass_manager(context)
             convert(manager, name.strip('"'), options.num_warps, 32, options.num_ctas)
             lay_out(manager)
             manager.run(module, "accesses_laid_out_once")
-            CACHE.mkdir(parents=True, exist_ok=True)
-            unfinished = kept.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(str(module).replace(name, UNNAMED))
-            unfinished.rename(kept)
-        with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as named:
-            named.write(kept.read_text().replace(UNNAMED, name))
-            named.flush()
-            module = ir.parse_mlir_module(named.name, context)
-        module.context = context
+            return module
+
+        source = f"{options.num_warps} {options.num_ctas} {module}"
+        module = module_kept("laid_out", source, make, context, name)
         with (
             mock.patch.object(passes.ttir, "add_convert_to_ttgpuir", lambda *_: None),
             mock.patch.object(passes.ttgpuir, "add_coalesce", lambda *_: None),
@@ -466,7 +528,7 @@ CALLS = (
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
 """With states on the way, which cost shared memory beside that of the tokens in flight."""
 
-OWN = {
+OWN: dict[str, tuple[Call | Served, ...]] = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
@@ -490,6 +552,8 @@ OWN = {
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
+        *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
+        *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.compile import aot
 
+import wyfold
 from wyfold.runtime import launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -57,8 +58,8 @@ def test_one_code_but_for_the_name_of_the_target(one: str, other: str, call: aot
         assert kernel.metadata.shared == as_other.metadata.shared
 
 
-@pytest.mark.skipif(not aot.keeps_accesses(), reason="this Triton lays accesses out for each architecture anew")
-def test_accesses_laid_out_for_another_architecture(tmp_path: Path, monkeypatch):
+@pytest.mark.skipif(not aot.keeps_modules(), reason="this Triton does everything for each architecture anew")
+def test_what_was_made_for_another_architecture(tmp_path: Path, monkeypatch):
     """A kernel that begins with what was kept of another architecture's is the one that Triton makes."""
     made = {}
 
@@ -68,17 +69,43 @@ def test_accesses_laid_out_for_another_architecture(tmp_path: Path, monkeypatch)
 
     for folder, architectures in (("kept", ("sm_90", "sm_100", "sm_120")), ("anew", ("sm_100", "sm_120"))):
         monkeypatch.setattr(aot, "CACHE", tmp_path / folder)
-        monkeypatch.setattr(aot, "keeps_accesses", lambda keeps=folder == "kept": keeps)
+        monkeypatch.setattr(aot, "keeps_modules", lambda keeps=folder == "kept": keeps)
         for name in architectures:
             with aot.pretending(name, launched):
                 aot.Call("chunk_scaled_dot_kkt", options=(("g", None),)).run()
     kernels = {name for _, name in made}
-    assert kernels and len(list((tmp_path / "kept").glob("*.laid_out"))) == len(kernels)
-    assert not list((tmp_path / "anew").glob("*.laid_out"))
+    assert kernels
+    for kind in ("read", "laid_out"):
+        assert len(list((tmp_path / "kept").glob(f"*.{kind}"))) == len(kernels)
+        assert not list((tmp_path / "anew").glob(f"*.{kind}"))
     for name in kernels:
         assert len({kernel.hash for kernel in made["kept", name]}) == 3
         for kept, anew in zip(made["kept", name][1:], made["anew", name], strict=True):
             assert kept.asm["ptx"] == anew.asm["ptx"] and kept.metadata.shared == anew.metadata.shared
+
+
+@pytest.mark.skipif(not aot.keeps_modules(), reason="this Triton does everything for each architecture anew")
+@pytest.mark.parametrize("asked", ["driver", "option"])
+def test_a_kernel_that_asks_for_its_architecture_is_not_kept(asked: str, tmp_path: Path, monkeypatch):
+    """Nor compiled: it would get another one's."""
+    from triton.compiler import compiler
+    from triton.runtime import driver
+
+    usual = compiler.ASTSource.make_ir
+
+    def asking(self, target, options, *rest):
+        driver.active.get_current_target() if asked == "driver" else options.arch
+        return usual(self, target, options, *rest)
+
+    def launched(kernel, *given, **options) -> None:
+        kernel.device_caches.clear()
+        aot.code(kernel, *given, **options)
+
+    monkeypatch.setattr(aot, "CACHE", tmp_path)
+    monkeypatch.setattr(compiler.ASTSource, "make_ir", asking)
+    with pytest.raises(AttributeError), aot.pretending("sm_90", launched):
+        aot.Call("l2norm").run()
+    assert not list(tmp_path.glob("*.read"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -94,11 +121,22 @@ def test_explain_names_the_rows_that_the_call_takes(call: aot.Call):
     assert aot.rows_explained(call, "sm_90") == aot.rows_of(call, "sm_90")
 
 
+def test_explain_names_whose_kernels_are_launched():
+    """Of `summary`, Gluon's going forward and Triton's on the way back."""
+    call = next(call for call in aot.OWN["sm_90"] if getattr(call, "segments", 0) == 4)
+    with aot.pretending("sm_90", lambda *_, **__: None), call.cut():
+        plan = wyfold.explain(wyfold.chunk_gated_delta_rule, **call.arguments())
+    there = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan": "gluon"}
+    back = {"prepare": "gluon", "summary": "triton", "fold": "triton", "scan_bwd": "gluon"}
+    for launches, wanted in ((plan.forward, there), (plan.backward, back)):
+        assert {f"{stage} (wyfold.stages.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
+
+
 def test_what_is_over_is_told(monkeypatch):
-    call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True)
+    call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True, ["%barrier: a tile"])
     monkeypatch.setattr(aot, "allowances", dict)
-    assert len(aot.complaints(call, "sm_89", [usage])) == 4
-    assert len(aot.complaints(call, "sm_90", [usage])) == 3
+    assert len(aot.complaints(call, "sm_89", [usage])) == 5
+    assert len(aot.complaints(call, "sm_90", [usage])) == 4
     minor = ".".join(launch.version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
-    assert len(aot.complaints(call, "sm_90", [usage])) == 2
+    assert len(aot.complaints(call, "sm_90", [usage])) == 3

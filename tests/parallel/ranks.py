@@ -7,6 +7,7 @@ forks these, which run every case and leave in FOLDER what they had to say. A te
 then it may have threads.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.conftest import YOUNG
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 40
@@ -74,6 +76,8 @@ def main(folder: Path, module: str, table: str, worlds: Sequence[int]) -> None:
     torch.use_deterministic_algorithms(True)  # as in every test: memory that nobody wrote is NaN
     cases: dict[str, Case] = getattr(importlib.import_module(module), table)
     given = {name: case.prepare() for name, case in cases.items()}
+    gc.set_threshold(YOUNG)
+    gc.freeze()  # no rank looks among what it shares for cycles, which would copy it
     for world in worlds:
         children = [pid for rank in range(world) if (pid := _forked(rank, world, folder, cases, given))]
         for pid in children:

@@ -54,6 +54,9 @@ class Bars:
     def index(self, i):
         return self.bars[int(i)]
 
+    def _keep_alive(self):
+        pass
+
 
 class Shared:
     def __init__(self, t):

@@ -297,6 +297,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what is being run, for the record")
     parser.add_argument("--budget", type=float, default=540, help="seconds (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--cells", nargs="+", default=[""], metavar="WORD", help="of the table, by their names")
     parser.add_argument("--workers", type=int, default=10, help="runs at a time (default: %(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs", "proof"), help="their folder (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -311,7 +312,7 @@ def main() -> int:
 
     begun = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    table = cells(args.only, args.small)
+    table = [cell for cell in cells(args.only, args.small) if any(words in cell.name for words in args.cells)]
     record: Row = {"kind": "tasks-side-by-side", "commit": args.commit, "workers": args.workers, "device": args.device}
 
     def keep() -> None:

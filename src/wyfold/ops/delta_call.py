@@ -424,10 +424,9 @@ def token_keys(
 ) -> list[tuple[str, str]]:
     """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
     module: Any = table.launches("recurrent", "triton")
-    there, back = (
-        module.launch_key(dtype, q.shape[-1], v.shape[-1], g, v_first=v_first) for dtype in (stored, torch.float32)
-    )
-    walk_back = [("recurrent", f"{back} bwd"), ("recurrent", "gather")]
+    K, V = q.shape[-1], v.shape[-1]
+    walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
+    there = module.launch_key(stored, K, V, g, v_first=v_first)
     return [("recurrent", there), *(walk_back if backward else [])]
 
 

@@ -128,12 +128,12 @@ def plan(
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
         raise UnsupportedError(message, {backend: reasons[backend]})
-    launches = _named(forward, chosen), _named(backward, chosen)
+    launches = _named(_launched(forward, chosen)), _named(_launched(backward, chosen))
     parts = parts if chosen == "eager" else min(parts, 1)
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
-        found = _with_kernels(found, forward + backward, device, keys())
+        found = _with_kernels(found, forward, backward, device, keys())
         found = dataclasses.replace(found, copies=copies + kernel_copies)
     found = settle(found)
     if chosen == "triton" and device.type == "cuda":
@@ -141,19 +141,25 @@ def plan(
     return found
 
 
-def _with_kernels(plan: Plan, stages: tuple[str, ...], device: torch.device, keys: Keys) -> Plan:
-    """The plan, and which configurations its kernels would be launched with, and which are new to the process."""
+def _with_kernels(
+    plan: Plan, forward: tuple[str, ...], backward: tuple[str, ...], device: torch.device, keys: Keys
+) -> Plan:
+    """The plan, and whose kernels it would launch, by which configurations, and which are new to the process.
+
+    A stage of both directions may have a key for each, that of the way back behind the other.
+    """
     where = launch.architecture(device)
     spoken = [language(stage, plan.backend, key, device) for stage, key in keys]
     named = zip(keys, spoken, strict=True)
     rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{name}", key)) for (stage, key), name in named])
-    # One module serves a stage: the one that stands in for the other, where any of its keys asks for it.
-    languages = {stage: name for name in BACKENDS for (stage, _), its in zip(keys, spoken, strict=True) if its == name}
-    served = [row.stage for row in _launched(stages, plan.backend)]
-    modules = [launches(stage, languages.get(stage, plan.backend)) for stage in served]
+    asked = [(stage, name) for (stage, _), name in zip(keys, spoken, strict=True)]
+    there = _launched(forward, plan.backend, dict(asked[::-1]))
+    back = _launched(backward, plan.backend, dict(asked))
+    modules = [row.load() for row in dict.fromkeys(there + back)]
     fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
+    plan = dataclasses.replace(plan, forward=_named(there), backward=_named(back))
     return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(own or fresh)))
 
 
@@ -220,15 +226,17 @@ def _row(stage: str, backend: str) -> Row | None:
     return None
 
 
-def _named(stages: tuple[str, ...], backend: str) -> tuple[str, ...]:
-    return tuple([f"{row.stage} ({row.module})" for row in _launched(stages, backend)])
+def _named(rows: list[Row]) -> tuple[str, ...]:
+    return tuple([f"{row.stage} ({row.module})" for row in rows])
 
 
-def _launched(stages: tuple[str, ...], backend: str) -> list[Row]:
-    """Rows of the stages that a call launches on a backend, without those that another one of it covers."""
+def _launched(stages: tuple[str, ...], backend: str, languages: dict[str, str] | None = None) -> list[Row]:
+    """Rows of the stages that a call launches on a backend, or on what stands in for it there, by stages, without those
+    that another one of it covers."""
     rows = [row for row in ROWS if row.backend == backend and row.stage in stages]
     covered = {stage for row in rows for stage in row.covers}
-    return [row for row in rows if row.stage not in covered]
+    standing = [_row(row.stage, (languages or {}).get(row.stage, backend)) for row in rows if row.stage not in covered]
+    return [row for row in standing if row is not None]
 
 
 def _refusal(

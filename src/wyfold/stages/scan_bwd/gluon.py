@@ -15,8 +15,8 @@ put there under that chunk's last product. The engine has the rest of the chunk 
 room for two states, a chunk more for the state.
 
 dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1; a product with W starts from what was
-rounded off its operand, but e does not where it is written into the state. In the reverse half do^T q does not wait for the gradient's products and fills the matrix units
-between two that do.
+rounded off its operand, but e does not where it is written into the state. In the reverse half do^T q does not wait for
+the gradient's products and fills the matrix units between two that do.
 
 A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
 does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no

@@ -318,11 +318,13 @@ def wyfold_prepare_channel_gluon(
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     kk_1, kk_2, kk_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
     kq_1, kq_2, kq_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+    qk = gl.zeros([BT], gl.float32, ROW)
     for c in range(NB):
         sums = P.index(c).load(LB)
         b_k, b_q = _piece(pieces, 2 * c, rows, FULL, LB), _piece(pieces, 2 * c + 1, rows, FULL, LB)
         if NORM:
             b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
+        qk += gl.sum(gl.fma(b_q, b_k, 0.0), axis=1)
         decay = exp2(sums)
         kf, qf = b_k * decay, b_q * decay
         kk_own, kq_own = _add_near(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
@@ -366,8 +368,8 @@ def wyfold_prepare_channel_gluon(
     own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
     near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
     kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
-    p_0, p_1 = _up_to(kq, kq, 0, BT, LB), _up_to(kq, kq_1, 1, BT, LB)
-    p_2, p_3 = _up_to(kq, kq_2, 2, BT, LB), _up_to(kq, kq_3, 3, BT, LB)
+    p_0, p_1 = _up_to(kq, kq, qk, 0, BT, LB), _up_to(kq, kq_1, qk, 1, BT, LB)
+    p_2, p_3 = _up_to(kq, kq_2, qk, 2, BT, LB), _up_to(kq, kq_3, qk, 3, BT, LB)
     tma.store_wait(pendings=0)
     barrier()
     U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
@@ -652,11 +654,13 @@ def _strictly_before(near, later, over, j: gl.constexpr, LB: gl.constexpr):
 
 
 @gluon.jit
-def _up_to(near, later, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """P^T of 16 columns: zero unless s <= r."""
+def _up_to(near, later, qk, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
+    """P^T of 16 columns: zero unless s <= r. Where gates leave a token nothing but itself, its output is its own q k, a
+    sum of products of either sign: so that is one of float32."""
     o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    return gl.where(o_s[:, None] <= o_r[None, :], _gram(near, later, j, LB), 0.0)
+    before = gl.where(o_s[:, None] < o_r[None, :], _gram(near, later, j, LB), 0.0)
+    return gl.where(o_s[:, None] == o_r[None, :], qk[:, None], before)
 
 
 @gluon.jit

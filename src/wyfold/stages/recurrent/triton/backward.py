@@ -11,7 +11,7 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Shares
-from wyfold.stages.recurrent.triton.tokens import CLEARED, WIDE, launch_key, load_token, seen
+from wyfold.stages.recurrent.triton.tokens import CLEARED, WIDE, launch_key_bwd, load_token, seen
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_width, load_token_parameters
 from wyfold.tile.index.triton import load_token_row, store_token_row, store_tokens, strides
 from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
@@ -53,8 +53,7 @@ def recurrent_bwd(
         What every tile of value rows gives to the gradients of q, k, beta and g.
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    key = launch_key(WIDE, K, V, g, v_first=options.state_v_first)
-    config = tuned("recurrent.triton", f"{key} bwd", q.device)
+    config = tuned("recurrent.triton", launch_key_bwd(K, V), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     NV = -(-V // BV)
     programs = grid.sequences * HV * NV

@@ -25,6 +25,11 @@ def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first
     return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}"
 
 
+def launch_key_bwd(K: int, V: int) -> str:
+    """The same of the walk back."""
+    return f"K{K} V{V} bwd"
+
+
 @triton.jit
 def load_token(
     p_q,
