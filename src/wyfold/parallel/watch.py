@@ -96,7 +96,8 @@ class Watch:
         import torch.distributed as dist
 
         # A connection of its own: the watched thread may be waiting for an answer on the group's.
-        store = dist.distributed_c10d._world.pg_map[self.group][1].clone()
+        store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
+        store = store.clone()
         turn = store.add(f"wyfold/watch/{self.rank}", 1)  # ranks enter their watches in one order
         self._roll = dist.PrefixStore(f"wyfold/watch/{turn}", store)
         self._roll.set(f"entered/{self.rank}", "")
