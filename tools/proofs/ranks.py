@@ -11,6 +11,7 @@ finds mistakes in this file and nothing else.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import itertools
 import json
@@ -41,7 +42,7 @@ import wyfold
 from wyfold import SequenceLayout, layers
 from wyfold.cli import main as wyfold_main
 from wyfold.cli.subjects import PER_TOKEN, bound, incoming, measured, widened
-from wyfold.cp import ContextParallel, build_cp_context
+from wyfold.cp import ContextParallel, Watch, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.parallel import exchange, split
 from wyfold.reference import inputs
@@ -66,6 +67,11 @@ FEW = 64
 OF_A_DRAW = 3.0
 """Times the error of one GPU that few numbers may be off."""
 TIMEOUT_S, NOTICED_S = 30, 60
+DEATHS = ("host", "backward", "train")
+STUCK_S, DEATH_LIMIT_S = 110, 140
+LIVED_STEPS = 5
+TAIL = 40
+"""Lines of a survivor's log that are kept: the stacks of all its threads, if it hung."""
 LOSSES = 0.005
 STEPS = 4 if TINY else 200
 SCALED = {4: 3.2}
@@ -434,68 +440,96 @@ def mismatch(add: Add, place: Place) -> None:
             add("mismatch", name, held, said=heard, seconds=time.monotonic() - began)
 
 
-def dying(add: Add, place: Place) -> None:
-    """A rank of `death`: the last one is killed between forward and backward."""
+def dying(place: Place, where: str) -> None:
+    """A rank of `death`: the last one is killed between forward and backward, the others are then `where`.
+
+    "host": behind the backward, where the host reads a number. "backward": inside of it, which reads one itself.
+    """
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # a survivor that hangs says where
     place.join(TIMEOUT_S)
     context = build_cp_context(None, dist.group.WORLD, total_tokens=TOKENS)
-    q = torch.ones(1, context.tokens, 2, D, device=place.device, dtype=BF16, requires_grad=True)
+    leaf = torch.ones(1, context.tokens, 2, D, device=place.device, dtype=BF16, requires_grad=True)
 
     def forward() -> Tensor:
+        q = leaf * 1
+        if where == "backward":
+            q.register_hook(lambda gradient: print("READ", float(gradient.sum()), flush=True))
         return wyfold.chunk_kda(F.normalize(q, dim=-1), F.normalize(q, dim=-1), q, cp_context=context)[0]
 
-    forward().sum().backward()  # everything is compiled, and the ranks are agreed
-    place.wait()
-    dist.barrier()
-    o = forward()
-    place.wait()
-    if place.rank == place.world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        o.sum().backward()
+    def step(last: bool) -> None:
+        o = forward()
         place.wait()
-        print("SAID nothing was noticed", flush=True)
+        if last and place.rank == place.world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        o.sum().backward()
+        print("READ", float(leaf.grad.sum()), flush=True)
+
+    try:
+        with Watch(dist.group.WORLD):
+            step(last=False)  # everything is compiled, and the ranks are agreed
+            dist.barrier()
+            print(f"READY {time.time()}", flush=True)
+            step(last=True)
+            time.sleep(STUCK_S)
     except Exception as error:
-        print(f"SAID {type(error).__name__}: {' '.join(str(error).split())}"[:400], flush=True)
-    os._exit(3)
+        cause = type(error.__cause__).__name__
+        said = f"{type(error).__name__} from {cause}: {' '.join(str(error).split())}"
+        print(f"SAID {time.time()} {said}"[:600], flush=True)
+        sys.exit(3)  # as a program would end, destructors and all
 
 
-def death(add: Add, ranks: str, waiting: str) -> None:
-    """A rank dies mid-step; when and how each survivor ends. With `waiting`, PyTorch's collectives wait on the host."""
-    world, port = int(ranks), free_port()
-    wait = {"TORCH_NCCL_BLOCKING_WAIT": "1"} if waiting == "waiting" else {}
+def learning(folder: str) -> list[str]:
+    """A run of `wyfold train` without an end."""
+    words = [sys.executable, "-m", "wyfold", "train", "--out", folder, "--device", HOST.type if TINY else "cuda"]
+    words += ["--steps", "1000000", "--eval-every", "1000000", "--save-every", "1000000", "--warmup", "20"]
+    words += ["--layers", "kda attention", "--depth", "2", "--batch", "2"]
+    if TINY:
+        return [*words, "--width", "32", "--heads", "2", "--head-dim", "16", "--length", "64", "--eval-bytes", "256"]
+    return [*words, "--dtype", "bfloat16", "--length", "1024"]
+
+
+def death(add: Add, ranks: str, where: str) -> None:
+    """A rank dies mid-step under PyTorch's own settings; when, and by which exception, each survivor ends.
+
+    `where` its survivors are: as `dying` has it, or "train": anywhere in a step of `wyfold train`.
+    """
+    world, port, training = int(ranks), free_port(), where == "train"
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
-        children = []
+        history, children = Path(folder) / "run" / "metrics.jsonl", []
+        command = [*again(__file__, f"dying:{where}"), "--rows", os.devnull]
+        if training:
+            command = [*learning(str(history.parent)), "--cp", ranks]
         for rank, log in enumerate(logs):
             with log.open("wb") as stream:
-                own = {**os.environ, **environment(rank, world, port), **wait}
-                command = [*again(__file__, "dying"), "--rows", os.devnull]
+                own = {**os.environ, **environment(rank, world, port)}
+                own |= {"TORCHELASTIC_RUN_ID": "proof"} if training else {}
                 children.append(subprocess.Popen(command, env=own, stdout=stream, stderr=subprocess.STDOUT))
         ended: dict[int, float] = {}
-        began = time.monotonic()
-        while len(ended) < world and time.monotonic() - began < 140:
+        began = time.time()
+        while len(ended) < world and time.time() - began < DEATH_LIMIT_S:
             for rank, child in enumerate(children):
                 if rank not in ended and child.poll() is not None:
-                    ended[rank] = time.monotonic()
-            if world - 1 in ended and time.monotonic() - ended[world - 1] > 2 * NOTICED_S:
-                break
+                    ended[rank] = time.time()
+            if training and history.exists() and history.read_text().count("loss") > LIVED_STEPS:
+                children[-1].kill()
             time.sleep(0.05)
         killed = ended.get(world - 1)
-        for rank in range(world - 1):
-            children[rank].kill()
-            children[rank].wait()
+        for rank, child in enumerate(children):
+            child.kill()  # what has not ended by itself
+            child.wait()
+            if rank == world - 1:
+                continue
             lines = logs[rank].read_text(errors="replace").splitlines()
-            said = next((line for line in lines if line.startswith("SAID")), "")
-            took = ended[rank] - killed if killed is not None and rank in ended else None
-            noticed = (
-                took is not None and took <= NOTICED_S and "nothing" not in said and children[rank].returncode != 0
-            )
-            # Where PyTorch does not wait on the host, its watchdog ends the process: an error all the same.
-            held = noticed and (bool(said) or waiting != "waiting")
-            add("death", f"{waiting}, survivor {rank} of {world}", held, seconds=took, said=said,
-                code=children[rank].returncode, tail=lines[-4:])  # fmt: skip
-        if children[-1].poll() is None:
-            children[-1].kill()
+            marks = ("SAID", "wyfold train: Watch")
+            said = next((line for line in lines if line.startswith(marks)), "")
+            lasted = ended[rank] - killed if killed is not None and rank in ended else None
+            raised = float(said.split()[1]) - killed if killed is not None and said.startswith("SAID") else None
+            by_then = lasted if training else raised
+            held = by_then is not None and lasted is not None and lasted <= NOTICED_S and f"rank {world - 1} of" in said
+            add("death", f"{where}, survivor {rank} of {world}", held and child.returncode == (1 if training else 3),
+                seconds_until_raised=raised, seconds_until_ended=lasted, said=said, code=child.returncode,
+                killed_after_s=None if killed is None else killed - began, tail=lines[-TAIL:])  # fmt: skip
 
 
 # --- scaling ---------------------------------------------------------------------------------------------------------
@@ -673,8 +707,7 @@ def of_ranks(name: str, world: int, *, launched: bool = False, limit_s: float = 
 def jobs(ledger: Ledger, world: int, folder: str) -> list[Job]:
     """What runs side by side, what waits longest first."""
     found = [
-        Job(f"death:{world}:{how}", [again(__file__, f"death:{world}:{how}")], limit_s=150)
-        for how in ("plain", "waiting")
+        Job(f"death:{world}:{where}", [again(__file__, f"death:{world}:{where}")], limit_s=150) for where in DEATHS
     ]
     sizes = [size for size in (1, 2, 4, 8) if size <= world]
     found += [of_ranks(f"train:{folder}", size, launched=size > 1, limit_s=150) for size in reversed(sizes)]
@@ -707,7 +740,8 @@ def one_job(args: argparse.Namespace) -> None:
         return
     place = Place()
     if name == "dying":
-        dying(add, place)
+        dying(place, *words)
+        return
     if name == "train":
         train(add, place, *words)
         _leave()

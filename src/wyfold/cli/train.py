@@ -16,11 +16,12 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wyfold.cli import DONE, INTERRUPTED, UsageError
+from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError
 from wyfold.cli.arguments import add_backend, at_least, between, device, whole
 from wyfold.cli.settings import SETTINGS, TASKS, TEXT
 from wyfold.models import RECOMPUTED
 from wyfold.parallel.team import Ranks, Team, launched, leave
+from wyfold.parallel.watch import RankLost
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
@@ -221,15 +222,23 @@ def run(args: argparse.Namespace) -> int:
     recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
     peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
-    trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
-    if team.cp * team.replicas > 1:
-        about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
     try:
-        if team.leads:
-            return finish(trainer, args.save_every, about)
-        return DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
-    finally:
+        with team.watched():
+            trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
+            if team.cp * team.replicas > 1:
+                about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
+            if team.leads:
+                code = finish(trainer, args.save_every, about)
+            else:
+                code = DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
+    except RankLost as lost:
+        # The groups are aborted: there is none to leave.
+        raise Failure(f"{lost}; the same command continues from the last checkpoint in {folder}") from lost
+    except BaseException:
         leave()
+        raise
+    leave()
+    return code
 
 
 def settle(args: argparse.Namespace) -> None:

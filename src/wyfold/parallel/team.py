@@ -9,12 +9,14 @@ training loop need not ask.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wyfold.parallel.context import build_cp_context
+from wyfold.parallel.watch import Watch
 from wyfold.runtime.layout import SequenceLayout
 
 
@@ -83,6 +85,10 @@ class Team:
     def most(self, x: float) -> float:
         """The largest of what the processes pass: what they must agree on to go on alike."""
         return x
+
+    def watched(self) -> AbstractContextManager[object]:
+        """While it is entered, another process that is gone is a `RankLost` here."""
+        return nullcontext()
 
 
 class Ranks(Team):
@@ -155,6 +161,9 @@ class Ranks(Team):
         largest = torch.tensor(x, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.item()
+
+    def watched(self) -> AbstractContextManager[object]:
+        return Watch(self.mesh)
 
 
 def launched() -> bool:
