@@ -13,6 +13,7 @@ The tolerance of a test comes from `wyfold.reference.error`. Where the operators
 float64, the bound is `float64_bounds`; where bits are promised, the test says `torch.equal`.
 """
 
+import collections
 import functools
 import gc
 import itertools
@@ -68,6 +69,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Thousands of tests and all that was imported for them are there to stay: cycles are not looked for among them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Every skip's condition, once, with the number of tests and where they are: thousands of lines hide a failure."""
+    rooms: dict[str, collections.Counter[str]] = {}
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        rooms.setdefault(reason, collections.Counter())[report.nodeid.rpartition("/")[0]] += 1
+    if rooms:
+        terminalreporter.section("skipped, and why")
+    for reason, counts in rooms.items():
+        where = ", ".join(f"{room} {count}" for room, count in sorted(counts.items()))
+        terminalreporter.line(f"{counts.total()} skipped: {reason} ({where})")
 
 
 @functools.cache
