@@ -8,6 +8,7 @@ training loop need not ask.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -171,6 +172,11 @@ def launched() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def leads() -> bool:
+    """Whether this process speaks for all that a launcher started, or is alone; known before they meet."""
+    return not launched() or os.environ.get("RANK") == "0"
 
 
 def leave() -> None:
