@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,5 +111,6 @@ def test_ranks_that_nobody_started_are_refused(capsys):
 )
 def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
     monkeypatch.setattr(bench, "launched", lambda: True)
+    monkeypatch.setattr(bench, "Ranks", lambda device, cp: SimpleNamespace(leads=True))
     assert main(["bench", *words, "--peers", "none"]) == 2
     assert refusal in capsys.readouterr().err

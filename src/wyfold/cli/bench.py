@@ -32,7 +32,7 @@ from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.race import Track, measure, race, said
 from wyfold.cli.subjects import SUBJECTS
 from wyfold.ops.delta_call import CHUNK_SIZES
-from wyfold.parallel.team import launched, leads, leave
+from wyfold.parallel.team import Ranks, launched, leave
 from wyfold.reference.shapes import Shape
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
@@ -147,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kind = _settled(args)
-    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=leads())
+    team = Ranks(args.device, None) if launched() else None
+    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=team is None or team.leads)
     track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
     ops = list(dict.fromkeys(group[0].op for group in cases))
     record = {
@@ -168,8 +169,8 @@ def run(args: argparse.Namespace) -> int:
     if args.commit and record["modified"] is not False:
         record["commit"], record["modified"] = args.commit, None
     stem = _stem(args, record, cases)
-    if launched():
-        return _over_ranks(args, cases, peers, record, stem)
+    if team is not None:
+        return _over_ranks(args, cases, peers, record, stem, team)
     for group in cases:
         ended = track.done + len(group)
         try:
@@ -194,12 +195,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _over_ranks(
-    args: argparse.Namespace, cases: list[list[Case]], peers: list[Peer], record: dict[str, Any], stem: str
+    args: argparse.Namespace,
+    cases: list[list[Case]],
+    peers: list[Peer],
+    record: dict[str, Any],
+    stem: str,
+    team: Ranks,
 ) -> int:
     """The same cases by all processes of a launcher together."""
     from wyfold.cli import scaling
 
-    code = scaling.run(args, cases, peers, record, stem)
+    code = scaling.run(args, cases, peers, record, stem, team)
     leave()
     return code
 

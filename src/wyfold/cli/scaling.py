@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from wyfold.cli import DONE, FAILED, Failure, UsageError, results, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.contenders import OURS, TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
 from wyfold.cli.peers import Peer
-from wyfold.cli.race import said
+from wyfold.cli.race import give_back, said, wait
 from wyfold.cli.subjects import Arguments, Named
 from wyfold.parallel import exchange
 from wyfold.parallel.context import ContextParallel, build_cp_context
@@ -97,7 +96,12 @@ def counts(word: str, world: int) -> list[int]:
 
 
 def run(
-    args: argparse.Namespace, groups: Sequence[Sequence[Case]], peers: Sequence[Peer], record: Row, stem: str
+    args: argparse.Namespace,
+    groups: Sequence[Sequence[Case]],
+    peers: Sequence[Peer],
+    record: Row,
+    stem: str,
+    team: Ranks,
 ) -> int:
     """Check, time and measure on every number of ranks; 0, or 1 if a result of ours was wrong."""
     for case in (group[0] for group in groups):
@@ -105,7 +109,6 @@ def run(
             raise UsageError(f"OP: over several processes there are {', '.join(OPERATORS)}, got {case.op}")
     if args.cold or args.also or "graph" in args.mode:
         raise UsageError("--cold, --also and --mode graph are of one process")
-    team = Ranks(args.device, int(os.environ["WORLD_SIZE"]))
     record |= {"kind": KIND, "method": METHOD, "processes": team.processes, "rows": []}
     failed = False
     try:
@@ -132,9 +135,7 @@ def _race(
     groups: Sequence[Sequence[Case]], peers: Sequence[Peer], among: Sequence[int], rounds: int, team: Ranks
 ) -> Iterator[list[Row]]:
     """The rows of each case, one per contender and number of ranks; alike on all ranks but for what rank 0 judges."""
-    import torch.distributed as dist
-
-    members = {count: dist.new_group(list(range(count))) for count in among}
+    members = {count: team.first(count) for count in among}
     for group in groups:
         first = replace(group[0], device=str(team.device))
         arguments = first.arguments()
@@ -206,8 +207,6 @@ def _row(case: Case, side: Side) -> Row:
 
 def _judged(case: Case, side: Side, judge: Judge | None, arguments: Arguments, team: Ranks) -> Row:
     """What became of a contender's results; the same on all ranks."""
-    import torch.distributed as dist
-
     found: Row = {}
     try:
         if side.arguments is not None:
@@ -219,9 +218,8 @@ def _judged(case: Case, side: Side, judge: Judge | None, arguments: Arguments, t
         if side.contender.name == OURS:
             results.say(traceback.format_exc())
         found = {"refused": f"rank {team.rank}: {said(error)}", "failed": True}
-    _give_back(team)
-    heard: list[Any] = [None] * team.processes
-    dist.all_gather_object(heard, found)
+    give_back(case)
+    heard = team.told(found)
     refusals = [other for other in heard if other.get("refused")]
     answer: Row = (refusals or heard)[0]
     return answer
@@ -264,14 +262,14 @@ def _verdict(judge: Judge, o: Tensor, gradients: Named, contender: Contender) ->
 def _time(case: Case, sides: Sequence[Side], rounds: int, arguments: Arguments, team: Ranks) -> None:
     """Write into the rows what their contenders take, in turns."""
     runs = [_ready(case, side, arguments) for side in sides]
-    for side, mine in zip(sides, _interleaved(runs, rounds, team), strict=True):
+    for side, mine in zip(sides, _interleaved(case, runs, rounds, team), strict=True):
         side.row["milliseconds"] = timing.spread(mine)
         side.row["ns_per_token_head"] = side.row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
     alone = next((side.row for side in sides if side.ranks == 1 and side.contender.name == OURS), None)
     for side, run_ in zip(sides, runs, strict=True):
         if alone is not None:
             side.row["times_one_rank"] = alone["milliseconds"]["median"] / side.row["milliseconds"]["median"]
-        side.row["peak"], side.row["sent"] = _held_and_sent(side, run_, team)
+        side.row["peak"], side.row["sent"] = _held_and_sent(case, side, run_, team)
 
 
 def _ready(case: Case, side: Side, arguments: Arguments) -> Callable[[], object] | None:
@@ -282,40 +280,42 @@ def _ready(case: Case, side: Side, arguments: Arguments) -> Callable[[], object]
     return prepared(side.contender, case, side.arguments, fed)
 
 
-def _interleaved(runs: Sequence[Callable[[], object] | None], rounds: int, team: Ranks) -> list[list[float]]:
+def _interleaved(
+    case: Case, runs: Sequence[Callable[[], object] | None], rounds: int, team: Ranks
+) -> list[list[float]]:
     """Milliseconds of every run in every round, the slowest rank's."""
-    import torch.distributed as dist
-
     for run_ in runs:
         if run_ is not None:
             run_()
-        dist.barrier()
+        team.meet()
     times: list[list[float]] = [[] for _ in runs]
     for turn in timing.order(len(runs), rounds):
         for which in turn:
-            dist.barrier()
-            _wait(team)
+            team.meet()
+            wait(case)
             began, run_ = time.perf_counter_ns(), runs[which]
             if run_ is not None:
                 run_()
-            _wait(team)
+            wait(case)
             times[which].append(team.most((time.perf_counter_ns() - began) / 1e6))
     return times
 
 
-def _held_and_sent(side: Side, run_: Callable[[], object] | None, team: Ranks) -> tuple[Row | None, Row | None]:
+def _held_and_sent(
+    case: Case, side: Side, run_: Callable[[], object] | None, team: Ranks
+) -> tuple[Row | None, Row | None]:
     """Most memory of a rank above its inputs, where an allocator counts it; what ours sends."""
-    on_gpu, sent = team.device.type == "cuda", [0]
+    on_gpu, sent = case.on_gpu, [0]
     held = 0.0
     if run_ is not None:
         if on_gpu:
             gc.collect()
-            _wait(team)
+            wait(case)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         with exchange.counted() as sent:
             kept = run_()
-        _wait(team)
+        wait(case)
         if on_gpu:
             held = (torch.cuda.max_memory_allocated() - before) / 2**20
         del kept
@@ -323,17 +323,6 @@ def _held_and_sent(side: Side, run_: Callable[[], object] | None, team: Ranks) -
     peak = {"above_inputs_mib": most, "of": "the rank that holds most"} if on_gpu else None
     ours = side.contender.name == OURS
     return peak, {"bytes": int(bytes_), "collectives": int(collectives)} if ours else None
-
-
-def _wait(team: Ranks) -> None:
-    if team.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _give_back(team: Ranks) -> None:
-    if team.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def _say(team: Ranks, line: str) -> None:
