@@ -209,10 +209,10 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: first tile, number of the state that enters and of the one that leaves, border before a segment,
-    whether the sequence begins in it, whether it has one, and whether it ends in it, value head, buffer row, first
-    token there and in all rows, first value row, chunks that are full, tokens of one that is not, and those that are
-    skipped, None if none can be."""
+    """Of a program: first tile, number of the state that enters, and of the one that leaves where it has its own, border
+    before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
+    buffer row, first token there and in all rows, first value row, chunks that are full, tokens of one that is not, and
+    those that are skipped, where any may be. What a call has not is None and takes no room beside the tiles."""
 
     tile: Any
     n: Any
@@ -292,10 +292,9 @@ def wyfold_scan_gluon(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
-    begins, ends, i_border, i_to, skipped = True, True, i_n, i_n, None
+    begins, ends, i_border, i_to, skipped = True, True, i_n, None, None
     if p_sequence is not None:
         i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
-        i_to = i_n
     if slots is not None:
         i_n, begins, i_to, ends, live = slot_place(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
@@ -450,11 +449,13 @@ def _recur(
     S = gl.zeros([BW, K], gl.float32, LS)
     if memory.borders is None:
         if memory.S0 is not None:
-            if at.begins:
-                S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+            if at.to is None:
+                S = _entering(memory, at, o_v, o_k)
+            elif at.begins:
+                S = _entering(memory, at, o_v, o_k)
     elif at.begins:
         if memory.S0 is not None:
-            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+            S = _entering(memory, at, o_v, o_k)
     elif at.here:
         S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
     total = 0.0
@@ -488,13 +489,24 @@ def _recur(
         before = gl.where(stage == 0, STAGES, stage) - 1
         _leave(memory, tiles, at, part, before, at.steps - 1, BT, BW, PARTS, OUT)
     if memory.ST is not None:
-        offsets = _state_offsets(memory.s_ST, at.to, at.hv, o_v, o_k)
-        if at.ends:
+        i_to = at.n
+        if at.to is not None:
+            i_to = at.to
+        offsets = _state_offsets(memory.s_ST, i_to, at.hv, o_v, o_k)
+        if memory.borders is None and at.to is None:
+            gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
+        elif at.ends:
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
     if at.skipped is not None:
-        for row in range(0, at.skipped, BT):
-            _store_rows(memory, at, part, row, at.skipped - row, None, BT, BW)
+        for i in range((at.skipped + (BT - 1)) // BT):
+            _store_rows(memory, at, part, i, at.skipped - i * BT, None, BT, BW)
     tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _entering(memory, at, o_v, o_k):
+    """The state that a sequence begins with.   [BW, K]"""
+    return gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
 
 
 @gluon.jit
@@ -590,25 +602,27 @@ def _step(
     place = _place(tiles, part, stage, i, PARTS, OUT)
     place.permute((1, 0)).store(o)
     if not FULL:
-        _store_rows(memory, at, part, i * BT, at.rest, place, BT, BW)
+        _store_rows(memory, at, part, i, at.rest, place, BT, BW)
     return warpgroup_mma_wait(0, deps=[S])
 
 
 @gluon.jit
-def _store_rows(memory, at, part, row, rows, place, BT: gl.constexpr, BW: gl.constexpr):
-    """Output of the sequence's tokens from `row` on, of which there are `rows`, by address; place None: zeros."""
+def _store_rows(memory, at, part, i, rows, place, BT: gl.constexpr, BW: gl.constexpr):
+    """Output of chunk i, which has so many rows, by address; place None: zeros."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-    first = at.b * memory.s_o[0] + (at.t + row) * memory.s_o[1] + at.hv * memory.s_o[2]
+    first = at.b * memory.s_o[0] + (at.t + i * BT) * memory.s_o[1] + at.hv * memory.s_o[2]
     # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
     # each number by itself.
     offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v[None, :]
+    mask = (o_t < rows)[:, None] & (o_v >= 0)[None, :]
+    at_rows = memory.o + first + offsets
     if place is None:
         x = gl.zeros([BT, BW], memory.o.dtype.element_ty, L)
     else:
         x = place.load(L)
-    gl.store(memory.o + first + offsets, x, mask=(o_t < rows)[:, None] & (o_v >= 0)[None, :])
+    gl.store(at_rows, x, mask=mask)
 
 
 @gluon.jit
