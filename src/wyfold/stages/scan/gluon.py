@@ -44,7 +44,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
-from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
+from wyfold.tile.index.gluon import barrier, clear_rows, clear_tokens, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -209,10 +209,10 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: first tile, number of the state that enters, and of the one that leaves where it has its own, border
+    """Of a program: first tile, number of the state that enters, and of the one that leaves (None: the same), border
     before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
-    buffer row, first token there and in all rows, first value row, chunks that are full, tokens of one that is not, and
-    those that are skipped, where any may be. What a call has not is None and takes no room beside the tiles."""
+    buffer row, first token there and in all rows, first value row, chunks that are full, and tokens of one that is
+    not. Of a pool, a state is there to begin with, and there is a slot to end in."""
 
     tile: Any
     n: Any
@@ -228,7 +228,6 @@ class Place(NamedTuple):
     column: Any
     steps: Any
     rest: Any
-    skipped: Any
 
 
 @gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "T", "per_sequence", "scale"])
@@ -292,16 +291,19 @@ def wyfold_scan_gluon(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
-    begins, ends, i_border, i_to, skipped = True, True, i_n, None, None
+    begins, ends, i_border, i_to = True, True, i_n, None
     if p_sequence is not None:
         i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
     if slots is not None:
         i_n, begins, i_to, ends, live = slot_place(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
-        # Who has no live slot has no token either, but those that are zeroed in the end.
-        skipped = gl.where(live, 0, length)
-        length -= skipped
+        if not live:
+            # Zeroed here, by the first tile's program; to all that follows there are none.
+            if i_v == 0:
+                for row in range(0, length, BT):
+                    clear_tokens(p_o, s_o, b, t + row, i_hv, length - row, V, BT, V)
+            length = length * 0
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
@@ -349,7 +351,7 @@ def wyfold_scan_gluon(
         (i_hv * h_v).to(gl.int32) + column,
     )
     count = steps + (rest > 0).to(gl.int32)
-    at = Place(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest, skipped)
+    at = Place(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -497,9 +499,6 @@ def _recur(
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
         elif at.ends:
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
-    if at.skipped is not None:
-        for i in range((at.skipped + (BT - 1)) // BT):
-            _store_rows(memory, at, part, i, at.skipped - i * BT, None, BT, BW)
     tma.store_wait(pendings=0)
 
 
@@ -602,27 +601,15 @@ def _step(
     place = _place(tiles, part, stage, i, PARTS, OUT)
     place.permute((1, 0)).store(o)
     if not FULL:
-        _store_rows(memory, at, part, i, at.rest, place, BT, BW)
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+        o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+        o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
+        first = at.b * memory.s_o[0] + (at.t + i * BT) * memory.s_o[1] + at.hv * memory.s_o[2]
+        # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
+        # each number by itself.
+        offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v[None, :]
+        gl.store(memory.o + first + offsets, place.load(L), mask=(o_t < at.rest)[:, None] & (o_v >= 0)[None, :])
     return warpgroup_mma_wait(0, deps=[S])
-
-
-@gluon.jit
-def _store_rows(memory, at, part, i, rows, place, BT: gl.constexpr, BW: gl.constexpr):
-    """Output of chunk i, which has so many rows, by address; place None: zeros."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
-    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-    first = at.b * memory.s_o[0] + (at.t + i * BT) * memory.s_o[1] + at.hv * memory.s_o[2]
-    # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
-    # each number by itself.
-    offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v[None, :]
-    mask = (o_t < rows)[:, None] & (o_v >= 0)[None, :]
-    at_rows = memory.o + first + offsets
-    if place is None:
-        x = gl.zeros([BT, BW], memory.o.dtype.element_ty, L)
-    else:
-        x = place.load(L)
-    gl.store(at_rows, x, mask=mask)
 
 
 @gluon.jit

@@ -267,9 +267,12 @@ def wyfold_scan_triton(
         i_from, begins, i_to, ends, live = slot_place(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
-        # Who has no live slot has no token either, but those that are zeroed in the end.
-        skipped = tl.where(live, 0, length)
-        length -= skipped
+        if not live:
+            # Zeroed here; to all that follows there are none.
+            for row in range(0, length, BT):
+                rows = tl.minimum(length - row, BT).to(tl.int32)
+                store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            length = length * 0
     steps = (length // BT).to(tl.int32)
     if not TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
@@ -307,10 +310,6 @@ def wyfold_scan_triton(
     if p_ST is not None:
         if ends:
             store_state(p_ST, s_ST, i_to, i_hv, column, b_S, K, V, BK, BV)
-    if slots is not None:
-        for row in range(0, skipped, BT):
-            rows = tl.minimum(skipped - row, BT).to(tl.int32)
-            store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
 
 
 @triton.jit
