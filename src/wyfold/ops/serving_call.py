@@ -31,6 +31,8 @@ from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
 
+_CHUNKED = ("slots", "prepare", "scan")
+
 
 class SlotFlags(NamedTuple):
     """Where the states of a call are, as the operators take it."""
@@ -181,13 +183,14 @@ def _decide(call: _Call) -> DeltaOptions:
     def keys() -> list[tuple[str, str]]:
         if not chunked:
             return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
-        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)]
+        found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
+        return [("slots", ""), *found] if every else found
 
     plan = table.plan(
         op,
         q.device,
         backend,
-        forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        forward=(*_CHUNKED, *(("slots_between",) if every else ())) if chunked else ("prepare", "recurrent"),
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),

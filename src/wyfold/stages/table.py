@@ -71,11 +71,16 @@ STAGES = (
     "kkt",
     "solve_tril",
 )
+COVERS = {"recurrent": ("prepare",), "scan": ("slots",)}
+"""Stages whose kernels do others' work on the way: `Row.covers`."""
+
 ROWS = (
     *(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES),
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
-    *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
-    Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
+    *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS, COVERS.get(stage, ())) for stage in STAGES),
+    # The states on the way, which are stored by a launch of their own.
+    Row("slots_between", "eager", "wyfold.stages.slots.eager", check.FLOATS),
+    Row("slots_between", "triton", "wyfold.stages.slots.triton", FLOATS),
     *(
         Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,))
         for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "ttt")
