@@ -31,8 +31,6 @@ from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
 
-_CHUNKED = ("slots", "prepare", "scan")
-
 
 class SlotFlags(NamedTuple):
     """Where the states of a call are, as the operators take it."""
@@ -190,7 +188,8 @@ def _decide(call: _Call) -> DeltaOptions:
         op,
         q.device,
         backend,
-        forward=(*_CHUNKED, *(("slots_between",) if every else ())) if chunked else ("prepare", "recurrent"),
+        forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        kept=("slots",) if every else (),
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),
