@@ -513,6 +513,25 @@ def test_checked_looks_into_the_slots():
         serving.decode(**a, pool=pool, state_indices=torch.tensor([1, -1, 3, -1]), state_v_first=False)
 
 
+@pytest.mark.parametrize("op", [serving.decode, serving.prefill])
+def test_checked_looks_whether_states_cross(op: Any):
+    """A state may stay, or go to a slot that nobody starts from: a skipped row does not, nor one without a state."""
+    a, pool = drawn("kda", torch.device("cpu"), "eager"), a_pool(torch.device("cpu"))
+    flags: Call = {"state_indices": torch.tensor([1, 2, 11, 4]), "state_v_first": False}
+    flags["has_initial_state"] = torch.tensor([True, True, True, False])
+    for to in ((1, 7, 2, 8), (4, 2, 1, 0), (-1, 11, 3, 5)):
+        with wyfold.checked():
+            op(**a, pool=pool, output_state_indices=torch.tensor(to), **flags)
+    for to in ((2, 1, 7, 8), (1, 5, 6, 2)):
+        with (
+            wyfold.checked(),
+            pytest.raises(ValueError, match=f"^{op.__name__}: output_state_indices must name no slot"),
+        ):
+            op(**a, pool=pool, output_state_indices=torch.tensor(to), **flags)
+    with wyfold.checked(), pytest.raises(ValueError, match="must name no slot that another row starts from"):
+        op(**a, pool=pool, output_state_indices=torch.tensor([4, 2, 3, 1]), state_v_first=False)
+
+
 # --- through PyTorch -------------------------------------------------------------------------------------------------
 
 
