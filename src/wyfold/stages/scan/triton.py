@@ -16,7 +16,7 @@ its own after the loop, the only one that has to tell its tokens from the next s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -169,20 +169,25 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
-def slot_arguments(pool: Tensor | None, slots: Slots | None) -> tuple[Any, ...]:
-    """What the kernels are told of the pool's slots; without slots nothing, in as many places."""
+class SlotArguments(NamedTuple):
+    """What the kernels are told of a pool's slots, in their order; None throughout where there are none."""
+
+    source: Tensor | None = None
+    source_step: int | None = None
+    target: Tensor | None = None
+    target_step: int | None = None
+    given: Tensor | None = None
+    slots: int | None = None
+    pad: int | None = None
+
+
+def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
+    """Of a call whose states enter from a pool, where `slots` says."""
     if slots is None or pool is None:
-        return (None,) * 7
+        return SlotArguments()
     source, target = slots.source, slots.target
-    return (
-        source,
-        None if source is None else source.stride(0),
-        target,
-        None if target is None else target.stride(0),
-        slots.given,
-        pool.shape[0],
-        slots.pad,
-    )
+    steps = (None if x is None else x.stride(0) for x in (source, target))
+    return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
 
 
 def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
