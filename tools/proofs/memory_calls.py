@@ -90,7 +90,8 @@ RACED = (
 
 def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
     """Name -> call, for accesses outside of tensors; each returns what it computed."""
-    found = [call for call in (*aot.CALLS, *aot.OWN["sm_90"], *BESIDE) if call.subject != "solve_tril"]
+    found = [call for call in (*aot.CALLS, *aot.OWN["sm_90"], *BESIDE) if isinstance(call, aot.Call)]
+    found = [call for call in found if call.subject != "solve_tril"]
     named = {str(call): partial(made, call, device, TOKENS) for call in found}
     for chunk in (16, 32, 64):
         for dtype in ("bfloat16", "float32"):

@@ -10,9 +10,10 @@
 Each run is `wyfold train` in a process and a folder of its own below --runs. These models are small: one alone leaves
 the GPU waiting for its host, so --workers of them share it. A run that is over its seconds is interrupted as Ctrl-C
 would, with its state saved, and so is every run at the end of the budget: the same command again continues them, and
-leaves the finished ones as they are. Where a cell of the table is not reached by its first settings, the next ones are
-tried while there is time; all that was tried is in DIR/tasks.json, which is written anew every few seconds. The table
-comes last; `--table FILE.json` prints that of docs/tasks.md from what is stored.
+leaves the finished ones as they are. When recall begins is a lottery of seed, rate and last bits, so a run that has not
+begun after PATIENCE steps makes room for the cell's next settings, and idle workers try those beside it. All that was
+tried is in DIR/tasks.json, which is written anew every few seconds. The table comes last; `--table FILE.json` prints
+that of docs/tasks.md from what is stored.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ LEARNED, BEYOND = 0.99, 0.9
 """Parts of the answers: at the length of training, and at twice to four times it."""
 BEGUN = 0.05
 """Part of the answers that says of a run that it has begun to learn: it is continued, where another is tried anew."""
+PATIENCE = 4500
+"""Steps in which recall has begun wherever it was reached (docs/facts.md, H200-11 and 13: 500 to 4,250)."""
 ENDING = 25
 """Seconds of the budget in which runs that are interrupted save what they have."""
 
@@ -183,7 +186,7 @@ HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2}
 """Of 128 channels, in associative recall. A head of GDN forgets at one rate, which is drawn at first: most forget a key
 long before it comes back, so there are more. KDA's channels have rates of their own, DeltaNet forgets nothing."""
 
-RATES = {"mqar": (3e-3, 1.5e-3, 5e-3), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
+RATES = {"mqar": (1.5e-3, 3e-3, 1e-3, 2e-3, 7e-4), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
 """Learning rates of the tries, each of a seed of its own, from 0."""
 
 
@@ -210,7 +213,11 @@ def cells(only: list[str], small: bool) -> list[Cell]:
 
 def _tries(task: str, name: str, model: str, words: dict[str, str]) -> list[Run]:
     return [
-        Run(f"{task}-{name}-{seed}", f"--task {task} {model} --seed {seed} --lr {rate} {words[task]}", 250)
+        Run(
+            f"{task}-{name}-{seed}",
+            f"--task {task} {model} --seed {seed} --lr {rate} {words[task]}",
+            600 if task == "mqar" else 250,
+        )
         for seed, rate in enumerate(RATES[task])
     ]
 
@@ -253,15 +260,22 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
         busy = {id(cell) for cell, _ in running}
         # First what has not been tried, in order; then more of what has not been shown.
         for cell in sorted(table, key=lambda cell: 0 if cell.together else cell.taken):
-            if cell.taken and not cell.together and (id(cell) in busy or cell.verdict(args.runs)[0]):
+            alone = cell.task != "mqar" and id(cell) in busy
+            if cell.taken and not cell.together and (alone or cell.verdict(args.runs)[0]):
                 continue
-            last = cell.tries[cell.taken - 1]
-            if cell.taken and last.cut and (last.found(args.runs)["accuracy"] or 0.0) > BEGUN:
-                return cell, last  # what has begun to learn goes on
+            for run in cell.tries[: cell.taken]:
+                if run.cut and (cell, run) not in running and (run.found(args.runs)["accuracy"] or 0.0) > BEGUN:
+                    return cell, run  # what has begun to learn goes on
             if cell.taken < len(cell.tries):
                 cell.taken += 1
                 return cell, cell.tries[cell.taken - 1]
         return None
+
+    def hopeless(cell: Cell, run: Run) -> bool:
+        """Whether nothing is left for a run to show, or nothing is to be expected of it."""
+        found = run.found(args.runs)
+        late = found["step"] > PATIENCE and (found["accuracy"] or 0.0) < BEGUN
+        return cell.task == "mqar" and (late or bool(cell.verdict(args.runs)[0]))
 
     while True:
         now = time.monotonic()
@@ -273,15 +287,18 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
             elif now - run.begun > run.seconds or now > until:
                 run.stop()
         while len(running) < args.workers and now < until - 40:
-            pair = next_run()
-            if pair is None:
+            chosen = next_run()
+            if chosen is None:
                 break
-            if not finished(pair[1], args.runs):
-                pair[1].start(args.runs, args.device)
-                running.append(pair)
+            if not finished(chosen[1], args.runs):
+                chosen[1].start(args.runs, args.device)
+                running.append(chosen)
         if now - told > 5:
             told = now
             keep()
+            for cell, run in running:
+                if hopeless(cell, run):
+                    run.stop()
         if not running:
             return
         if now > until + ENDING - 8:
