@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import wyfold
+from wyfold import serving
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -92,6 +93,32 @@ def test_packed_is_separate(norm: bool, call, run, card):
             mine = packed[name][n : n + 1] if name in ("state", "dinitial_state") else packed[name][:, begin:end]
             assert torch.equal(mine, x), (n, name)
     assert not any(packed[name][:, T:].any() for name in ("o", "dq", "dk", "dv", "dbeta"))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", [1, 8], ids=["few", "many"])
+def test_prompts_in_slots(times: int, stored: torch.dtype, rule: str, call, card):
+    """Of a pool, whose other slots are NaN, are those whose states lie side by side; one is skipped, one is fresh."""
+    lengths = LENGTHS * times
+    T, N = sum(lengths), len(lengths)
+    a, _ = call(T, N)
+    a["use_qk_l2norm_in_kernel"] = True
+    states, cu = a.pop("initial_state").to(stored), boundaries(lengths, card)
+    slots = torch.randperm(2 * N, generator=torch.Generator().manual_seed(0))[:N].to(card)
+    pool = states.new_full((2 * N, *states.shape[1:]), math.nan)
+    pool[slots] = states
+    pool[slots[4]] = math.nan
+    given = torch.arange(N, device=card) != 4
+    before, entering = pool.clone(), states.float() * given[:, None, None, None]
+    o, left = getattr(wyfold, f"chunk_{rule}")(**a, initial_state=entering, output_final_state=True, cu_seqlens=cu)
+    o[:, cu[2] : cu[3]] = 0
+    index = slots.clone()
+    index[2] = -1
+    got = serving.prefill(
+        **{"g": None} | a, pool=pool, state_indices=index, state_v_first=False, cu_seqlens=cu, has_initial_state=given
+    )
+    before[index[index >= 0]] = left[index >= 0].to(stored)
+    assert torch.equal(got, o) and torch.equal(pool.nan_to_num(9), before.nan_to_num(9))
 
 
 @pytest.mark.parametrize("t", [1, 64, 100, 191])

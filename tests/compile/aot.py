@@ -38,6 +38,7 @@ from tests.compile.machine_code import reused_barriers
 import wyfold
 from wyfold import TTTState, serving
 from wyfold.cli.subjects import SUBJECTS
+from wyfold.ops import serving_call
 from wyfold.parallel import segments
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
@@ -161,15 +162,19 @@ class Served:
         stored: Dtype of the pool.
         between: Whether boundaries are given, and states on the way stored in a pool of their own.
         gate: Kind of the gate of a call whose heads have 128 channels and V-first states; empty: neither is.
+        heads: Of bfloat16 tokens in chunks of 64, as a card picks them, some sequences starting from zeros and all left
+            elsewhere; 0: one head of float32 tokens.
     """
 
     operator: str
     stored: str = "float32"
     between: bool = False
     gate: str = ""
+    heads: int = 0
 
     def __str__(self) -> str:
         wide = f", a {self.gate} gate, 128 channels, V-first" if self.gate else ""
+        wide += f", bfloat16 tokens, {self.heads} heads" if self.heads else ""
         return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
@@ -185,15 +190,18 @@ class Served:
             w = torch.ones(1, D)
             serving.ttt_decode(*tokens, w, w, 0.1, stand, torch.tensor([1]), backend="triton")
             return
-        T, D, more = 1, 128 if self.gate else 16, dict[str, Any]()
-        pool, slots = torch.zeros(2, 1, D, D, dtype=getattr(torch, self.stored)), torch.tensor([1])
-        g = {"": None, "scalar": torch.zeros(1, T, 1), "channel": torch.zeros(1, T, 1, D)}[self.gate]
+        T, D, H, more = 1, 128 if self.gate else 16, self.heads or 1, dict[str, Any]()
+        pool, slots = torch.zeros(2, H, D, D, dtype=getattr(torch, self.stored)), torch.tensor([1])
+        if self.heads:
+            T, more = 64, {"has_initial_state": torch.ones(1, dtype=torch.bool), "output_state_indices": slots - 1}
         if self.between:
             T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
-        q, k, v = (torch.randn(1, T, 1, D) for _ in range(3))
+        g = {"": None, "scalar": torch.zeros(1, T, H), "channel": torch.zeros(1, T, H, D)}[self.gate]
+        q, k, v = (torch.randn(1, T, H, D, dtype=torch.bfloat16 if self.heads else None) for _ in range(3))
         more |= {"state_v_first": bool(self.gate), "backend": "triton"}
-        getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, 1), pool, slots, **more)
+        with mock.patch.object(serving_call, "best_chunk_size", lambda *_, **__: 64 if self.heads else 16):
+            getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, H), pool, slots, **more)
 
 
 @dataclass(frozen=True)
@@ -554,6 +562,9 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
+        Served("prefill", gate="scalar", heads=1),
+        Served("prefill", "bfloat16", gate="scalar", heads=128),
+        Served("prefill", "bfloat16", gate="channel", heads=128),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),

@@ -18,8 +18,10 @@ from wyfold.reference.shapes import Shape  # noqa: E402
 from wyfold.runtime.chunks import ChunkGrid, chunk_grid  # noqa: E402
 from wyfold.runtime.options import DeltaOptions  # noqa: E402
 from wyfold.stages.prepare.triton import gate_kind, launch_key, prepare  # noqa: E402
+from wyfold.stages.records import Slots  # noqa: E402
 from wyfold.stages.scan import triton as forward  # noqa: E402
 from wyfold.stages.scan_bwd import triton as backward  # noqa: E402
+from wyfold.stages.slots import triton as copies  # noqa: E402
 from wyfold.tile.index import triton as index  # noqa: E402
 
 FORMS = [("delta_rule", False), ("gated_delta_rule", False), ("gated_delta_rule", True), ("kda", True)]
@@ -123,6 +125,58 @@ def test_boxes_and_addresses_give_the_same_bits(rule, folded, cut, draw, monkeyp
     for name in boxes:
         assert boxes[name].isfinite().all(), name
         assert torch.equal(boxes[name], addresses[name]), name
+
+
+POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "narrow": (torch.bfloat16, True)}
+
+
+@pytest.mark.parametrize("boxes", [True, False], ids=["boxes", "addresses"])
+@pytest.mark.parametrize("cut", [None, (0, 5, 9, 9, 30, 46)], ids=["dense", "packed"])
+@pytest.mark.parametrize("pool_of", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(("rule", "folded"), FORMS)
+def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, cut, boxes, draw, monkeypatch):
+    """Bit for bit what `enter`, the scan of states side by side, and `leave` make, states on the way too."""
+    stored, v_first = pool_of
+    a = draw(rule, Shape(5, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 16), cut, torch.bfloat16)
+    monkeypatch.setattr(forward, "copies_boxes", lambda device: boxes)
+    grid, (K, V), device, HV = a.grid, (a.q.shape[3], a.v.shape[3]), a.q.device, a.v.shape[2]
+    key = launch_key(a.q.dtype, K, V, OPTIONS.chunk_size, gate_kind(a.g), folded)
+    cleared = a.v.new_full(a.v.shape, 7)
+    prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, OPTIONS, cleared, folded=folded, backward=False)
+    rows = grid.chunks if cut is not None else 5 * (37 // OPTIONS.checkpoint_every)
+
+    def turned(x: Tensor) -> Tensor:
+        return x.mT if v_first else x
+
+    pool = torch.randn(9, HV, 16, 16).to(device, stored)
+    pool[[1, 5, 8]] = torch.nan
+    source, target = (torch.tensor(x, device=device) for x in ([[7], [0], [-1], [3], [6]], [2, 4, 1, -1, 6]))
+    given = torch.tensor([True, False, True, True, True], device=device)
+    for elsewhere, some, indexed in ((None, None, source), (target, given, source), (None, given, None)):
+        found = []
+        for inside in (True, False):
+            mine, o = pool.clone(), cleared.clone()
+            states = torch.zeros(rows, HV, K, V, device=device)
+            slots = Slots(mine, mine, indexed, elsewhere, some)
+            given_to = OPTIONS, key, o
+            between = states, grid.first_states(device)
+            if inside:
+                states_of = turned(mine), turned(mine)
+                forward.scan(
+                    a.q, a.k, a.v, prepared, states_of[0], grid, *given_to, states_of[1], *between, slots=slots
+                )  # fmt: skip
+            else:
+                here, there = (torch.empty(5, HV, 16, 16, device=device) for _ in range(2))
+                copies.enter(mine, slots, here)
+                forward.scan(a.q, a.k, a.v, prepared, turned(here), grid, *given_to, turned(there), *between)
+                copies.leave(there, slots, mine, grid, o)
+            found.append((mine, o, states))
+        (mine, o, states), (expected, right, on_the_way) = found
+        assert torch.equal(mine.nan_to_num(9), expected.nan_to_num(9)) and torch.equal(o, right)
+        skipped = 2 if indexed is not None else 9
+        reached = (torch.full((5,), 37) if cut is None else torch.tensor(cut).diff()) // OPTIONS.checkpoint_every
+        live = torch.repeat_interleave(torch.arange(5) != skipped, reached).to(device)
+        assert torch.equal(states[: len(live)][live], on_the_way[: len(live)][live])
 
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)

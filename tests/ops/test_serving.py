@@ -318,6 +318,106 @@ def test_prefill_is_the_chunk_call_in_place(rule: str, v_first: bool, backend: s
     assert torch.equal(checkpoints[[0, 1, 3, 4]], between[[0, 1, 3, 4]])
 
 
+POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
+    "K first": (torch.float32, False, False),
+    "V first": (torch.float32, True, False),
+    "bfloat16": (torch.bfloat16, True, False),
+    "float16": (torch.float16, False, False),
+    "slots apart": (torch.float32, False, True),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("kind", POOLS)
+def test_prefill_finds_each_state_in_its_slot(kind: str, packed: bool, rule: str, backend: str, device):
+    """In any order, in place and elsewhere; beside rows without a slot, without tokens, without a state, and whose
+    state nobody keeps. Slots that are not named hold NaN, and so do tokens of skipped rows."""
+    stored, v_first, apart = POOLS[kind]
+    lengths, slots, to = (33, 20, 0, 17, 1, 20), (7, -1, 2, 4, 10, 0), (8, 3, 5, 1, 6, -1)
+    given = torch.tensor([True, True, True, False, True, True], device=device)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=device) if packed else None
+    a = drawn(rule, device, backend, **({"N": 1, "T": 100} if packed else {"N": 6, "T": 20}))
+    for name in TOKENS:
+        if a[name] is not None:
+            rows = a[name][0].split((*lengths, 9)) if packed else a[name]
+            for x in (rows[1], rows[4], *rows[6:]):
+                x.fill_(torch.nan)
+    full = torch.full((10, 3, 2, *((24, 16) if v_first else (16, 24))), torch.nan, device=device, dtype=stored)
+    before = full[:, 1] if apart else full[:, 1].contiguous()
+    named = [7, 2, 0]
+    before[named] = a_pool(device, 3, v_first=v_first, dtype=stored)
+    entering = torch.zeros(6, *before.shape[1:], device=device)
+    entering[[0, 2, 5]] = before[named].float()
+    clean = a | {name: a[name].nan_to_num(0) for name in TOKENS if a[name] is not None}
+    op, call = getattr(wyfold, f"chunk_{rule}"), dict(clean)
+    if rule == "delta_rule":
+        del call["g"]
+    expected, left = op(
+        **call, initial_state=entering, output_final_state=True, cu_seqlens=cu, state_v_first=v_first
+    )  # fmt: skip
+    skipped = [expected[:, 33:53], expected[:, 70:71]] if packed else [expected[1], expected[4]]
+    for x in skipped:
+        x.zero_()
+    for elsewhere in (False, True):
+        room = full.clone()
+        pool = room[:, 1] if apart else before.clone()
+        target = {"output_state_indices": index(*to, device=device)} if elsewhere else {}
+        out = torch.full_like(a["v"], torch.nan)
+        serving.prefill(
+            **a, pool=pool, state_indices=index(*slots, device=device), has_initial_state=given, cu_seqlens=cu,
+            state_v_first=v_first, out=out, **target,
+        )  # fmt: skip
+        assert torch.equal(out, expected)
+        pooled = before.clone()
+        for n, slot in enumerate(to if elsewhere else slots):
+            if n not in (1, 4) and slot >= 0:
+                pooled[slot] = left[n].to(stored)
+        assert torch.equal(pool.nan_to_num(9.0), pooled.nan_to_num(9.0))
+        assert not apart or room[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("pad", [-1, 0])
+def test_prefill_without_indices(pad: int, backend: str, device):
+    """Row n is in slot n; there are fewer slots than rows, and the first may be none."""
+    a, before = drawn("kda", device, backend, N=4, T=20), a_pool(device, 3)
+    pool = before.clone()
+    o = serving.prefill(**a, pool=pool, state_v_first=False, pad_slot_id=pad)
+    expected, left = wyfold.chunk_kda(
+        **at(a, slice(None)), initial_state=torch.cat([before, before[:1]]), output_final_state=True
+    )
+    live = list(range(pad + 1, 3))
+    assert torch.equal(o[live], expected[live]) and torch.equal(pool[live], left[live])
+    others = [n for n in range(4) if n not in live]
+    assert not o[others].any() and torch.equal(pool[: pad + 1], before[: pad + 1])
+
+
+def test_a_prompt_in_pieces(rule: str, backend: str, device):
+    """Two packed prompts, of 130 and 70 tokens, cut at multiples of 64 and read by two calls."""
+    a, before = drawn(rule, device, backend, N=1, T=200), a_pool(device)
+    flags = {"state_indices": index(6, 2, device=device), "state_v_first": False}
+    whole, pieces = before.clone(), before.clone()
+    o = serving.prefill(**a, pool=whole, cu_seqlens=index(0, 130, 200, device=device), **flags)
+    for first, second in ((slice(0, 128), slice(130, 194)), (slice(128, 130), slice(194, 200))):
+        those = torch.cat([torch.arange(200, device=device)[x] for x in (first, second)])
+        piece = a | {name: a[name][:, those] for name in TOKENS if a[name] is not None}
+        cu = index(0, first.stop - first.start, len(those), device=device)
+        assert torch.equal(serving.prefill(**piece, pool=pieces, cu_seqlens=cu, **flags), o[:, those])
+    assert torch.equal(pieces, whole)
+
+
+def test_a_prompt_of_no_tokens(backend: str, device):
+    """A state stays as it is, zero if it is not given, wherever it is to go."""
+    a, before = drawn("kda", device, backend, N=3, T=0), a_pool(device)
+    pool, given = before.clone(), torch.tensor([True, False, True], device=device)
+    o = serving.prefill(
+        **a, pool=pool, state_indices=index(4, 1, 99, device=device), has_initial_state=given,
+        output_state_indices=index(7, 1, 0, device=device), state_v_first=False,
+    )  # fmt: skip
+    expected = before.clone()
+    expected[7], expected[1] = before[4], 0
+    assert o.shape == (3, 0, 2, 24) and torch.equal(pool, expected)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 def test_prefill_of_a_batch_into_a_narrow_pool(stored: torch.dtype, backend: str, device):
     a, before = drawn("gated_delta_rule", device, backend, N=2, T=20), a_pool(device, dtype=stored)
@@ -413,6 +513,25 @@ def test_checked_looks_into_the_slots():
         serving.decode(**a, pool=pool, state_indices=torch.tensor([1, -1, 3, -1]), state_v_first=False)
 
 
+@pytest.mark.parametrize("op", [serving.decode, serving.prefill])
+def test_checked_looks_whether_states_cross(op: Any):
+    """A state may stay, or go to a slot that nobody starts from: a skipped row does not, nor one without a state."""
+    a, pool = drawn("kda", torch.device("cpu"), "eager"), a_pool(torch.device("cpu"))
+    flags: Call = {"state_indices": torch.tensor([1, 2, 11, 4]), "state_v_first": False}
+    flags["has_initial_state"] = torch.tensor([True, True, True, False])
+    for to in ((1, 7, 2, 8), (4, 2, 1, 0), (-1, 11, 3, 5)):
+        with wyfold.checked():
+            op(**a, pool=pool, output_state_indices=torch.tensor(to), **flags)
+    for to in ((2, 1, 7, 8), (1, 5, 6, 2)):
+        with (
+            wyfold.checked(),
+            pytest.raises(ValueError, match=f"^{op.__name__}: output_state_indices must name no slot"),
+        ):
+            op(**a, pool=pool, output_state_indices=torch.tensor(to), **flags)
+    with wyfold.checked(), pytest.raises(ValueError, match="must name no slot that another row starts from"):
+        op(**a, pool=pool, output_state_indices=torch.tensor([4, 2, 3, 1]), state_v_first=False)
+
+
 # --- through PyTorch -------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +542,20 @@ def test_what_would_run(backend: str, device):
     stages = ["prepare", "recurrent"] if backend == "eager" else ["recurrent"]
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
     assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel"])
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["", "states between"])
+def test_what_a_prompt_would_run(between: bool, backend: str, device):
+    """Kernels find the slots on their way; what they leave to another launch are states on the way."""
+    a = drawn("kda", device, backend, T=64) | {"pool": a_pool(device), "state_v_first": False}
+    if between:
+        a |= {"checkpoint_every": 64, "checkpoint_pool": a_pool(device)}
+        a["checkpoint_indices"] = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    plan = wyfold.explain(serving.prefill, **a)
+    stages = ["prepare", "scan"] + ["slots"] * (backend == "eager" or between)
+    assert [launch.split(" ")[0] for launch in plan.forward] == stages
+    rows = [] if backend == "eager" else ["slots"] * between + ["prepare", "scan"]
+    assert [row.stage for row in plan.rows] == rows
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])

@@ -229,6 +229,11 @@ KINDS: dict[str, Callable[[], Made]] = {
     "verify gdn": lambda: verified("gdn"),
     "prefill kda": lambda: prefilled("kda"),
     "prefill kda, states between": lambda: prefilled("kda", **between(T // 64)),
+    "prefill gdn, dense": lambda: prefilled("gdn", cu_seqlens=None),
+    "prefill gdn, elsewhere": lambda: prefilled(
+        "gdn", has_initial_state=torch.ones(N, dtype=torch.bool), output_state_indices=torch.arange(N) + 4
+    ),
+    "prefill gdn, in order": lambda: prefilled("gdn", state_indices=None),
     "prefill gdn, dense, states between": lambda: prefilled("gdn", cu_seqlens=None, **between(B, T // 64)),
     "decode_packed gdn": lambda: decoded_packed("gdn"),
     "decode_packed kda": lambda: decoded_packed("kda"),
@@ -335,14 +340,18 @@ def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, li
         assert got.is_inference() == expected.is_inference() and not got.requires_grad
 
 
-PREFILL = "chunk_grid slots prepare scan slots".split()
+PREFILL = {
+    "prefill kda": "chunk_grid prepare scan",
+    "prefill kda, states between": "chunk_grid prepare scan slots_between",
+    "prefill gdn, dense": "prepare scan",
+    "prefill gdn, dense, states between": "prepare scan slots_between",
+}
 
 
-@pytest.mark.parametrize(
-    "kind, launches", [("prefill kda", PREFILL), ("prefill kda, states between", [*PREFILL, "slots_between"])]
-)
-def test_what_a_prefill_launches(kind: str, launches: list[str], lines: list[tuple[Any, ...]]):
-    """One chunk grid for the slots and for the walk between them."""
+@pytest.mark.parametrize("kind", PREFILL)
+def test_what_a_prefill_launches(kind: str, lines: list[tuple[Any, ...]]):
+    """What the chunk form does, and no copy of a state but those that are kept on the way."""
+    launches = PREFILL[kind].split()
     warm(KINDS[kind](), lines)
     with torch.no_grad():
         _, found, _ = seen(KINDS[kind](), lines)

@@ -17,7 +17,7 @@ from wyfold.reference import rounded as Rd
 from wyfold.runtime.chunks import chunk_grid
 from wyfold.runtime.launch import Config
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.records import Prepared
+from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import gluon as G
 
 LOCK = threading.Condition()
@@ -361,6 +361,7 @@ def clear_rows(tile, rows, BT, W):
 
 def namespace(pid):
     import wyfold.stages.scan.gluon as G
+    import wyfold.tile.index.gluon as IG
     import wyfold.tile.index.triton as I
 
     text = Path(G.__file__).read_text()
@@ -368,6 +369,7 @@ def namespace(pid):
     text = text.replace("source.tile, source.token", "source.tile.clone(), source.token.clone()")
     gl = make_gl(pid)
     ns = {
+        "SLOT_NUMBERS": G.SLOT_NUMBERS,
         "Tiles": G.Tiles,
         "Source": G.Source,
         "Memory": G.Memory,
@@ -384,10 +386,10 @@ def namespace(pid):
         "barrier": lambda: None,
         "clear_rows": clear_rows,
     }
-    span = inspect.getsource(I.sequence_span.fn)
-    span = span[span.index("def ") :]
-    exec("from __future__ import annotations\n" + span, {"tl": types.SimpleNamespace(load=load)}, ns)
-    ns["sequence_span"].__globals__["tl"] = types.SimpleNamespace(load=load)
+    tl = types.SimpleNamespace(load=load, int64=torch.int64)
+    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens):
+        source = inspect.getsource(helper.fn)
+        exec("from __future__ import annotations\n" + source[source.index("def ") :], {"tl": tl, "gl": gl}, ns)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)
     # `_step` of a tail: products may meet rows that another part clears
     step = ns["_step"]
@@ -454,6 +456,7 @@ def case(
     nan=False,
     mode="late",
     fp=torch.bfloat16,
+    pooled=False,
     **cfg,
 ):
     torch.manual_seed(1)
@@ -525,10 +528,45 @@ def case(
         mock.patch.object(G, "launched", lambda *a, **b: (done.append(1), emulate(*a, **b))),
     ):
         G.scan(q, k, v, Prepared(**p), S0, grid, options(scale), "bf16", o, ST, None, None)
+        if pooled:
+            tokens = q, k, v, Prepared(**p)
+            return done, *in_a_pool(tokens, S0, grid, options(scale), o, spans)
     used = T if cu is None else cu[-1]
     rel = lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
     left = int((~o[:, used:].isnan()).sum())
     return done, rel(o[:, :used], ro[:, :used]), rel(ST, rS), (o[:, :used] != ro[:, :used]).float().mean().item(), left
+
+
+def in_a_pool(tokens, S0, grid, options, o, spans):
+    """Numbers that differ between a call over the slots of a pool and the call of the same states beside each other."""
+    N, differing = len(spans), []
+    for stored in (torch.float32, torch.bfloat16):
+        for v_first in (False, True):
+            for elsewhere in (False, True):
+                gen = torch.Generator().manual_seed(N)
+                pool = torch.randn(2 * N + 3, *S0.shape[1:], generator=gen).to(stored)
+                if v_first:
+                    pool = pool.mT.contiguous().mT
+                order = torch.randperm(2 * N + 3, generator=gen)
+                source, target = order[:N, None].clone(), order[N : 2 * N].clone()
+                given = torch.rand(N, generator=gen) < 0.7
+                source[0], target[-1] = (-1 if elsewhere else 99), -1
+                here = torch.where(given[:, None, None, None], pool[source[:, 0].clamp(0, 2 * N + 2)].float(), 0)
+                plain, left = torch.full_like(o, float("nan")), torch.full_like(S0, float("nan"))
+                G.scan(*tokens, here, grid, options, "bf16", plain, left, None, None)
+                expected = pool.clone()
+                to = target if elsewhere else source[:, 0]
+                for n in range(1, N):
+                    if 0 <= to[n] < pool.shape[0]:
+                        expected[to[n]] = left[n].to(stored)
+                for b, t0, t1 in spans[:1]:
+                    plain[b, t0:t1] = 0
+                found = torch.full_like(o, float("nan"))
+                slots = Slots(pool, pool, source, target if elsewhere else None, given)
+                G.scan(*tokens, pool, grid, options, "bf16", found, pool, None, None, slots=slots)
+                for x, y in ((found, plain), (pool, expected)):
+                    differing.append(int((~((x == y) | (x.isnan() & y.isnan()))).sum()))
+    return differing
 
 
 if __name__ == "__main__":
@@ -566,6 +604,12 @@ if __name__ == "__main__":
                         f"{time.time() - t:.1f}s",
                         flush=True,
                     )
+    for cfg in V:
+        for gate, folded in (("scalar", False), ("channel", True)):
+            for kw in ({"B": 3, "T": 150}, {"T": 530, "cu": packed, "nan": True, "H": 2}):
+                done, *differing = case(gate, folded, pooled=True, **kw, **cfg)
+                bad += any(differing)
+                print("pool", "BAD" if any(differing) else "ok ", cfg, gate, kw, len(done), differing, flush=True)
     for kw in ({"K": 64}, {"V": 64}):
         r = case("scalar", False, **kw, **(V[0] if "K" in kw else V[-2]))
         print(kw, r)

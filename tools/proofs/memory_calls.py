@@ -144,7 +144,7 @@ def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
     named: dict[str, Callable[[], list[Tensor]]] = {}
     for rule in ("delta_rule", "gated_delta_rule", "kda"):
         for stored in ("float32", "bfloat16"):
-            for name in ("decode", "verify", "prefill"):
+            for name in ("decode", "verify", "prefill", "prefill, states between"):
                 named[f"serving.{name} {rule} {stored}"] = partial(_served, name, rule, stored, device)
     for rule in ("gated_delta_rule", "kda"):
         named[f"serving.decode_packed {rule}"] = partial(_decode_packed, rule, device)
@@ -156,6 +156,7 @@ def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Tensor]:
+    name, _, between = name.partition(", ")
     T = {"decode": 1, "verify": 3, "prefill": TOKENS}[name]
     K, V = (128, 128) if stored == "bfloat16" else (40, 24)
     gate = None if rule == "delta_rule" else "model"
@@ -168,7 +169,7 @@ def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Ten
     if name == "verify":
         slots = torch.tensor([[7, 1, 3], [-1, -1, -1], [2, 9, 11]])
         more["num_accepted_tokens"] = torch.tensor([1, 1, 2]).to(device)
-    if name == "prefill":
+    if between:
         more |= {"checkpoint_every": 64, "checkpoint_pool": torch.zeros_like(pool)}
         more["checkpoint_indices"] = torch.tensor([[0, 3], [-1, 4], [11, -1]]).to(device)
     o = getattr(serving, name)(

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,50 @@ def bits(case: Case, small: bool = False) -> Iterator[Promise]:
     yield from _permuted(case, 2 if small else 10, 70 if small else 200)
     yield from _poisoned(paths(case, tokens=130 if small else 300), 2 if small else 5)
     yield from _chunks(case, 2 * 64 + 17 if small else 8 * 64 + 17)
+    yield from _in_slots(case, small)
+
+
+def _in_slots(case: Case, small: bool) -> Iterator[Promise]:
+    """`prefill` over a pool is the chunk form between states copied out of it and back: of few sequences and of as many
+    as another launch is taken for, in place and elsewhere, beside rows that are skipped, start from zeros or are empty.
+    """
+
+    def tried(N: int, stored: torch.dtype, seed: int, *, packed: bool) -> str:
+        draw, T = torch.Generator().manual_seed(seed), 40 if small else 150
+        order = torch.randperm(SLOTS, generator=draw)
+        slots, to = order[:N].clone(), order[:N] if packed else order[-N:].clone()
+        skipped, fresh = torch.rand(N, generator=draw) < 0.2, torch.rand(N, generator=draw) < 0.2
+        pool = torch.full_like(case.states(SLOTS, dtype=stored), torch.nan)
+        here = case.states(N, seed, stored)
+        begun = ~(skipped | fresh)
+        pool[slots[begun].to(case.device)] = here[begun.to(case.device)]
+        kept = to[~skipped].to(case.device)
+        slots[skipped] = torch.where(torch.rand(int(skipped.sum()), generator=draw) < 0.5, -1, SLOTS + 7)
+        lengths = torch.randint(0, T, (N,), generator=draw) if packed else torch.full((N,), T)
+        lengths[0] = 0 if packed else T
+        cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        call = case.tokens(1, int(cu[-1]) + 9, seed) if packed else case.tokens(N, T, seed)
+        where: dict[str, Any] = {"cu_seqlens": cu.to(case.device)} if packed else {}
+        entering = torch.where(begun.to(case.device)[:, None, None, None], here.float(), 0)
+        o, left = differentiable(case, "chunk", call, initial_state=entering, batch_invariant=True, **where)
+        for n in skipped.nonzero().flatten().tolist():
+            o[(0, slice(cu[n], cu[n + 1])) if packed else n] = 0
+        expected = pool.clone()
+        expected[kept] = left[~skipped.to(case.device)].to(stored)
+        if not packed:
+            where["output_state_indices"] = to.to(case.device)
+        found = serving.prefill(
+            **call, **where, pool=pool, state_indices=slots.to(case.device), has_initial_state=~fresh.to(case.device),
+            state_v_first=case.v_first, backend=case.backend,
+        )  # fmt: skip
+        return differing(o=(found, o), pool=(pool, expected))
+
+    for N, stored, packed in (
+        (6, torch.float32, True), (6, torch.float32, False), (20, torch.bfloat16, True), (20, torch.float32, False),
+    ):  # fmt: skip
+        for seed in range(2 if small else 4):
+            name = f"prefill of {N} {'packed' if packed else 'dense'} prompts in {str(stored)[6:]} slots, {seed}"
+            yield Promise("bits", name, partial(tried, N, stored, seed, packed=packed))
 
 
 def _recurrent(case: Case, T: int, B: int = 2) -> Iterator[Promise]:

@@ -38,7 +38,7 @@ COLD = 2 * 2**30
 
 D, HV = 128, 32
 ROUNDS, REPLAYS = 9, 3
-OF_HOST = ("decode", "decode_packed", "verify", "prefill, packed", "prefill, packed, states between")
+OF_HOST = ("decode", "decode_packed", "verify", "prefill", "prefill, packed", "prefill, packed, states between")
 
 Figures = dict[str, Any]
 

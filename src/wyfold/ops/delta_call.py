@@ -410,7 +410,8 @@ def launch_keys(
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
-    keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+    if "scan_bwd" in keys:
+        keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
     if "gradients" in keys:
         keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
     back = []

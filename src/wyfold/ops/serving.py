@@ -73,7 +73,7 @@ def decode(
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong shape, dtype, device or combination, an argument that requires a gradient, or inside
-            `checked` live slots that are not distinct.
+            `checked` live slots that are not distinct, or one that is written and that another row starts from.
         UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
 
     Example:

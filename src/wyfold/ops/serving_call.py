@@ -181,13 +181,15 @@ def _decide(call: _Call) -> DeltaOptions:
     def keys() -> list[tuple[str, str]]:
         if not chunked:
             return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
-        return [("slots", ""), *launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)]
+        found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
+        return [("slots", ""), *found] if every else found
 
     plan = table.plan(
         op,
         q.device,
         backend,
         forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        kept=("slots",) if every else (),
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),
@@ -248,6 +250,21 @@ def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) ->
             live = x[(x > slots.pad_slot_id) & (x < slots.pool.shape[0])]
             if live.unique().numel() != live.numel():
                 raise ValueError(f"{op}: {name} must hold distinct slots, got {x.tolist()}")
+    if slots.output_state_indices is not None and not slots.each and check.checking_contents():
+        _check_apart(op, q, slots, N)
+
+
+def _check_apart(op: str, q: Tensor, slots: SlotFlags, N: int) -> None:
+    """That no row's state goes where another one's comes from: one may be written before the other is read."""
+    source, target, given = slots.state_indices, slots.output_state_indices, slots.has_initial_state
+    if target is None or not all(x is None or check.readable(x) for x in (source, target, given)):
+        return
+    source = torch.arange(N, device=q.device) if source is None else source
+    live, there = ((x > slots.pad_slot_id) & (x < slots.pool.shape[0]) for x in (source, target))
+    read = live if given is None else live & given
+    if torch.isin(target[live & there & (target != source)], source[read]).any():
+        got = f"got {target.tolist()} beside {source.tolist()}"
+        raise ValueError(f"{op}: output_state_indices must name no slot that another row starts from, {got}")
 
 
 def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:

@@ -32,7 +32,7 @@ from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
-from wyfold.stages.records import Prepared, TokenGradients
+from wyfold.stages.records import Prepared, Slots, TokenGradients
 
 
 class _Call:
@@ -80,9 +80,16 @@ class _Call:
 
 
 def forward(
-    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+    t: DeltaTensors,
+    options: DeltaOptions,
+    out: Tensor | None = None,
+    grid: ChunkGrid | None = None,
+    slots: Slots | None = None,
 ) -> tuple[DeltaResult, list[Tensor]]:
-    """Results, and what the backward needs of them."""
+    """Results, and what the backward needs of them.
+
+    `slots`: of a call that has tokens and is not cut, whose states are read and written where they lie in a pool.
+    """
     call, result = _Call(t, options, grid), empty_result(t, options, out)
     t = call.t
     if t.v.numel() == 0:
@@ -96,6 +103,8 @@ def forward(
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.outside(rows), call.grid.first_states(t.q.device)
     initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
+    if slots is not None:
+        initial, final = call.outside(slots.entering), call.outside(slots.leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
     folded = _fold(call, k, v, prepared, initial)
@@ -105,6 +114,7 @@ def forward(
         *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
         segments=call.segments,
         borders=at_borders,
+        slots=slots,
     )
     return result, [*(folded if options.save else []), *(_kept(prepared) if keep else [])]
 

@@ -1,8 +1,8 @@
 """Serving: sequences whose states lie in the slots of a pool, updated in place, by one registered operator.
 
-It has no gradient. Token by token its kernel is that of the differentiable operators, which finds the slots itself. In
-chunks their walk runs between states taken out of their slots and put back, two launches more, and one for those that
-are kept on the way.
+It has no gradient. Its kernels are those of the differentiable operators, which find the slots themselves: token by
+token one launch, in chunks as many as without a pool, and one for states that are kept on the way. The eager walk runs
+between states taken out of their slots and put back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from wyfold.pipelines import delta_launches
 from wyfold.pipelines.delta import walk
 from wyfold.pipelines.delta_records import DeltaTensors
 from wyfold.runtime import check
@@ -86,26 +87,46 @@ def _serve(*arguments: Any) -> None:
         recurrent: Any = table.launches("recurrent", options.backend)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
         recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
+    elif options.backend != "eager" and s.o.numel():
+        _in_place(s, slots, grid, options)
     else:
         _between(s, slots, grid, options)
 
 
+def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+    """The launches of the chunk form, whose scan has each state from the pool and leaves it there.
+
+    No sequence of a served call is cut into segments, so it is the scan that states come to first and leave last.
+    """
+    tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
+    result, _ = delta_launches.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
+    _keep(s, result.states, slots, grid, options)
+
+
 def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
-    """The walk of the differentiable operators between `enter` and `leave`."""
+    """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
     stage: Any = table.launches("slots", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
     result, _ = walk(options).forward(tokens, options, s.o, grid)
-    states = result.states
-    if options.checkpoint_every and s.cu_seqlens is None:
-        states = states.flatten(0, 1)
     if slots.each:
-        stage.leave_each(states, slots, s.pool, grid, s.o)
+        stage.leave_each(_rows(s, result.states), slots, s.pool, grid, s.o)
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
-    if s.checkpoints is not None and states.shape[0]:
-        stage.leave_between(states, slots, grid, s.checkpoints, s.checkpoint_source)
+    _keep(s, result.states, slots, grid, options)
+
+
+def _keep(s: Serving, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+    """Store states on the way, if they are wanted and there are any."""
+    if s.checkpoints is not None and states.numel():
+        stage: Any = table.launches("slots", options.backend)
+        stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
+
+
+def _rows(s: Serving, states: Tensor) -> Tensor:
+    """States on the way, one after another."""
+    return states if s.cu_seqlens is not None else states.flatten(0, 1)
 
 
 def _serve_fake(*arguments: Any) -> None:

@@ -38,7 +38,8 @@ class Row:
         stage, backend: Which launch, in which language.
         module: Where it is.
         dtypes: What its tensors may hold.
-        covers: Stages that a call with this one in it needs no launch for: it does their work on the way.
+        covers: Stages that a call with this one in it needs no launch for: it does their work on the way, but for what
+            the call names as `kept`.
     """
 
     stage: str
@@ -71,11 +72,13 @@ STAGES = (
     "kkt",
     "solve_tril",
 )
+COVERS = {"recurrent": ("prepare",), "scan": ("slots",)}
+"""Stages whose kernels do others' work on the way: `Row.covers`."""
+
 ROWS = (
     *(Row(stage, "eager", f"wyfold.stages.{stage}.eager", check.FLOATS) for stage in STAGES),
     Row("ttt_open", "eager", "wyfold.stages.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
-    *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS) for stage in STAGES if stage != "recurrent"),
-    Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
+    *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS, COVERS.get(stage, ())) for stage in STAGES),
     *(
         Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,))
         for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "ttt")
@@ -94,6 +97,7 @@ def plan(
     chunk_size: int | None = None,
     parts: int = 1,
     segments: int = 1,
+    kept: tuple[str, ...] = (),
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
@@ -112,6 +116,7 @@ def plan(
         kernel_copies: Of the arguments, those that kernels alone would copy.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
         segments: Most segments that one sequence is cut into.
+        kept: Stages of the forward that are launched though another one covers them.
         keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
         sizes: (stage, words of such a key) that decide whether its kernels fit into a GPU at all.
 
@@ -128,12 +133,12 @@ def plan(
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
         raise UnsupportedError(message, {backend: reasons[backend]})
-    launches = _named(_launched(forward, chosen)), _named(_launched(backward, chosen))
+    launches = _named(_launched(forward, chosen, kept=kept)), _named(_launched(backward, chosen))
     parts = parts if chosen == "eager" else min(parts, 1)
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
-        found = _with_kernels(found, forward, backward, device, keys())
+        found = _with_kernels(found, forward, backward, device, keys(), kept)
         found = dataclasses.replace(found, copies=copies + kernel_copies)
     found = settle(found)
     if chosen == "triton" and device.type == "cuda":
@@ -142,7 +147,12 @@ def plan(
 
 
 def _with_kernels(
-    plan: Plan, forward: tuple[str, ...], backward: tuple[str, ...], device: torch.device, keys: Keys
+    plan: Plan,
+    forward: tuple[str, ...],
+    backward: tuple[str, ...],
+    device: torch.device,
+    keys: Keys,
+    kept: tuple[str, ...],
 ) -> Plan:
     """The plan, and whose kernels it would launch, by which configurations, and which are new to the process.
 
@@ -153,7 +163,7 @@ def _with_kernels(
     named = zip(keys, spoken, strict=True)
     rows = tuple([Launch(stage, key, launch.row(where, f"{stage}.{name}", key)) for (stage, key), name in named])
     asked = [(stage, name) for (stage, _), name in zip(keys, spoken, strict=True)]
-    there = _launched(forward, plan.backend, dict(asked[::-1]))
+    there = _launched(forward, plan.backend, dict(asked[::-1]), kept)
     back = _launched(backward, plan.backend, dict(asked))
     modules = [row.load() for row in dict.fromkeys(there + back)]
     fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
@@ -230,11 +240,13 @@ def _named(rows: list[Row]) -> tuple[str, ...]:
     return tuple([f"{row.stage} ({row.module})" for row in rows])
 
 
-def _launched(stages: tuple[str, ...], backend: str, languages: dict[str, str] | None = None) -> list[Row]:
+def _launched(
+    stages: tuple[str, ...], backend: str, languages: dict[str, str] | None = None, kept: tuple[str, ...] = ()
+) -> list[Row]:
     """Rows of the stages that a call launches on a backend, or on what stands in for it there, by stages, without those
-    that another one of it covers."""
+    that another one of it covers and it does not keep."""
     rows = [row for row in ROWS if row.backend == backend and row.stage in stages]
-    covered = {stage for row in rows for stage in row.covers}
+    covered = {stage for row in rows for stage in row.covers} - {*kept}
     standing = [_row(row.stage, (languages or {}).get(row.stage, backend)) for row in rows if row.stage not in covered]
     return [row for row in standing if row is not None]
 

@@ -5,4 +5,7 @@
     S <- exp(G_last) S + E^T y
 
 Two products depend on each other in a chunk, instead of the three of the unfolded form (docs/algorithm.md, section 3).
+
+Kernels find states in the slots of a pool, and leave them there, if a call has some, as `enter` and `leave` of `slots`
+do around the eager scan.
 """

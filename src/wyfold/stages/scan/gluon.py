@@ -41,15 +41,16 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.records import Prepared
+from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
-from wyfold.stages.scan.triton import scan_key
-from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
+from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
+from wyfold.tile.index.gluon import barrier, clear_rows, clear_tokens, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
     segment_place,
     sequence_span,
+    slot_place,
     strides,
     tile_boxes,
     token_boxes,
@@ -71,6 +72,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
+    slots: Slots | None = None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launch, to which calls are left that want
     states on the way, and those whose memory the copy engine cannot read.
@@ -88,6 +90,7 @@ def scan(
         states, first_state: Not None where states on the way are wanted.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
+        slots: Where in a pool, which is then both `initial_state` and `final_state`, states lie; None: by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.likely
@@ -96,7 +99,7 @@ def scan(
     boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
     if boxes is None:
         given = q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state
-        triton.scan(*given, segments, borders)
+        triton.scan(*given, segments, borders, slots)
         return
     launched(
         wyfold_scan_gluon,
@@ -116,6 +119,7 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
+        *slot_arguments(initial_state, slots),
         grid.cu,
         grid.first,
         grid.tokens,
@@ -205,12 +209,14 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: first tile, sequence, border before a segment, whether the sequence begins in it, whether it has
-    one, and whether it ends in it, value head, buffer row, first token there and in all rows, first value row, chunks
-    that are full, and tokens of one that is not."""
+    """Of a program: first tile, number of the state that enters, and of the one that leaves (None: the same), border
+    before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
+    buffer row, first token there and in all rows, first value row, chunks that are full, and tokens of one that is
+    not. Of a pool, a state is there to begin with, and there is a slot to end in."""
 
     tile: Any
     n: Any
+    to: Any
     border: Any
     begins: Any
     here: Any
@@ -224,7 +230,7 @@ class Place(NamedTuple):
     rest: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "T", "per_sequence", "scale"])
 def wyfold_scan_gluon(
     x_q,
     x_k,
@@ -248,6 +254,13 @@ def wyfold_scan_gluon(
     p_sequence,
     p_first_segment,
     N,
+    p_source,
+    s_source,
+    p_target,
+    s_target,
+    p_given,
+    slots,
+    pad,
     p_cu,
     p_first,
     T,
@@ -268,7 +281,8 @@ def wyfold_scan_gluon(
 ):
     """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
 
-    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number.
+    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number. Where
+    there are slots, they have the numbers of these.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
@@ -277,9 +291,19 @@ def wyfold_scan_gluon(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
-    begins, ends, i_border = True, True, i_n
+    begins, ends, i_border, i_to = True, True, i_n, None
     if p_sequence is not None:
         i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+    if slots is not None:
+        i_n, begins, i_to, ends, live = slot_place(
+            i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
+        )  # fmt: skip
+        if not live:
+            # Zeroed here, by the first tile's program; to all that follows there are none.
+            if i_v == 0:
+                for row in range(0, length, BT):
+                    clear_tokens(p_o, s_o, b, t + row, i_hv, length - row, V, BT, V)
+            length = length * 0
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
@@ -327,7 +351,7 @@ def wyfold_scan_gluon(
         (i_hv * h_v).to(gl.int32) + column,
     )
     count = steps + (rest > 0).to(gl.int32)
-    at = Place(i_tile, i_n, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
+    at = Place(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -427,10 +451,13 @@ def _recur(
     S = gl.zeros([BW, K], gl.float32, LS)
     if memory.borders is None:
         if memory.S0 is not None:
-            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+            if at.to is None:
+                S = _entering(memory, at, o_v, o_k)
+            elif at.begins:
+                S = _entering(memory, at, o_v, o_k)
     elif at.begins:
         if memory.S0 is not None:
-            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+            S = _entering(memory, at, o_v, o_k)
     elif at.here:
         S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
     total = 0.0
@@ -464,12 +491,21 @@ def _recur(
         before = gl.where(stage == 0, STAGES, stage) - 1
         _leave(memory, tiles, at, part, before, at.steps - 1, BT, BW, PARTS, OUT)
     if memory.ST is not None:
-        offsets = _state_offsets(memory.s_ST, at.n, at.hv, o_v, o_k)
-        if memory.borders is None:
+        i_to = at.n
+        if at.to is not None:
+            i_to = at.to
+        offsets = _state_offsets(memory.s_ST, i_to, at.hv, o_v, o_k)
+        if memory.borders is None and at.to is None:
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
         elif at.ends:
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
     tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _entering(memory, at, o_v, o_k):
+    """The state that a sequence begins with.   [BW, K]"""
+    return gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ its own after the loop, the only one that has to tell its tokens from the next s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import crowd, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.records import Prepared
+from wyfold.stages.records import Prepared, Slots
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
     copies_boxes,
@@ -38,12 +38,16 @@ from wyfold.tile.index.triton import (
     number_boxes,
     segment_place,
     sequence_span,
+    slot_place,
     store_tokens,
     strides,
     tile_boxes,
     token_boxes,
 )
 from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
+
+SLOT_NUMBERS = ["s_source", "s_target", "slots", "pad"]
+"""Arguments of the kernels that no code is made for."""
 
 
 def scan(
@@ -61,6 +65,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
+    slots: Slots | None = None,
 ) -> None:
     """Run every sequence, or every segment of one, from its entering state.
 
@@ -78,6 +83,9 @@ def scan(
         first_state: [N] int64 row in `states` of each sequence's first.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
+        slots: Uses `source`, `target`, `given`, `pad`. Then `initial_state` and `final_state` are views of the pool,
+            one slot written by each sequence and read by no other, and no sequence is cut; o is zero where there is no
+            live slot. None: states lie by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.likely
@@ -118,6 +126,7 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
+        *slot_arguments(initial_state, slots),
         grid.cu,
         grid.first,
         grid.tokens,
@@ -160,6 +169,27 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
+class SlotArguments(NamedTuple):
+    """What the kernels are told of a pool's slots, in their order; None throughout where there are none."""
+
+    source: Tensor | None = None
+    source_step: int | None = None
+    target: Tensor | None = None
+    target_step: int | None = None
+    given: Tensor | None = None
+    slots: int | None = None
+    pad: int | None = None
+
+
+def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
+    """Of a call whose states enter from a pool, where `slots` says."""
+    if slots is None or pool is None:
+        return SlotArguments()
+    source, target = slots.source, slots.target
+    steps = (None if x is None else x.stride(0) for x in (source, target))
+    return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
+
+
 def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty.
 
@@ -169,7 +199,7 @@ def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "every"])
+@triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "T", "per_sequence", "scale", "every"])
 def wyfold_scan_triton(
     x_q,
     s_q,
@@ -197,6 +227,13 @@ def wyfold_scan_triton(
     p_sequence,
     p_first_segment,
     N,
+    p_source,
+    s_source,
+    p_target,
+    s_target,
+    p_given,
+    slots,
+    pad,
     p_cu,
     p_first,
     T,
@@ -220,7 +257,8 @@ def wyfold_scan_triton(
 ):
     """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
 
-    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number.
+    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number. Where
+    there are slots, they have the numbers of these.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -229,15 +267,26 @@ def wyfold_scan_triton(
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
+    begins, ends, i_border, i_from, i_to = True, True, i_n, i_n, i_n
+    if slots is not None:
+        i_from, begins, i_to, ends, live = slot_place(
+            i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
+        )  # fmt: skip
+        if not live:
+            # Zeroed here; to all that follows there are none.
+            for row in range(0, length, BT):
+                rows = tl.minimum(length - row, BT).to(tl.int32)
+                store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            length = length * 0
     steps = (length // BT).to(tl.int32)
     if not TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
 
-    begins, ends, i_border = True, True, i_n
     if p_sequence is not None:
         i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_from, i_to = i_n, i_n
     b_S = load_end(
-        p_S0, s_S0, i_n, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+        p_S0, s_S0, i_from, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
     )  # fmt: skip
     total = 0.0
     if not CHANNEL:
@@ -264,10 +313,8 @@ def wyfold_scan_triton(
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
             )  # fmt: skip
     if p_ST is not None:
-        if p_sequence is None:
-            store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
-        elif ends:
-            store_state(p_ST, s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
+        if ends:
+            store_state(p_ST, s_ST, i_to, i_hv, column, b_S, K, V, BK, BV)
 
 
 @triton.jit

@@ -124,6 +124,23 @@ def segment_place(i_s, p_sequence, p_first, N):
 
 
 @triton.jit
+def slot_place(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
+    """Slot that sequence i_n enters from, whether it has a state there, slot that it is left in, whether it is to be,
+    and whether it has a live slot at all, as `Slots` has it."""
+    i_from = i_n
+    if p_source is not None:
+        i_from = tl.load(p_source + i_n * s_source).to(tl.int64)
+    live = (i_from > pad) & (i_from < slots)
+    there = live
+    if p_given is not None:
+        there = there & (tl.load(p_given + i_n) != 0)
+    i_to = i_from
+    if p_target is not None:
+        i_to = tl.load(p_target + i_n * s_target).to(tl.int64)
+    return i_from, there, i_to, live & (i_to > pad) & (i_to < slots), live
+
+
+@triton.jit
 def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
 

@@ -42,12 +42,13 @@ def load_end(
 ):  # fmt: skip
     """`load_state` at an end of a segment: the sequence's own where `outer`, else a border's where `inner`.   [BV, BK]
 
-    Without borders it is the sequence's, and zeros where there is neither.
+    Zeros where there is neither.
     """
     b_S = tl.zeros((BV, BK), tl.float32)
     if p_border is None:
         if p is not None:
-            b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
+            if outer:
+                b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
     elif outer:
         if p is not None:
             b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
