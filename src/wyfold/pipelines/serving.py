@@ -82,11 +82,19 @@ def _serve(*arguments: Any) -> None:
     grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
     slots = Slots(s.pool, s.pool, s.source, s.target, s.given, s.accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
-        recurrent: Any = table.launches("recurrent", options.backend)
+        recurrent: Any = table.serving("recurrent", options.backend, _key(s, options), s.q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
         recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
     else:
         _between(s, slots, grid, options)
+
+
+def _key(s: Serving, options: DeltaOptions) -> str:
+    """What the configuration of a call token by token depends on."""
+    keys: Any = table.launches("recurrent", "triton")
+    (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
+    order = {"v_first": options.state_v_first, "alone": alone and T == 1}
+    return str(keys.launch_key(s.pool.dtype, K, s.v.shape[3], s.g, **order))
 
 
 def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:

@@ -78,7 +78,7 @@ ROWS = (
     Row("recurrent", "triton", "wyfold.stages.recurrent.triton", FLOATS, covers=("prepare",)),
     *(
         Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,))
-        for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "ttt")
+        for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
     ),
 )
 
