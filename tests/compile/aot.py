@@ -160,16 +160,18 @@ class Served:
         operator: Its name.
         stored: Dtype of the pool.
         between: Whether boundaries are given, and states on the way stored in a pool of their own.
-        gate: Kind of the gate of a call whose heads have 128 channels and V-first states; empty: neither is.
+        gate: Kind of the gate of a call whose heads have 128 channels; empty: neither is.
+        v_first: Whether the states of such a call are.
     """
 
     operator: str
     stored: str = "float32"
     between: bool = False
     gate: str = ""
+    v_first: bool = True
 
     def __str__(self) -> str:
-        wide = f", a {self.gate} gate, 128 channels, V-first" if self.gate else ""
+        wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
         return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
@@ -192,7 +194,7 @@ class Served:
             T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
         q, k, v = (torch.randn(1, T, 1, D) for _ in range(3))
-        more |= {"state_v_first": bool(self.gate), "backend": "triton"}
+        more |= {"state_v_first": bool(self.gate) and self.v_first, "backend": "triton"}
         getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, 1), pool, slots, **more)
 
 
@@ -554,6 +556,7 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
+        *(Served("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),
