@@ -72,4 +72,3 @@ def test_a_state_in_shared_memory_leaves_room_for_others():
     registers = 8 * -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8)
     assert 5 * registers * threads <= 65536 and 5 * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
-

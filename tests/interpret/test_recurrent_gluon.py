@@ -5,6 +5,7 @@ kernel is `tl`, and shared memory is a place to put a tile.
 """
 
 import importlib.util
+import itertools
 import types
 from typing import Any
 
@@ -100,7 +101,7 @@ def interpreted(kernel: Any, gl: WithoutLayouts, made: dict[Any, InterpretedFunc
 
 @pytest.fixture(params=[2, 4, 8], ids="{} warps".format)
 def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Within `with in_gluon():`, a token alone is given to the Gluon kernel; how often it was is noted."""
+    """`in_gluon()`: from then on a token alone is given to the Gluon kernel; how often it was is noted."""
     from wyfold.stages.recurrent import gluon
 
     usual, launched = table.language, gluon.launched
@@ -132,20 +133,17 @@ def drawn(rule: str, device: torch.device, **more: Any) -> dict[str, Any]:
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inside": ({}, {}),
     "ready-made": ({"gate": "weak", "beta": "sigmoid"}, {"use_qk_l2norm_in_kernel": False, "scale": -0.3}),
-    "no beta": ({"gate": "any", "beta": "sigmoid"}, {"beta": None, "safe_gate": True, "lower_bound": -0.5}),
+    "raised gate": ({"gate": "any", "beta": "sigmoid"}, {"beta": None, "safe_gate": True, "lower_bound": -0.5}),
     "bounded gate": ({"gate": "model bounded", "dtype": torch.float32}, {}),
 }
+"""What is drawn, and options beside it."""
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("rule, name", [*itertools.product(RULES[1:], OPTIONS), ("delta_rule", "inside")])
 def test_a_token_has_the_bits_of_the_triton_kernel(rule: str, name: str, in_gluon: Any, device: torch.device):
     """Slots that are none, states that are not there or go elsewhere, and NaN in those that are nobody's."""
     drawn_with, given = OPTIONS[name]
-    drawn_with = {"dtype": torch.bfloat16} | drawn_with
-    if rule == "delta_rule":
-        drawn_with, given = drawn_with | {"gate": None}, {k: x for k, x in given.items() if "gate" not in k and "bound" not in k}
-    a = drawn(rule, device, **drawn_with) | given
+    a = drawn(rule, device, **{"dtype": torch.bfloat16} | drawn_with) | given
     before = torch.randn(SLOTS, 2, 128, 128, device=device).bfloat16()
     before[[2, 6]] = torch.nan
     a |= {"state_indices": torch.tensor([3, -1, 6, 0, 9]), "has_initial_state": torch.tensor([1, 1, 0, 1, 1]).bool()}

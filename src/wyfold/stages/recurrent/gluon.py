@@ -8,7 +8,6 @@ into shared memory, past the registers, and are read there twice: for the sums o
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
