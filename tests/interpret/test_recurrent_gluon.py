@@ -7,6 +7,7 @@ kernel is `tl`, and shared memory is a place to put a tile.
 import importlib.util
 import itertools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from wyfold import serving
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
 from wyfold.stages import table
 
 if importlib.util.find_spec("triton") is None:
@@ -99,13 +101,18 @@ def interpreted(kernel: Any, gl: WithoutLayouts, made: dict[Any, InterpretedFunc
     return made[source]
 
 
-@pytest.fixture(params=[2, 4, 8], ids="{} warps".format)
-def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+TILES = [(128, 2), (128, 4), (128, 8), (64, 1), (64, 2), (32, 1)]
+"""Columns of a program, and its warps."""
+
+
+@pytest.fixture(params=TILES, ids="{0[0]} columns, {0[1]} warps".format)
+def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`in_gluon()`: from then on a token alone is given to the Gluon kernel; how often it was is noted."""
     from wyfold.stages.recurrent import gluon
 
+    columns, warps = request.param
     usual, launched = table.language, gluon.launched
-    kernel = interpreted(gluon.wyfold_recurrent_gluon, WithoutLayouts(request.param), {})
+    kernel = interpreted(gluon.wyfold_recurrent_gluon, WithoutLayouts(warps), {})
     found = types.SimpleNamespace(launches=0)
 
     def counted(_: Any, *arguments: Any, **fixed: Any) -> None:
@@ -120,7 +127,9 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
         monkeypatch.setattr(table, "language", language)
         return found
 
-    return switch
+    config = launch.Config(warps, 1, {"BV": columns})
+    with launch.trying("sm_90", "recurrent.gluon", "bf16 K128 V128 KV alone", config):
+        yield switch
 
 
 def drawn(rule: str, device: torch.device, **more: Any) -> dict[str, Any]:

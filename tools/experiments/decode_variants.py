@@ -51,10 +51,14 @@ TILES = {
 }
 """Of Triton's kernel. r0: without a limit."""
 
-HEADS = {
-    f"head w{warps} r{most}": Config(warps, 1, {}, most or None) for warps, most in ((2, 0), (4, 0), (4, 80), (8, 0))
+HELD = {
+    f"held {name}": decode_row(name)
+    for name in (
+        *("v128 w2 r0", "v128 w4 r0", "v128 w4 r80", "v128 w8 r0"),
+        *("v64 w1 r0", "v64 w2 r0", "v64 w4 r0", "v32 w1 r0"),
+    )
 }
-"""Of the one in Gluon, a program of which has a head; for what it serves."""
+"""Of the one in Gluon, which holds its columns in shared memory; for what it serves."""
 
 KKT = {
     ("float32", 16): ("k64 w1 s1 r0", "k32 w1 s3 r0", "k128 w1 s1 r0", "k64 w1 s2 r0"),
@@ -94,7 +98,7 @@ def decode_variants(case, stored):
     found = {"shipped": ("", "", None)}
     found |= {name: ("recurrent.triton", key, config) for name, config in TILES.items()}
     if stored == torch.bfloat16 and not case.v_first and case.width == 128 and not launch.interpreting():
-        found |= {name: ("recurrent.gluon", f"{key} alone", config) for name, config in HEADS.items()}
+        found |= {name: ("recurrent.gluon", f"{key} alone", config) for name, config in HELD.items()}
     return found
 
 

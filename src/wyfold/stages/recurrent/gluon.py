@@ -1,9 +1,9 @@
 """`recurrent` in Gluon, for Hopper: a decoded token, and states of K = V = 128 that are stored K-first in bfloat16.
 
-The arithmetic is that of the Triton kernel, number by number and sum by sum. What differs is where a state waits: a
-program of it has a tile of value rows in registers, 32 of them, so that a row of the pool is read in pieces of 64 bytes
-by four programs, and eight programs fill a multiprocessor. Here a program has a head, whose 32 KiB come in whole rows
-into shared memory, past the registers, and are read there twice: for the sums over K, and to be written.
+The arithmetic is that of the Triton kernel, number by number and sum by sum. What differs is where a state waits. There
+a program has a tile of value rows in registers, 32 of them: rows of the pool are read in pieces of 64 bytes, and eight
+programs fill a multiprocessor. Here BV columns of a head come past the registers into shared memory, whole rows where
+BV is V, and are read there twice: for the sums over K, and to be written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
 from wyfold.tile.index.triton import load_token_number, strides
 from wyfold.tile.norm.triton import normalised, vector_sum
-from wyfold.tile.state.gluon import fetch_state, key_sums, own_columns, state_room, store_written
+from wyfold.tile.state.gluon import fetch_state, key_sums, own_columns, store_written
 
 
 def recurrent(
@@ -60,9 +60,11 @@ def recurrent(
         return
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     key = launch_key(entering.dtype, K, V, g, v_first=options.state_v_first, alone=True)
+    config = tuned("recurrent.gluon", key, q.device)
+    BV = config.blocks["BV"]
     launched(
         wyfold_recurrent_gluon,
-        grid.sequences * HV,
+        grid.sequences * HV * (V // BV),
         q,
         q.stride(),
         k,
@@ -99,11 +101,12 @@ def recurrent(
         HV=HV,
         K=K,
         V=V,
+        BV=BV,
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
         **gate_flags(g),
-        **tuned("recurrent.gluon", key, q.device).options(contract=False),
+        **config.options(contract=False),
     )
 
 
@@ -153,6 +156,7 @@ def wyfold_recurrent_gluon(
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
+    BV: gl.constexpr,
     ACTIVATION: gl.constexpr,
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
@@ -160,9 +164,10 @@ def wyfold_recurrent_gluon(
     SCALAR: gl.constexpr,
     CHANNEL: gl.constexpr,
 ):
-    """One program owns the state of a head."""
+    """One program owns BV columns of a head's state."""
+    NV: gl.constexpr = V // BV
     pid = gl.program_id(0).to(gl.int64)
-    i_hv, i_n = pid % HV, pid // HV
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
     slot = i_n
     if p_source is not None:
@@ -171,8 +176,8 @@ def wyfold_recurrent_gluon(
             accepted = gl.load(p_accepted + i_n).to(gl.int64)
             entry += gl.minimum(gl.maximum(accepted - 1, 0), columns - 1) * s_source[1]
         slot = gl.load(p_source + entry).to(gl.int64)
-    o_v = gl.arange(0, V, layout=gl.SliceLayout(0, own_columns(V, gl.num_warps())))
-    at_o = p_o + (i_n * s_o[0] + i_hv * s_o[2]) + o_v.to(gl.int64) * s_o[3]
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, own_columns(BV, gl.num_warps())))
+    at_o = p_o + (i_n * s_o[0] + i_hv * s_o[2]) + o_v * s_o[3]
     if (slot <= pad) | (slot >= slots):
         gl.store(at_o, (o_v * 0).to(p_o.dtype.element_ty))
         return
@@ -180,15 +185,14 @@ def wyfold_recurrent_gluon(
     there = slot > pad
     if p_given is not None:
         there = gl.load(p_given + i_n) != 0
-    held = state_room(K, V)
-    fetch_state(held, p_S0 + (slot * s_S0[0] + i_hv * s_S0[1]), there)
+    held = fetch_state(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), there, K, V, BV)
 
     # Of q, k and gate every warp has all, so that their sums need none of the others.
     LINE: gl.constexpr = gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0])
     o_k = gl.arange(0, K, layout=LINE)
     b_k = gl.load(p_k + (i_n * s_k[0] + i_h * s_k[2]) + o_k.to(gl.int64) * s_k[3]).to(gl.float32)
     b_q = gl.load(p_q + (i_n * s_q[0] + i_h * s_q[2]) + o_k.to(gl.int64) * s_q[3]).to(gl.float32)
-    b_v = gl.load(p_v + (i_n * s_v[0] + i_hv * s_v[2]) + o_v.to(gl.int64) * s_v[3]).to(gl.float32)
+    b_v = gl.load(p_v + (i_n * s_v[0] + i_hv * s_v[2]) + o_v * s_v[3]).to(gl.float32)
     decay, beta = 1.0, 1.0
     if p_beta is not None:
         beta = load_token_number(p_beta, s_beta, i_n, 0, i_hv, True)
@@ -222,7 +226,7 @@ def wyfold_recurrent_gluon(
     if p_target is not None:
         to = gl.load(p_target + i_n * s_target[0]).to(gl.int64)
     kept = (to > pad) & (to < slots_left)
-    store_written(p_ST + (to * s_ST[0] + i_hv * s_ST[1]), held, k, b_y, decay, kept, CHANNEL)
+    store_written(p_ST + (to * s_ST[0] + i_hv * s_ST[1] + i_v * BV), held, k, b_y, decay, kept, CHANNEL, V)
 
 
 @gluon.jit
