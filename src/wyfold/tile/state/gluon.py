@@ -1,7 +1,7 @@
 """Columns of a head's state [K, V] in shared memory, for Hopper kernels that give it one token.
 
-Nothing of it waits in registers: rows come past them, each step reads its own slices and forgets them, and how much of a
-pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
+Nothing of it waits in registers: rows come past them, each step reads its own slices and forgets them, and how much of
+a pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
 """
 
 from __future__ import annotations
