@@ -430,7 +430,7 @@ def test_what_would_run(backend: str, device):
     assert (plan.operator, plan.backend, plan.backward) == ("decode", backend, ())
     stages = ["prepare", "recurrent"] if backend == "eager" else ["recurrent"]
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
-    assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel"])
+    assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel alone"])
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])

@@ -86,13 +86,11 @@ def recurrent(
         slots.target,
         strides(slots.target),
         slots.given,
-        slots.accepted,
         o,
         o.stride(),
         entering.shape[0],
         leaving.shape[0],
         slots.pad,
-        1 if slots.source is None else slots.source.shape[1],
         options.scale,
         options.lower_bound,
         options.clamp or FLOOR,
@@ -115,7 +113,7 @@ def _aligned(pool: Tensor) -> bool:
     return pool.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in pool.stride()[:2])
 
 
-NUMBERS = "slots slots_left pad columns scale lower_bound clamp beta_most".split()
+NUMBERS = "slots slots_left pad scale lower_bound clamp beta_most".split()
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -141,13 +139,11 @@ def wyfold_recurrent_gluon(
     p_target,
     s_target,
     p_given,
-    p_accepted,
     p_o,
     s_o,
     slots,
     slots_left,
     pad,
-    columns,
     scale,
     lower_bound,
     clamp,
@@ -171,11 +167,7 @@ def wyfold_recurrent_gluon(
     i_h = i_hv // (HV // H)
     slot = i_n
     if p_source is not None:
-        entry = i_n * s_source[0]
-        if p_accepted is not None:
-            accepted = gl.load(p_accepted + i_n).to(gl.int64)
-            entry += gl.minimum(gl.maximum(accepted - 1, 0), columns - 1) * s_source[1]
-        slot = gl.load(p_source + entry).to(gl.int64)
+        slot = gl.load(p_source + i_n * s_source[0]).to(gl.int64)
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, own_columns(BV, gl.num_warps())))
     at_o = p_o + (i_n * s_o[0] + i_hv * s_o[2]) + o_v * s_o[3]
     if (slot <= pad) | (slot >= slots):
