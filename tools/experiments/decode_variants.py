@@ -1,7 +1,7 @@
 """Configurations of decoding, and of `kkt`, beside the shipped row: bits, then time from a CUDA graph, on one card.
 
     PYTHONPATH=src:. python tools/experiments/decode_variants.py --commit HASH --out DIR --budget 60
-    PYTHONPATH=src:. python tools/experiments/decode_variants.py --only decode --states "KV bf16"
+    PYTHONPATH=src:. python tools/experiments/decode_variants.py --only decode --states "KV bf16" --names "held|v32 w1"
 
 Every variant is compiled first, by JOBS processes into one cache on disk. `variants.json` is written after every case,
 so that what a cut-off run found is there; nothing new is begun when the budget is spent. On a CPU, with
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -92,14 +93,14 @@ def trying(kernel, key, config):
         yield
 
 
-def decode_variants(case, stored):
-    """Name -> kernel, key and config of what a case is tried with."""
+def decode_variants(case, stored, names=""):
+    """Name -> kernel, key and config of what a case is tried with; of the names that this expression is found in."""
     key = f"{WORD[stored]} K{case.width} V{case.width} {'VK' if case.v_first else 'KV'} {GATE[case.rule]}"
     found = {"shipped": ("", "", None)}
     found |= {name: ("recurrent.triton", key, config) for name, config in TILES.items()}
     if stored == torch.bfloat16 and not case.v_first and case.width == 128 and not launch.interpreting():
         found |= {name: ("recurrent.gluon", f"{key} alone", config) for name, config in HELD.items()}
-    return found
+    return {name: variant for name, variant in found.items() if name == "shipped" or re.search(names, name)}
 
 
 def small(held, variant):
@@ -161,10 +162,10 @@ def timed(runs, on_card):
     return found
 
 
-def decoding(case, stored, batch, on_card):
+def decoding(case, stored, batch, on_card, names):
     """One table row: us of each variant and of a copy, and whose bits are the shipped row's."""
     held = Decoding(case, batch, stored, pools=None if on_card else 1)
-    pools, variants = held.pools, decode_variants(case, stored)
+    pools, variants = held.pools, decode_variants(case, stored, names)
     row = {"rule": case.rule, "layout": "VK" if case.v_first else "KV", "states": WORD[stored], "batch": batch}
     shipped, runs, bits = small(held, variants["shipped"]), {}, {}
 
@@ -217,6 +218,7 @@ def main():
     parser.add_argument("--batches", default="64,1024")
     parser.add_argument("--only", choices=("decode", "kkt"))
     parser.add_argument("--states", default="", help='of decoding, such as "KV bf16"; all where empty')
+    parser.add_argument("--names", default="", help="variants of decoding: an expression found in theirs")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     ends, on_card = time.monotonic() + args.budget, args.device == "cuda"
@@ -239,7 +241,9 @@ def main():
         began = time.monotonic()
         jobs = [("kkt", which, kkt_row(name)) for which, names in KKT.items() for name in names]
         jobs += [("kkt", which, None) for which in KKT]
-        jobs += [("decode", *case, variant) for case in cases for variant in decode_variants(*case).values()]
+        jobs += [
+            ("decode", *case, variant) for case in cases for variant in decode_variants(*case, args.names).values()
+        ]
         jobs = [job for job in jobs if job[0] in wanted]
         with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=get_context("spawn")) as workers:
             found["not compiled"] = [told for told in workers.map(compile_one, jobs) if told]
@@ -254,7 +258,7 @@ def main():
                 keep()
                 break
             began = time.monotonic()
-            row = decoding(*what, batch, on_card) if kind == "decode" else grams(what, on_card)
+            row = decoding(*what, batch, on_card, args.names) if kind == "decode" else grams(what, on_card)
             found["rows"].append(row | {"seconds": time.monotonic() - began})
             keep()
             if on_card:
