@@ -161,9 +161,10 @@ class Served:
         operator: Its name.
         stored: Dtype of the pool.
         between: Whether boundaries are given, and states on the way stored in a pool of their own.
-        gate: Kind of the gate of a call whose heads have 128 channels and V-first states; empty: neither is.
+        gate: Kind of the gate of a call whose heads have 128 channels; empty: neither is.
         heads: Of bfloat16 tokens in chunks of 64, as a card picks them, some sequences starting from zeros and all left
             elsewhere; 0: one head of float32 tokens.
+        v_first: Whether the states of a call with a gate are.
     """
 
     operator: str
@@ -171,9 +172,10 @@ class Served:
     between: bool = False
     gate: str = ""
     heads: int = 0
+    v_first: bool = True
 
     def __str__(self) -> str:
-        wide = f", a {self.gate} gate, 128 channels, V-first" if self.gate else ""
+        wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
         wide += f", bfloat16 tokens, {self.heads} heads" if self.heads else ""
         return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
@@ -199,7 +201,7 @@ class Served:
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
         g = {"": None, "scalar": torch.zeros(1, T, H), "channel": torch.zeros(1, T, H, D)}[self.gate]
         q, k, v = (torch.randn(1, T, H, D, dtype=torch.bfloat16 if self.heads else None) for _ in range(3))
-        more |= {"state_v_first": bool(self.gate), "backend": "triton"}
+        more |= {"state_v_first": bool(self.gate) and self.v_first, "backend": "triton"}
         with mock.patch.object(serving_call, "best_chunk_size", lambda *_, **__: 64 if self.heads else 16):
             getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, H), pool, slots, **more)
 
@@ -565,6 +567,7 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
         Served("prefill", gate="scalar", heads=1),
         Served("prefill", "bfloat16", gate="scalar", heads=128),
         Served("prefill", "bfloat16", gate="channel", heads=128),
+        *(Served("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),

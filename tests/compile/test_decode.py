@@ -1,6 +1,8 @@
-"""How a state travels when a token is decoded: in whole vectors, many in flight, and never through shared memory."""
+"""How a state travels when a token is decoded: in whole vectors, many in flight; in a tile of registers, or as it lies,
+a head at a time, to shared memory."""
 
 import importlib.util
+import itertools
 import re
 
 import pytest
@@ -36,9 +38,17 @@ def decoded(architecture: str, stored: torch.dtype, v_first: bool):
     return found[0]
 
 
-@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+HELD = ("sm_90", torch.bfloat16, False)
+"""Whose states are brought to shared memory, a head at a time."""
+
+IN_REGISTERS = [
+    case
+    for case in itertools.product(["sm_80", "sm_90"], [torch.float32, torch.bfloat16], [False, True])
+    if case != HELD
+]
+
+
+@pytest.mark.parametrize("architecture, stored, v_first", IN_REGISTERS)
 def test_a_decoded_state_travels_in_whole_vectors(architecture: str, stored: torch.dtype, v_first: bool):
     kernel = decoded(architecture, stored, v_first)
     code = kernel.asm["ptx"]
@@ -48,4 +58,17 @@ def test_a_decoded_state_travels_in_whole_vectors(architecture: str, stored: tor
     assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) >= vectors
     assert kernel.metadata.shared <= SMALL
     log = aot.assembled(kernel)
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
+
+
+def test_a_state_in_shared_memory_leaves_room_for_others():
+    """It comes past the registers and leaves in whole vectors; five of them are under way on a multiprocessor."""
+    kernel = decoded(*HELD)
+    code, threads = kernel.asm["ptx"], 32 * kernel.metadata.num_warps
+    vectors = 128 * 128 * HELD[1].itemsize // (threads * 16)
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global.* 0x10, ", code)) == vectors
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) >= vectors
+    log = aot.assembled(kernel)
+    registers = 8 * -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8)
+    assert 5 * registers * threads <= 65536 and 5 * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log

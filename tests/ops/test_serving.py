@@ -22,10 +22,12 @@ def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def drawn(rule: str, device: torch.device, backend: str, N: int = 4, T: int = 1, **more: Any) -> Call:
+def drawn(
+    rule: str, device: torch.device, backend: str, N: int = 4, T: int = 1, K: int = 16, V: int = 24, **more: Any
+) -> Call:
     """Tokens and what they are called with; norm, gate and logits inside unless drawn otherwise."""
     given = {"gate": None if rule == "delta_rule" else "model", "beta": "logits", "state": "none"} | more
-    a = {"g": None} | inputs.draw("random", rule, Shape(N, T, 1, 2, 16, 24), **given)
+    a = {"g": None} | inputs.draw("random", rule, Shape(N, T, 1, 2, K, V), **given)
     a |= {"use_qk_l2norm_in_kernel": True, "backend": backend}
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
 
@@ -68,6 +70,30 @@ def test_decode_is_the_recurrent_call_in_place(rule: str, stored: torch.dtype, v
     expected, state = alone(rule, a, before[slots.long()], v_first)
     assert torch.equal(o, expected) and torch.equal(pool[slots.long()], state)
     assert torch.equal(pool[2], before[2]) and pool[5:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_of_128_channels_in_bfloat16(rule: str, dtype: torch.dtype, backend: str, device):
+    """Which have a kernel of their own for one token: its bits are the recurrent call's, and those of a draft."""
+    a = drawn(rule, device, backend, N=5, K=128, V=128, dtype=dtype)
+    before = torch.randn(7, 2, 128, 128).to(device, torch.bfloat16)
+    before[5:] = torch.nan
+    slots, pool, drafted = index(3, -1, 6, 0, 9, device=device), before.clone(), before.clone()
+    there, to = index(1, 1, 0, 1, 1, device=device).bool(), index(3, 1, 5, -1, 2, device=device)
+    where = {"state_indices": slots, "has_initial_state": there, "output_state_indices": to, "state_v_first": False}
+    o = serving.decode(**a, pool=pool, **where)
+    entering = before[[3, 0, 4, 0, 0]]
+    entering[2] = 0
+    expected, state = alone(rule, a, entering)
+    live = [0, 2, 3]
+    assert torch.equal(o[live], expected[live]) and not o[[1, 4]].any()
+    assert torch.equal(pool[[3, 5]], state[[0, 2]]) and torch.equal(pool[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+    assert pool[6].isnan().all()
+    pool = before.clone()
+    o = serving.decode(**a, pool=pool, state_indices=slots, state_v_first=False)
+    draft = serving.verify(**a, pool=drafted, state_indices=slots[:, None], state_v_first=False)
+    assert torch.equal(o.nan_to_num(7), draft.nan_to_num(7))
+    assert torch.equal(pool.nan_to_num(7), drafted.nan_to_num(7)) and torch.equal(pool[3], state[0])
 
 
 OPTIONS: dict[str, tuple[Call, Call]] = {
@@ -541,7 +567,7 @@ def test_what_would_run(backend: str, device):
     assert (plan.operator, plan.backend, plan.backward) == ("decode", backend, ())
     stages = ["prepare", "recurrent"] if backend == "eager" else ["recurrent"]
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
-    assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel"])
+    assert [row.key for row in plan.rows] == ([] if backend == "eager" else ["fp32 K16 V24 KV channel alone"])
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["", "states between"])

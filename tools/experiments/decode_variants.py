@@ -1,6 +1,7 @@
 """Configurations of decoding, and of `kkt`, beside the shipped row: bits, then time from a CUDA graph, on one card.
 
     PYTHONPATH=src:. python tools/experiments/decode_variants.py --commit HASH --out DIR --budget 60
+    PYTHONPATH=src:. python tools/experiments/decode_variants.py --only decode --states "KV bf16" --names "held|v32 w1"
 
 Every variant is compiled first, by JOBS processes into one cache on disk. `variants.json` is written after every case,
 so that what a cut-off run found is there; nothing new is begun when the budget is spent. On a CPU, with
@@ -8,8 +9,10 @@ TRITON_INTERPRET=1 and --device cpu, sizes are tiny and times mean nothing.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -17,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tools.proofs.serving_paths import Case, same
@@ -39,14 +43,23 @@ def decode_row(name):
     return Config(warps, 1, {"BV": rows}, registers or None)
 
 
-DECODE = {
+TILES = {
     name: decode_row(name)
     for name in (
         *("v8 w1 r0", "v8 w1 r96", "v16 w1 r0", "v16 w1 r128", "v16 w1 r168", "v16 w2 r0"),
         *("v32 w1 r0", "v32 w2 r0", "v32 w4 r0", "v64 w2 r0", "v64 w4 r0"),
     )
 }
-"""r0: without a limit."""
+"""Of Triton's kernel. r0: without a limit."""
+
+HELD = {
+    f"held {name}": decode_row(name)
+    for name in (
+        *("v128 w2 r0", "v128 w4 r0", "v128 w4 r80", "v128 w8 r0"),
+        *("v64 w1 r0", "v64 w2 r0", "v64 w4 r0", "v32 w1 r0"),
+    )
+}
+"""Of the one in Gluon, which holds its columns in shared memory; for what it serves."""
 
 KKT = {
     ("float32", 16): ("k64 w1 s1 r0", "k32 w1 s3 r0", "k128 w1 s1 r0", "k64 w1 s2 r0"),
@@ -64,27 +77,50 @@ def kkt_row(name):
     return Config(warps, stages, {"BK": columns}, registers or None)
 
 
+@contextlib.contextmanager
 def trying(kernel, key, config):
-    """Within, a launch of that key takes the config; None: the shipped row."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where, name = launch.architecture(device), launch.row(launch.architecture(device), kernel, key)
-    return launch.trying(where, kernel, key, config or launch._table(where)[kernel][name])
+    """Within, a launch of that key is this kernel's, under this config; None: whose it is, as it is shipped."""
+    if config is None:
+        yield
+        return
+    offers, device = launch.offers, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    stands_in = kernel.endswith(".gluon")
+
+    def offered(where, which, key):
+        return offers(where, which, key) and (stands_in or which != kernel.replace(".triton", ".gluon"))
+
+    with mock.patch.object(launch, "offers", offered), launch.trying(launch.architecture(device), kernel, key, config):
+        yield
 
 
-def decode_key(case, stored):
-    return f"{WORD[stored]} K{case.width} V{case.width} {'VK' if case.v_first else 'KV'} {GATE[case.rule]}"
+def decode_variants(case, stored, names=""):
+    """Name -> kernel, key and config of what a case is tried with; of the names that this expression is found in."""
+    key = f"{WORD[stored]} K{case.width} V{case.width} {'VK' if case.v_first else 'KV'} {GATE[case.rule]}"
+    found = {"shipped": ("", "", None)}
+    found |= {name: ("recurrent.triton", key, config) for name, config in TILES.items()}
+    if stored == torch.bfloat16 and not case.v_first and case.width == 128 and not launch.interpreting():
+        found |= {name: ("recurrent.gluon", f"{key} alone", config) for name, config in HELD.items()}
+    return {name: variant for name, variant in found.items() if name == "shipped" or re.search(names, name)}
 
 
 def small(held, variant):
-    """Output and states of one token of the first sequences, under a variant."""
+    """Outputs and states of one token of the first sequences, under a variant; twice, for two kernels.
+
+    The second time one sequence has no slot, one starts from zeros though its slot holds NaN, one state is dropped.
+    """
     some = slice(0, min(held.batch, 64))
-    pool = held.pools[0][some].clone()
     tokens = {name: x[some] if isinstance(x, torch.Tensor) else x for name, x in held.call.items()}
-    slots = torch.arange(len(pool), device=pool.device).flip(0).int()
-    with trying("recurrent.triton", decode_key(held.case, pool.dtype), variant):
-        how = {"state_v_first": held.case.v_first, "backend": "triton"}
-        o = serving.decode(**tokens, pool=pool, state_indices=slots, **how)
-    return o, pool
+    tokens |= {"state_v_first": held.case.v_first, "backend": "triton"}
+    pools = [held.pools[0][some].clone() for _ in range(2)]
+    slots = torch.arange(len(pools[0]), device=pools[0].device).flip(0).int()
+    odd, given, target = slots.clone(), slots >= 0, slots.clone()
+    if len(slots) > 3:
+        pools[1][slots[2].long()] = torch.nan
+        odd[1], given[2], target[3] = -1, False, len(slots)
+    with trying(*variant):
+        plain = serving.decode(**tokens, pool=pools[0], state_indices=slots)
+        tokens |= {"has_initial_state": given, "output_state_indices": target}
+        return plain, serving.decode(**tokens, pool=pools[1], state_indices=odd), *pools
 
 
 def keys_of(dtype, C, device, tokens, heads):
@@ -126,20 +162,20 @@ def timed(runs, on_card):
     return found
 
 
-def decoding(case, stored, batch, on_card):
+def decoding(case, stored, batch, on_card, names):
     """One table row: us of each variant and of a copy, and whose bits are the shipped row's."""
     held = Decoding(case, batch, stored, pools=None if on_card else 1)
-    pools, key = held.pools, decode_key(case, stored)
+    pools, variants = held.pools, decode_variants(case, stored, names)
     row = {"rule": case.rule, "layout": "VK" if case.v_first else "KV", "states": WORD[stored], "batch": batch}
-    shipped, runs, bits = small(held, None), {}, {}
+    shipped, runs, bits = small(held, variants["shipped"]), {}, {}
 
     def graphed(variant):
         # Captured inside: a replay asks no table.
-        with trying("recurrent.triton", key, variant):
+        with trying(*variant):
             for pool in pools:
                 held.ours(pool)
 
-    for name, variant in {"shipped": None, **DECODE}.items():
+    for name, variant in variants.items():
         try:
             bits[name] = all(same(one, other) for one, other in zip(shipped, small(held, variant)))
             runs[name] = partial(graphed, variant)
@@ -181,6 +217,8 @@ def main():
     parser.add_argument("--budget", type=float, default=60.0, help="seconds")
     parser.add_argument("--batches", default="64,1024")
     parser.add_argument("--only", choices=("decode", "kkt"))
+    parser.add_argument("--states", default="", help='of decoding, such as "KV bf16"; all where empty')
+    parser.add_argument("--names", default="", help="variants of decoding: an expression found in theirs")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     ends, on_card = time.monotonic() + args.budget, args.device == "cuda"
@@ -192,6 +230,7 @@ def main():
 
     device = torch.device(args.device)
     cases = list(decodings(device, "triton"))[::-1]  # bfloat16 first, which has most to gain
+    cases = [x for x in cases if args.states in ("", f"{'VK' if x[0].v_first else 'KV'} {WORD[x[1]]}")]
     if not on_card:
         from tests import triton_bf16
 
@@ -202,7 +241,9 @@ def main():
         began = time.monotonic()
         jobs = [("kkt", which, kkt_row(name)) for which, names in KKT.items() for name in names]
         jobs += [("kkt", which, None) for which in KKT]
-        jobs += [("decode", *case, variant) for case in cases for variant in (None, *DECODE.values())]
+        jobs += [
+            ("decode", *case, variant) for case in cases for variant in decode_variants(*case, args.names).values()
+        ]
         jobs = [job for job in jobs if job[0] in wanted]
         with ProcessPoolExecutor(min(JOBS, os.cpu_count() or 1), mp_context=get_context("spawn")) as workers:
             found["not compiled"] = [told for told in workers.map(compile_one, jobs) if told]
@@ -217,7 +258,7 @@ def main():
                 keep()
                 break
             began = time.monotonic()
-            row = decoding(*what, batch, on_card) if kind == "decode" else grams(what, on_card)
+            row = decoding(*what, batch, on_card, args.names) if kind == "decode" else grams(what, on_card)
             found["rows"].append(row | {"seconds": time.monotonic() - began})
             keep()
             if on_card:

@@ -180,7 +180,8 @@ def _decide(call: _Call) -> DeltaOptions:
 
     def keys() -> list[tuple[str, str]]:
         if not chunked:
-            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False)
+            alone = cu is None and not slots.each and sizes["T"] == 1
+            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False, alone=alone)
         found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
         return [("slots", ""), *found] if every else found
 

@@ -84,7 +84,7 @@ def _serve(*arguments: Any) -> None:
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
-        recurrent: Any = table.launches("recurrent", options.backend)
+        recurrent: Any = table.serving("recurrent", options.backend, _key(s, options), s.q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
         recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
     elif options.backend != "eager" and s.o.numel():
@@ -101,6 +101,14 @@ def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) 
     tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
     result, _ = delta_launches.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
     _keep(s, result.states, slots, grid, options)
+
+
+def _key(s: Serving, options: DeltaOptions) -> str:
+    """What the configuration of a call token by token depends on."""
+    keys: Any = table.launches("recurrent", "triton")
+    (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
+    order = {"v_first": options.state_v_first, "alone": alone and T == 1}
+    return str(keys.launch_key(s.pool.dtype, K, s.v.shape[3], s.g, **order))
 
 
 def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:

@@ -81,7 +81,7 @@ ROWS = (
     *(Row(stage, "triton", f"wyfold.stages.{stage}.triton", FLOATS, COVERS.get(stage, ())) for stage in STAGES),
     *(
         Row(stage, "gluon", f"wyfold.stages.{stage}.gluon", (torch.bfloat16,))
-        for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "ttt")
+        for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
     ),
 )
 

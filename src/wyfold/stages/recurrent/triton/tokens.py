@@ -19,10 +19,13 @@ CLEARED: tl.constexpr = tl.constexpr(16)
 WIDE = torch.float32
 
 
-def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool) -> str:
-    """What a launch configuration depends on: how states are stored, their widths, the gate's kind."""
+def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool = False) -> str:
+    """What a launch configuration depends on: how states are stored, their widths, the gate's kind.
+
+    alone: every sequence has one token, and one slot for its state.
+    """
     order = "VK" if v_first else "KV"
-    return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}"
+    return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}{' alone' * alone}"
 
 
 def launch_key_bwd(K: int, V: int) -> str:

@@ -1,0 +1,122 @@
+"""Columns of a head's state [K, V] in shared memory, for Hopper kernels that give it one token.
+
+Nothing of it waits in registers: rows come past them, each step reads its own slices and forgets them, and how much of
+a pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+@gluon.constexpr_function
+def whole_rows(BV, warps):
+    """Threads beside each other along rows of BV 16-bit numbers, as memory wants them read and written."""
+    return gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def own_columns(BV, warps):
+    """Each warp has columns of its own, and sums over rows without the others: a thread 8 columns of a row."""
+    rows = 256 * warps // BV
+    return gl.BlockedLayout([1, 8], [rows, 32 // rows], [1, warps], [0, 1])
+
+
+@gluon.constexpr_function
+def slice_rows(BV, warps):
+    """Rows of a slice: one of each thread, but not fewer than those after which the swizzle repeats."""
+    return max(8, 256 * warps // BV)
+
+
+@gluon.constexpr_function
+def swizzled(BV):
+    """Of a tile in shared memory: eight threads reach as many rows of it at once, or eight neighbours in a row."""
+    rows = max(1, 64 // BV)  # in the 128 bytes that memory hands out at once
+    return gl.SwizzledSharedLayout(8, rows, 8 // rows, [1, 0])
+
+
+@gluon.jit
+def fetch_state(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """A tile that comes from p, or zeros unless it is there: so many columns of [K, V]. To be waited for."""
+    held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled(BV))
+    async_copy.async_copy_global_to_shared(held, p + _lies(0, K, V, BV), mask=there)
+    async_copy.commit_group()
+    return held
+
+
+@gluon.jit
+def key_sums(held, q, k, decay, CHANNEL: gl.constexpr):
+    """S^T q and S^T k of the decayed state, in the order of the Triton twin's `key_sum` for [K, V].   [BV] each
+
+    Args:
+        held: [K, BV] in shared memory.
+        q, k: [K] float32 in shared memory.
+        decay: The same of a gate over channels, else one number.
+    """
+    ROWS: gl.constexpr = slice_rows(held.shape[1], gl.num_warps())
+    b_q, b_k = _every(held, q, k, decay, CHANNEL, ROWS, 0, ROWS)
+    return _halved(b_q), _halved(b_k)
+
+
+@gluon.jit
+def _every(
+    held, q, k, decay, CHANNEL: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr
+):  # fmt: skip
+    """Products of ROWS rows from FIRST on, and of those every STEP rows further, added up; halves of K meet first.
+
+    Depth first, so that what waits for its other half is a slice for each halving, and not the state.
+    """
+    if STEP == held.shape[0]:
+        L: gl.constexpr = own_columns(held.shape[1], gl.num_warps())
+        b_S = _decayed(held, decay, CHANNEL, FIRST, ROWS, L)
+        b_q = q.slice(FIRST, ROWS).load(gl.SliceLayout(1, L))
+        b_k = k.slice(FIRST, ROWS).load(gl.SliceLayout(1, L))
+        return b_S * b_q[:, None], b_S * b_k[:, None]
+    else:
+        low_q, low_k = _every(held, q, k, decay, CHANNEL, ROWS, FIRST, 2 * STEP)
+        high_q, high_k = _every(held, q, k, decay, CHANNEL, ROWS, FIRST + STEP, 2 * STEP)
+        return low_q + high_q, low_k + high_k
+
+
+@gluon.jit
+def _halved(b_x):
+    """Sum over rows, halves first.   [rows, BV] -> [BV]"""
+    if b_x.shape[0] == 2:
+        return gl.convert_layout(gl.sum(b_x, axis=0), gl.SliceLayout(0, own_columns(b_x.shape[1], gl.num_warps())))
+    else:
+        return _halved(gl.sum(gl.reshape(b_x, [2, b_x.shape[0] // 2, b_x.shape[1]]), axis=0))
+
+
+@gluon.jit
+def store_written(p, held, k, b_y, decay, to_slot, CHANNEL: gl.constexpr, V: gl.constexpr):
+    """Store the decayed state with the token's write, decay S + k y^T, rounded once, to p if that is in a slot."""
+    K: gl.constexpr = held.shape[0]
+    BV: gl.constexpr = held.shape[1]
+    L: gl.constexpr = whole_rows(BV, gl.num_warps())
+    ROWS: gl.constexpr = slice_rows(BV, gl.num_warps())
+    b_y = gl.convert_layout(b_y, gl.SliceLayout(0, L))
+    for row in gl.static_range(0, K, ROWS):
+        b_S = _decayed(held, decay, CHANNEL, row, ROWS, L)
+        b_k = k.slice(row, ROWS).load(gl.SliceLayout(1, L))
+        b_S = gl.fma(b_y[None, :], b_k[:, None], b_S)
+        gl.store(p + _lies(row, ROWS, V, BV), b_S.to(p.dtype.element_ty), mask=to_slot)
+
+
+@gluon.jit
+def _decayed(held, decay, CHANNEL: gl.constexpr, row: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
+    """Rows of the state, decayed.   [ROWS, BV] float32"""
+    b_S = held.slice(row, ROWS).load(L).to(gl.float32)
+    if CHANNEL:
+        return b_S * decay.slice(row, ROWS).load(gl.SliceLayout(1, L))[:, None]
+    else:
+        return b_S * decay
+
+
+@gluon.jit
+def _lies(row, ROWS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Offsets of rows of a tile in [K, V].   [ROWS, BV]"""
+    L: gl.constexpr = whole_rows(BV, gl.num_warps())
+    o_k = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    return o_k[:, None] * V + gl.arange(0, BV, layout=gl.SliceLayout(0, L))[None, :]
