@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.context_call import agreed, check_share
-from wyfold.ops.delta_call import CHUNK_SIZES, STATE_DTYPES, decided, decision_key, packed_boundaries
+from wyfold.ops.decisions import decided, decision_key
 from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.ttt import chunks_per_part, ttt
 from wyfold.pipelines.ttt_context import ttt_across
 from wyfold.pipelines.ttt_records import TTTOptions, TTTTensors
 from wyfold.runtime import check
+from wyfold.runtime.chunks import CHUNK_SIZES
 from wyfold.runtime.launch import dtype_word
-from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -164,7 +165,7 @@ def chunk_ttt_linear(
         given = N
         if cp_context is not None:
             given = _check_context(op, cp_context, q, cu, chunk_size)
-        check.dtype_option(op, "state_dtype", state_dtype, state_dtypes(q))
+        check.dtype_option(op, "state_dtype", state_dtype, check.state_dtypes(q))
         order = "N HV V K" if state_v_first else "N HV K V"
         named = {"initial_state": (initial_state, order), "initial_state_bias": (initial_state_bias, "N HV 1 V")}
         _check_states(op, v, given, named, optional=tuple(named))
@@ -375,7 +376,7 @@ def _decide(
         eps=float(form.eps),
         chunk_size=C,
         state_v_first=form.state_v_first,
-        state_dtype=form.state_dtype or state_dtypes(q)[0],
+        state_dtype=form.state_dtype or check.state_dtypes(q)[0],
         final_state=form.final_state,
         save=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given),
         keep_states=form.keep_states,
@@ -483,17 +484,12 @@ def _check_states(
     sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
     check.shapes(op, optional=optional, known=sizes, **states)
     tensors = {name: state for name, (state, _) in states.items()}
-    check.floating(op, state_dtypes(v), **tensors)
+    check.floating(op, check.state_dtypes(v), **tensors)
     check.alike(op, "device", v=v, **tensors)
-
-
-def state_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes that states may have beside q, the default first."""
-    return (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES
 
 
 def column(v: Tensor, eta: Tensor | float) -> Tensor:
     """Step sizes, or factors of them, as [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
-    return torch.full((1, 1, 1, 1), eta, dtype=state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)
+    return torch.full((1, 1, 1, 1), eta, dtype=check.state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

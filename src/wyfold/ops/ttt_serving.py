@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import CHUNK_SIZES, decided, decision_key, keeps_gradients
-from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, numbers_apart, state_dtypes
+from wyfold.ops.decisions import decided, decision_key, keeps_gradients
+from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, numbers_apart
 from wyfold.pipelines.ttt_serving import TTTServing, serve_ttt
 from wyfold.runtime import check
+from wyfold.runtime.chunks import CHUNK_SIZES
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -187,7 +188,7 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
     named: dict[str, Any] = {f"pool.{name}": (getattr(pool, name), order) for name, order in orders.items()}
     check.shapes(op, known={"HV": HV, "K": D, "V": D}, **named)
     tensors = {name: x for name, (x, _) in named.items()}
-    check.floating(op, state_dtypes(v), **tensors)
+    check.floating(op, check.state_dtypes(v), **tensors)
     position = check.tensor(op, "pool.position", pool.position)
     slots = pool.state.shape[0]
     if list(position.shape) != [slots] or position.dtype not in INDICES:
