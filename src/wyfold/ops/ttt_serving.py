@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.decisions import decided, decision_key, keeps_gradients
-from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, numbers_apart
+from wyfold.ops.ttt_arguments import column, numbers_apart
+from wyfold.ops.ttt_checks import check_form, check_tokens
+from wyfold.ops.ttt_linear import TTTState
 from wyfold.pipelines.ttt_serving import TTTServing, serve_ttt
 from wyfold.runtime import check
-from wyfold.runtime.chunks import CHUNK_SIZES
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -143,10 +144,7 @@ def _ttt_decode(
         for name, x in tensors.items():
             if isinstance(x, Tensor) and keeps_gradients([x]):
                 raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
-        check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
-        check.choice(op, "residual", residual, RESIDUALS)
-        if check.number(op, "eps", eps) <= 0:
-            raise ValueError(f"{op}: eps must be > 0, got {eps}")
+        check_form(op, chunk_size, residual, eps)
         cast = in_autocast_dtype(q, k, v)
         check.alike(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
         _check_pool(op, v, pool)
