@@ -93,30 +93,6 @@ def _plan(
     )
 
 
-def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
-    """What the ranks of a call tell each other, one line for each direction."""
-    B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
-    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
-    return tuple(
-        f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
-        for direction, count in counts.items()
-        if count
-    )
-
-
-def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
-    """What may be too large for a card (`beyond` in support.json)."""
-    if q.dtype == torch.float64:
-        return ()
-    key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
-    return ("prepare", key), ("scan", key)
-
-
-def _copied(**rows: Tensor | None) -> tuple[str, ...]:
-    """Names of those whose rows kernels cannot read as they lie."""
-    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
-
-
 def launch_keys(
     stages: tuple[tuple[str, ...], ...],
     q: Tensor,
@@ -151,3 +127,27 @@ def token_keys(
     walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
     there = module.launch_key(stored, K, V, g, v_first=v_first)
     return [("recurrent", there), *(walk_back if backward else [])]
+
+
+def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
+    """What the ranks of a call tell each other, one line for each direction."""
+    B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
+    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
+    return tuple(
+        f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
+        for direction, count in counts.items()
+        if count
+    )
+
+
+def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
+    """What may be too large for a card (`beyond` in support.json)."""
+    if q.dtype == torch.float64:
+        return ()
+    key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
+    return ("prepare", key), ("scan", key)
+
+
+def _copied(**rows: Tensor | None) -> tuple[str, ...]:
+    """Names of those whose rows kernels cannot read as they lie."""
+    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
