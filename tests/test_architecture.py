@@ -119,9 +119,13 @@ def star_imports(file: File) -> Iterator[ast.AST]:
 
 
 def clocks(file: File) -> Iterator[ast.AST]:
-    """Only the command line looks at a clock."""
+    """Only the command line looks at a clock. A length of time is none."""
     for node, module in file.imports():
-        if file.room != "cli" and module.partition(".")[0] in ("time", "timeit", "datetime"):
+        if (
+            module != "datetime.timedelta"
+            and file.room != "cli"
+            and module.partition(".")[0] in ("time", "timeit", "datetime")
+        ):
             yield node
 
 

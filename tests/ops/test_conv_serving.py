@@ -100,6 +100,25 @@ def test_packed_rows_fresh_ones_and_empty_ones(backend: str, device: torch.devic
         assert torch.equal(pool[2, :, : W - 1], a["pool"][2, :, : W - 1]) and others(pool).isnan().all()
 
 
+def test_slots_flags_and_counts_that_lie_apart(backend: str, device: torch.device):
+    """Columns of a table mean what they hold."""
+    a = drawn(device, W - 1 + 2, turned=False)
+    given = torch.tensor([True, False, True, True], device=device)
+    accepted = torch.tensor([3, 1, 2, 2], device=device)
+    for op, named in (
+        (serving.conv1d_update, {"has_initial_state": given, "num_accepted_tokens": accepted}),
+        (serving.conv1d_prefill, {"has_initial_state": given}),
+    ):
+        named["state_indices"] = a["slots"]
+        apart = {name: torch.stack([x, torch.full_like(x, 1)], -1)[..., 0] for name, x in named.items()}
+        pools = a["pool"].clone(), a["pool"].clone()
+        y, again = (
+            op(a["x"][:, :2], pool, a["weight"], a["bias"], backend=backend, **flags)
+            for pool, flags in zip(pools, (named, apart))
+        )
+        assert torch.equal(again, y) and torch.equal(pools[1].nan_to_num(9), pools[0].nan_to_num(9))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "taps": ({"weight": torch.randn(8, 9)}, r"weight must be \[D, W\] with W from 2 to 8"),
     "room": ({"pool": torch.zeros(3, 8, 2)}, r"pool must be \[slots, D, S >= W-1\]"),

@@ -194,6 +194,24 @@ def test_one_row_of_tokens_and_strided_ones(rule: str, backend: str, device):
     assert torch.equal(apart, pool) and room[:, ::2].isnan().all()
 
 
+@pytest.mark.parametrize("op", [serving.decode, serving.verify, serving.prefill])
+def test_slots_flags_and_counts_that_lie_apart(op: Any, backend: str, device):
+    """Columns of a table mean what they hold."""
+    a, before = drawn("gated_delta_rule", device, backend, N=3, T=1), a_pool(device, 12)
+    flags = torch.tensor([True, False, True], device=device)
+    slots = index(7, 2, 0, device=device)
+    given: Call = {"has_initial_state": flags, "state_indices": slots, "output_state_indices": slots + 1}
+    if op is serving.verify:
+        given["state_indices"] = torch.arange(6, device=device).view(3, 2)
+        given["output_state_indices"] = given["state_indices"] + 6
+        given["num_accepted_tokens"] = index(2, 1, 1, device=device)
+    apart = {name: torch.stack([x, torch.full_like(x, 1)], -1)[..., 0] for name, x in given.items()}
+    assert not any(x.is_contiguous() for x in apart.values())
+    first, second = before.clone(), before.clone()
+    o = op(**a, pool=first, state_v_first=False, **given)
+    assert torch.equal(op(**a, pool=second, state_v_first=False, **apart), o) and torch.equal(second, first)
+
+
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize("bound", [None, -3.0])
 def test_decode_packed_is_decode_with_everything_inside(rule: str, bound: float | None, backend: str, device):

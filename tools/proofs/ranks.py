@@ -25,8 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -538,23 +537,6 @@ SCALING = {"gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention}
 LENGTHS = (256,) if TINY else (262144, 1048576)
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes of each collective that this rank contributes to, meanwhile."""
-    sent: list[int] = []
-    gather = exchange.gather
-
-    def watched(x: Tensor, group: Any) -> Tensor:
-        sent.append(x.numel() * x.element_size())
-        return gather(x, group)
-
-    exchange.gather = watched
-    try:
-        yield sent
-    finally:
-        exchange.gather = gather
-
-
 def timed(place: Place, call: Callable[[], object], rounds: int) -> float:
     """Milliseconds of a call that all ranks begin together: the median, of the slowest rank."""
     call()
@@ -613,7 +595,7 @@ def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) ->
     if any(fits):
         return {"failed": fits}
     ms = timed(place, call, rounds)
-    with counted() as sent:
+    with exchange.counted() as sent:
         call()
     peak = 0 if TINY else torch.cuda.max_memory_allocated() - before - weights
     peaks: list[Any] = [None] * place.world

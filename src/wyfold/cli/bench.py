@@ -6,6 +6,9 @@ against the float64 recurrence; a contender that is wrong gets no time. On a GPU
 cache flushed before it, kernel by kernel under the profiler, and from a CUDA graph (--mode graph), the host apart; its
 time also stands as a multiple of what its bytes alone would take. A peer that fails has a row that says how. Times are
 of this machine as busy as it was.
+
+Where torchrun has started several processes they share the sequence: delta_rule, gdn, kda and ttt over 1, 2, 4 ..
+ranks, beside the peers whose context parallelism is installed.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from wyfold.cli.contenders import OURS, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.race import Track, measure, race, said
 from wyfold.cli.subjects import SUBJECTS
+from wyfold.parallel.team import Ranks, launched, leave
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.chunks import CHUNK_SIZES
 
@@ -101,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="names with commas, all, or none; fla:safe_gate is one way of calling it (default: all installed)",
     )
+    parser.add_argument(
+        "--ranks",
+        default="",
+        help="where torchrun started several processes: over how many of them a sequence is shared, with commas "
+        "(default: 1, 2, 4 .. and all)",
+    )
     _add_how(parser)
 
 
@@ -137,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kind = _settled(args)
-    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind)
+    team = Ranks(args.device, None) if launched() else None
+    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=team is None or team.leads)
     track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
     ops = list(dict.fromkeys(group[0].op for group in cases))
     record = {
@@ -158,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
     if args.commit and record["modified"] is not False:
         record["commit"], record["modified"] = args.commit, None
     stem = _stem(args, record, cases)
+    if team is not None:
+        return _over_ranks(args, cases, peers, record, stem, team)
     for group in cases:
         ended = track.done + len(group)
         try:
@@ -179,6 +192,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"lost: {case['case']}: {case['error']}")
     failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
     return FAILED if failed or record["lost"] else DONE
+
+
+def _over_ranks(
+    args: argparse.Namespace,
+    cases: list[list[Case]],
+    peers: list[Peer],
+    record: dict[str, Any],
+    stem: str,
+    team: Ranks,
+) -> int:
+    """The same cases by all processes of a launcher together."""
+    from wyfold.cli import scaling
+
+    code = scaling.run(args, cases, peers, record, stem, team)
+    leave()
+    return code
 
 
 def _keep(folder: Path | None, stem: str, record: dict[str, Any], track: Track) -> None:
@@ -204,6 +233,9 @@ def _settled(args: argparse.Namespace) -> str:
     args.also = _words("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
+    if args.ranks and not launched():
+        start = "torchrun --nproc-per-node N -m wyfold bench ..."
+        raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")
     if kind != "cuda" and "graph" in args.mode:
         raise UsageError(f"--mode graph: CUDA graphs are of a GPU, and the device is {args.device}")
     return kind
@@ -233,12 +265,13 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
                 yield [replace(first, mode=mode) for mode in possible]
 
 
-def chosen_peers(words: str, kind: str) -> list[Peer]:
+def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
     """Installed peers for a type of device among those asked for; says which ones are not installed.
 
     Args:
         words: Names with commas, "all" or "none"; behind a name and a colon one way of calling that library.
         kind: Type of the device.
+        tell: Whether to say anything: of several processes one does.
 
     Raises:
         UsageError: a name that no peer has, or a way that the peer lacks.
@@ -255,7 +288,7 @@ def chosen_peers(words: str, kind: str) -> list[Peer]:
             raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
         if PEERS[name].installed:
             chosen.append(PEERS[name].narrowed(way))
-        else:
+        elif tell:
             print(f"{name}: not installed; {PEERS[name].install}")
     return chosen
 
@@ -303,6 +336,7 @@ def _given(args: argparse.Namespace) -> list[str]:
         "chunk": ",".join(map(str, args.chunk)),
         "also": ",".join(args.also),
         "peers": args.peers,
+        "ranks": args.ranks,
         "device": args.device,
         "backend": args.backend or "",
         "rounds": args.rounds,

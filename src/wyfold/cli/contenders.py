@@ -230,8 +230,14 @@ class Judge:
 
     def finding(self, contender: Contender, backward: bool, *, ours: bool) -> Finding:
         """On the very call that will be timed."""
-        got, finite = self._results(contender, backward)
-        truth, yardstick = self._standard(backward)
+        with torch.no_grad():
+            o = contender(self.arguments)
+        return self.judged(o, gradients_of(contender, self.arguments, self.fed()) if backward else {}, ours=ours)
+
+    def judged(self, o: Tensor, gradients: Named, *, ours: bool) -> Finding:
+        """On an output, and on the gradients that came of `fed`, if there are any."""
+        got, finite = self._compared(o, gradients)
+        truth, yardstick = self._standard(bool(gradients))
         verdicts = [self._verdict(name, x, truth[name], yardstick.get(name)) for name, x in got.items()]
         verdicts.sort(key=lambda verdict: verdict.measured.rms, reverse=True)
         right = all(tolerable(verdict, ours=ours) for verdict in verdicts)
@@ -260,20 +266,14 @@ class Judge:
             return replace(found, limits=limits, reason=f"over in row: {found.measured.row:.1e}")
         return found
 
-    def _results(self, contender: Contender, backward: bool) -> tuple[Named, dict[str, bool]]:
+    def _compared(self, o: Tensor, gradients: Named) -> tuple[Named, dict[str, bool]]:
         """What is compared, and of each whole tensor whether it is finite."""
         name = self.case.subject.outputs[0]
-        with torch.no_grad():
-            o = contender(self.arguments)
-        got, whole = {name: self._cut(name, o, self.shown)}, {name: o}
-        if backward:
-            fed = self._fed()
-            found = _gradients(contender, self.arguments, fed)
-            got |= {of: self._cut(of, x, self.tokens, exact=True) for of, x in found.items()}
-            whole |= found
+        got = {name: self._cut(name, o, self.shown)}
+        got |= {of: self._cut(of, x, self.tokens, exact=True) for of, x in gradients.items()}
         if not self.case.on_gpu:
             return got, {}
-        return got, {of: bool(x.isfinite().all()) for of, x in whole.items()}
+        return got, {of: bool(x.isfinite().all()) for of, x in ({name: o} | gradients).items()}
 
     def _standard(self, backward: bool) -> tuple[Named, Named]:
         """Truth, and in 16 bits the yardstick."""
@@ -284,10 +284,10 @@ class Judge:
                 truth = {name: self._exact(_exactly(few))}
                 loop = {name: self._exact(few)} if self.narrow else {}
             if backward:
-                few, fed = self._arguments(self.tokens), self._cut(name, self._fed(), self.tokens)
-                truth |= _gradients(self._exact, _exactly(few), fed.double())
+                few, fed = self._arguments(self.tokens), self._cut(name, self.fed(), self.tokens)
+                truth |= gradients_of(self._exact, _exactly(few), fed.double())
                 if self.narrow:
-                    loop |= _gradients(self._exact, few, fed)
+                    loop |= gradients_of(self._exact, few, fed)
             self._standards[backward] = truth, loop
         return self._standards[backward]
 
@@ -297,7 +297,7 @@ class Judge:
             return self.case.subject.truth(arguments)[0]
         return self.case.subject.ours(arguments | {"backend": "eager"})[0]
 
-    def _fed(self) -> Tensor:
+    def fed(self) -> Tensor:
         """Gradient of the output; on a CPU it reaches the first tokens only."""
         fed = self.case.incoming(self.arguments)
         if not self.case.on_gpu:
@@ -349,7 +349,7 @@ def tolerable(verdict: Verdict, *, ours: bool) -> bool:
     return coarse or all(value <= may * limit for value, limit in zip(astuple(measured), astuple(limits)))
 
 
-def _gradients(call: Callable[[Arguments], Tensor], arguments: Arguments, fed: Tensor) -> Named:
+def gradients_of(call: Callable[[Arguments], Tensor], arguments: Arguments, fed: Tensor) -> Named:
     asked = leaves(arguments)
     found = torch.autograd.grad(call({**arguments, **asked}), list(asked.values()), fed)
     return {gradient_name(name): gradient for name, gradient in zip(asked, found, strict=True)}

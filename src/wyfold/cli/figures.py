@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, lessons, tasks
+from wyfold.cli import curve, lessons, scaling, tasks
 
 Record = dict[str, Any]
 Part: TypeAlias = Any
@@ -91,6 +91,18 @@ def of_bench(record: Record) -> Iterator[Part]:
     yield table(columns, [_bench_row(row) for row in record["rows"]])
 
 
+def of_ranks(record: Record) -> Iterator[Part]:
+    """A race of `bench` over ranks: speed beside ours on one rank, and every figure."""
+    figure = _figure("times as fast as ours on one rank", "ranks")
+    for name, points in scaling.lines(record["rows"]).items():
+        _line(figure, name, points, markers=True)
+    most = max((row["ranks"] for row in record["rows"]), default=1)
+    _line(figure, "as many times as ranks", [(1, 1.0), (most, float(most))], width=1)
+    yield figure
+    columns = ("case", "ran", "ranks", "median ms", "times one rank", "worst error", "peak MiB a rank", "bytes sent")
+    yield table(columns, [_ranks_row(row) for row in record["rows"]])
+
+
 def of_errors(record: Record) -> Iterator[Part]:
     """Errors of `verify`: the worst of each operator against what it may be."""
     figure = _figure("largest error of a tensor, as a share of its target", "share of target")
@@ -154,6 +166,8 @@ def kind_of(record: Record) -> Callable[[Record], Iterator[Part]]:
         return of_run
     if record.get("kind") == "tasks":
         return of_tasks
+    if record.get("kind") == scaling.KIND:
+        return of_ranks
     if "operators" in record:
         return of_errors
     if "promise" in first:
@@ -209,6 +223,16 @@ def _bench_row(row: Record) -> list[str]:
         f"{row['worst_error']:.1e} {row['worst_tensor']}",
         _plain(peak.get("above_inputs_mib", "")),
     ]
+
+
+def _ranks_row(row: Record) -> list[str]:
+    head = [_case(row), row["ran"], str(row["ranks"])]
+    if not row.get("milliseconds"):
+        return [*head, row["refused"] or "wrong", *[""] * 4]
+    found = row["times_one_rank"], (row["peak"] or {}).get("above_inputs_mib"), (row["sent"] or {}).get("bytes")
+    times, peak, sent = ("" if value is None else _plain(value) for value in found)
+    error = f"{row['worst_error']:.1e} {row['worst_tensor']}"
+    return [*head, f"{row['milliseconds']['median']:.3f}", times, error, peak, sent]
 
 
 def _plain(value: Any) -> str:

@@ -65,6 +65,7 @@ class Peer:
         adapters: Public operator of ours -> ways to call theirs.
         device: Type of device it is for.
         packages: Whose versions a result needs.
+        shares: Makes of boundaries and a process group what their `cp_context` is; None: they share no sequence.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Peer:
     adapters: Mapping[str, tuple[Adapter, ...]]
     device: str = "cuda"
     packages: tuple[str, ...] = ()
+    shares: Callable[[Tensor, Any], Any] | None = None
 
     @property
     def installed(self) -> bool:
@@ -180,6 +182,10 @@ def _listen() -> None:
         logger.addHandler(_Listener())
         logger.setLevel(logging.INFO)
         logger.propagate = False
+
+
+def _fla_shares(boundaries: Tensor, group: Any) -> Any:
+    return _imported("fla.ops.cp", "build_cp_context")(boundaries, group=group)
 
 
 def _fla_kkt() -> Loaded:
@@ -306,6 +312,7 @@ PEERS = {
                 "fused_kda_gate": (Adapter(_fla("ops.kda.gate", "fused_kda_gate")),),
             },
             packages=("fla-core", "tilelang", "flash-qla"),
+            shares=_fla_shares,
         ),
         Peer(
             "flash-qla",

@@ -63,7 +63,7 @@ def race(
         else:
             _time_on_gpu(right, track.gpu, track)
         del right, fed
-        _give_back(case)
+        give_back(case)
         for row, contender in zip(found, everyone):
             if row["correct"]:
                 row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
@@ -80,7 +80,7 @@ def _that_run(right: Sequence[Runner], case: Case) -> list[Runner]:
             call()
             running.append((row, call))
         except Exception as error:  # a library may run out of memory here, ours may not
-            _give_back(case)
+            give_back(case)
             row |= {"correct": False, "refused": said(error), "failed": True}
     return running
 
@@ -146,7 +146,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
     except Exception as error:  # another library's way to say no is its own; a bug of ours fails the run, at its end
         if contender.name == OURS:
             results.say(traceback.format_exc())
-        _give_back(case)
+        give_back(case)
         return row | {"refused": said(error), "failed": True}
     worst = found.verdicts[0]
     return row | {
@@ -169,7 +169,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
     }
 
 
-def _give_back(case: Case) -> None:
+def give_back(case: Case) -> None:
     """Memory that nothing uses any more, if the device still answers: other processes have cases too."""
     if case.on_gpu:
         torch.cuda.synchronize()
@@ -208,12 +208,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     if what == "first call":
         if case.backward:
             memory.first_backward(case.device)
-        _wait(case)
-        return memory.seconds(call, lambda: _wait(case))
+        wait(case)
+        return memory.seconds(call, lambda: wait(case))
     few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
     return memory.peak(prepared(contender, few, few.arguments()), call)
 
 
-def _wait(case: Case) -> None:
+def wait(case: Case) -> None:
     if case.on_gpu:
         torch.cuda.synchronize()

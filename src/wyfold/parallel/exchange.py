@@ -6,7 +6,8 @@ torch.distributed is imported when a context is made and never before: PyTorch c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,10 +69,26 @@ _after_op = register(
 )
 
 
+_counters: list[list[int]] = []
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Within, the bytes that this rank contributes to each collective."""
+    sent: list[int] = []
+    _counters.append(sent)
+    try:
+        yield sent
+    finally:
+        _counters.pop()
+
+
 def gather(x: Tensor, group: Any) -> Tensor:
     """[world, *x.shape]: what every rank passed, in the order of ranks; the shape must be the same on all."""
     import torch.distributed as dist
 
+    for sent in _counters:
+        sent.append(x.numel() * x.element_size())
     world = dist.get_world_size(group)
     found = x.new_empty(world, *x.shape)
     if x.numel():  # the same on every rank

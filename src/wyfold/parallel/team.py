@@ -96,7 +96,7 @@ class Ranks(Team):
 
     Args:
         device: Its kind is every process's; of several, each takes the one of its number on its machine.
-        cp: Ranks that share one replica's tokens.
+        cp: Ranks that share one replica's tokens; None: all of them, which are one replica.
 
     Raises:
         ValueError: cp does not divide the number of processes.
@@ -104,7 +104,7 @@ class Ranks(Team):
 
     sharded = True
 
-    def __init__(self, device: torch.device, cp: int):
+    def __init__(self, device: torch.device, cp: int | None):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -116,6 +116,7 @@ class Ranks(Team):
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
+        cp = world if cp is None else cp
         if world % cp:
             raise ValueError(f"Ranks: cp must divide the number of processes, {world}, got {cp}")
         self.cp, self.replicas, self.replica = cp, world // cp, self.rank // cp
@@ -164,6 +165,26 @@ class Ranks(Team):
 
     def watched(self) -> AbstractContextManager[object]:
         return Watch(self.mesh)
+
+    def first(self, count: int) -> Any:
+        """A group of so many processes, from 0 on. Every process has to ask for it, in the same order."""
+        import torch.distributed as dist
+
+        return dist.new_group(list(range(count)))
+
+    def meet(self) -> None:
+        """Wait for every process."""
+        import torch.distributed as dist
+
+        dist.barrier()
+
+    def told(self, said: Any) -> list[Any]:
+        """What every process says, by rank."""
+        import torch.distributed as dist
+
+        heard = [None] * self.processes
+        dist.all_gather_object(heard, said)
+        return heard
 
 
 def launched() -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,7 +26,7 @@ from wyfold.parallel import exchange
 PERIOD_S = 0.5  # between words
 ROLL_S = 3.0  # in which those that are here have found out and answered
 GRACE_S = 5.0  # for a rank to meet, by itself, the error for which another one has left
-ABORT_S = 10.0  # for collectives to end that are aborted
+ABORT_S = 10.0  # for all collectives to end that are aborted
 
 _HERE, _DONE, _FAILED = range(3)  # what ranks tell each other
 
@@ -150,12 +149,14 @@ class Watch:
 
     def _call_the_roll(self, error: RuntimeError) -> None:
         """Find out who is gone: a broken connection says only that somebody is."""
-        absent, until = list(range(self.world)), time.monotonic() + ROLL_S
+        absent, step_s = list(range(self.world)), PERIOD_S / 10
         try:
             self._answer()
-            while absent and time.monotonic() < until:
+            for _ in range(round(ROLL_S / step_s)):
                 absent = [rank for rank in absent if not self._roll.check([f"answered/{rank}"])]
-                time.sleep(PERIOD_S / 10)
+                if not absent:
+                    break
+                threading.Event().wait(step_s)
         except RuntimeError:
             who = "a rank of the group is gone, and the store that knew which one: likely the one that kept it, rank 0"
         else:
@@ -197,6 +198,5 @@ def _abort_all() -> None:
     threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + ABORT_S
     for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(ABORT_S / len(threads))

@@ -69,7 +69,8 @@ def _serve(*arguments: Any) -> None:
     if cu is not None and check.readable(cu):
         legal_boundaries(s.operator, cu, T)
     grid = table.launches("chunk_grid", s.backend).chunk_grid(B, T, CHUNK, cu)
-    slots = Slots(s.pool, s.pool, s.source, given=s.given, accepted=s.accepted, pad=s.pad)
+    given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
+    slots = Slots(s.pool, s.pool, s.source, given=given, accepted=accepted, pad=s.pad)
     if s.drafts:
         stage: Any = table.launches("conv_slots", s.backend)
         stage.update(s.x, s.weight, s.bias, s.pool, slots, grid, s.activated, s.y)

@@ -80,7 +80,8 @@ def _serve(*arguments: Any) -> None:
         legal_boundaries(options.operator, s.cu_seqlens, T)
     grids: Any = table.launches("chunk_grid", options.backend)
     grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
-    slots = Slots(s.pool, s.pool, s.source, s.target, s.given, s.accepted, s.each, s.pad)
+    given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
+    slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
         recurrent: Any = table.launches("recurrent", options.backend)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))

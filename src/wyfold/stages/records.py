@@ -83,6 +83,8 @@ class Slots(NamedTuple):
         accepted: [N], sequence n enters from column accepted[n] - 1, or the nearest there is; None: from the first.
         each: The state after token j is left in the slot in column j, instead of the last one's alone.
         pad: Slots are numbers above this one.
+
+    Kernels read `given` and `accepted` where their numbers lie one after another.
     """
 
     entering: Tensor | None

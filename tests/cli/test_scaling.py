@@ -1,0 +1,116 @@
+"""`bench` over ranks: figures of each number of them, judged, and nothing counted that is wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wyfold.cli import UsageError, bench, main, scaling
+from wyfold.cli.cases import Case
+from wyfold.parallel.team import Ranks
+from wyfold.reference.shapes import Shape
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
+WORDS = ["bench", "gdn", "ttt", "--shapes", "1,160,1,2,8", "--rounds", "2", "--peers", "none"]
+CASE = Case("gdn", Shape(1, 70, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
+
+
+@pytest.mark.long
+def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
+    done = subprocess.run([*LAUNCHER, *WORDS, "--out", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert file.with_suffix(".png").stat().st_size > 1000
+    assert record["kind"] == scaling.KIND and record["processes"] == 2
+    rows = record["rows"]
+    wanted = {(op, mode, ranks) for op in ("gdn", "ttt") for mode in ("fwd", "fwdbwd") for ranks in (1, 2)}
+    assert {(row["op"], row["mode"], row["ranks"]) for row in rows} == wanted
+    for row in rows:
+        assert row["within_limits"] and row["milliseconds"]["rounds"] == 2
+        assert (row["times_one_rank"] == 1) == (row["ranks"] == 1)
+        # The state [2, 8, 8] and its map in float32, in either direction; TTT-Linear's is W and b.
+        collectives = 0 if row["ranks"] == 1 else 2 if row["mode"] == "fwdbwd" else 1
+        assert row["sent"]["collectives"] == collectives
+        each = 2 * 8 * (8 + 8) * 4 if row["op"] == "gdn" else 2 * (8 * 8 + 8) * 4
+        assert row["sent"]["bytes"] == collectives * each
+    assert done.stdout.count("over ranks") == 1  # one process speaks
+    page = tmp_path / "page.html"
+    assert main(["report", str(file), "--out", str(page)]) == 0
+    assert "times as fast as ours on one rank" in page.read_text()
+
+
+@pytest.fixture
+def team() -> Iterator[Ranks]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Ranks(torch.device("cpu"), 1)
+    dist.destroy_process_group()
+
+
+def test_what_is_wrong_gets_no_time(team: Ranks, monkeypatch):
+    def wrong(case, peers):
+        (ours,) = usual(case, peers)
+        return [replace(ours, call=lambda arguments: ours.call(arguments) * 1.01)]
+
+    usual = scaling.contenders
+    monkeypatch.setattr(scaling, "contenders", wrong)
+    (rows,) = scaling._race([[CASE]], [], [1], 1, team)
+    (row,) = rows
+    assert row["failed"] and not row["correct"] and row["milliseconds"] is None
+    assert row["errors"]["o"]["rms"] > 5e-3
+
+
+def test_who_refuses_says_why(team: Ranks, monkeypatch, capsys):
+    def refusing(case, peers):
+        (ours,) = usual(case, peers)
+
+        def call(arguments):
+            raise NotImplementedError("no such thing")
+
+        return [replace(ours, name="peer", ran="peer.op", call=call)]
+
+    usual = scaling.contenders
+    monkeypatch.setattr(scaling, "contenders", refusing)
+    (rows,) = scaling._race([[CASE]], [], [1], 1, team)
+    assert rows[0]["refused"] == "rank 0: NotImplementedError: no such thing"
+    scaling.show(rows)
+    assert "refused: gdn fwdbwd on 1 by peer.op: rank 0: NotImplementedError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "word, world, found", [("", 1, [1]), ("", 4, [1, 2, 4]), ("", 6, [1, 2, 4, 6]), ("3,1", 4, [1, 3])]
+)
+def test_numbers_of_ranks(word: str, world: int, found: list[int]):
+    assert scaling.counts(word, world) == found
+
+
+@pytest.mark.parametrize("word", ["0", "5", "two", "1,,2", "-1"])
+def test_numbers_that_are_none_are_refused(word: str):
+    with pytest.raises(UsageError, match="--ranks: must be numbers from 1 to 4, the processes that were started"):
+        scaling.counts(word, 4)
+
+
+def test_ranks_that_nobody_started_are_refused(capsys):
+    assert main(["bench", "gdn", "--ranks", "2"]) == 2
+    assert "--ranks 2: start the processes by torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, refusal",
+    [
+        (["solve"], "OP: over several processes there are delta_rule, gdn, kda, ttt, got solve"),
+        (["gdn", "--cold"], "--cold, --also and --mode graph are of one process"),
+    ],
+)
+def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "launched", lambda: True)
+    monkeypatch.setattr(bench, "Ranks", lambda device, cp: SimpleNamespace(leads=True))
+    assert main(["bench", *words, "--peers", "none"]) == 2
+    assert refusal in capsys.readouterr().err
