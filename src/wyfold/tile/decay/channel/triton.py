@@ -434,15 +434,15 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
         a_rows = also(a_rows, sub_chunk_row(b_a, i))
     for s in tl.static_range(NEAR):
         b_z = sub_chunk_row(b_k, s)
-        dP_rows, dJ_rows = (), ()  # of rows from s on, and of the one before it where s is odd
+        dP_rows, dJ_rows = (), ()  # of two rows each, from that of row s on
         for r in tl.static_range(s // 2 * 2, NEAR, 2):
             dP_two, dJ_two = load_near_pairs(p_near, i_tile, s, r, NB)
-            dP_rows, dJ_rows = dP_rows + dP_two, dJ_rows + dJ_two
-        b_dq = add_row(b_dq, s, dP_rows[s % 2] * b_z)
-        b_dk = add_row(b_dk, s, dP_rows[s % 2] * q_rows[s])
+            dP_rows, dJ_rows = also(dP_rows, dP_two), also(dJ_rows, dJ_two)
+        b_dq = add_row(b_dq, s, dP_rows[0][s % 2] * b_z)
+        b_dk = add_row(b_dk, s, dP_rows[0][s % 2] * q_rows[s])
         z_rows, u_rows = (), ()
         for r in tl.static_range(s + 1, NEAR):
-            b_dP, b_dJ = dP_rows[r - s // 2 * 2], dJ_rows[r - s // 2 * 2]
+            b_dP, b_dJ = dP_rows[r // 2 - s // 2][r % 2], dJ_rows[r // 2 - s // 2][r % 2]
             b_z *= a_rows[r]
             b_dq = add_row(b_dq, r, b_dP * b_z)
             b_dk = add_row(b_dk, r, b_dJ * b_z)
