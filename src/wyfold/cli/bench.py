@@ -31,9 +31,9 @@ from wyfold.cli.contenders import OURS, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.race import Track, measure, race, said
 from wyfold.cli.subjects import SUBJECTS
-from wyfold.ops.delta_call import CHUNK_SIZES
 from wyfold.parallel.team import Ranks, launched, leave
 from wyfold.reference.shapes import Shape
+from wyfold.runtime.chunks import CHUNK_SIZES
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
