@@ -42,12 +42,12 @@ class Watch:
     """While it is entered: a rank that is gone is a `RankLost` on the others.
 
     It is raised in the thread that entered, within about four seconds of a rank's death, wherever that thread is by
-    then; where it waits for a collective, as soon as that is aborted. Once: what catches it there goes on unwatched, and
-    in a destructor Python itself does. A rank that leaves by an exception is lost to the others too, unless they leave
-    as well in the next five seconds: each of them then keeps the exception it has, if it is not the broken connection.
+    then; where it waits for a collective, as soon as that is aborted. Once: what catches it goes on unwatched, and in a
+    destructor Python itself does. A rank that leaves by an exception is lost to the others too, unless they leave as
+    well in the next five seconds: each of them then keeps the exception it has, if it is not the broken connection.
 
-    Watching ends for all of them when the first rank leaves, so leave together. A rank that leaves by an exception while
-    another one is silent waits for its own next word, so up to `silence_s`.
+    Watching ends for all of them when the first rank leaves, so leave together. A rank that leaves by an exception
+    while another one is silent waits for its own next word, up to `silence_s`.
 
     All process groups of this process are aborted, for a kernel that waits in one of them keeps those of the others
     waiting, and none can be used afterwards: let the process end, without `destroy_process_group`. Numbers that came
