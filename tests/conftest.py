@@ -230,12 +230,12 @@ def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | Non
 
     No kernel runs there.
     """
-    from wyfold.ops import delta_call
+    from wyfold.ops import decisions
     from wyfold.runtime import launch
     from wyfold.stages import table
 
     calls, plan = [], table.plan
-    monkeypatch.setattr(delta_call, "_decisions", {})  # none that was taken where tensors lie
+    monkeypatch.setattr(decisions, "_decisions", {})  # none that was taken where tensors lie
     monkeypatch.setattr(launch, "support", lambda device: launch.Support("", "", "", "no kernel is wanted"))
 
     def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):

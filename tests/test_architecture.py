@@ -312,7 +312,7 @@ PLANTED = {
     star_imports: ("ops/kda.py", "from wyfold.runtime.check import *"),
     clocks: ("runtime/launch.py", "from time import perf_counter"),
     torch_distributed: ("pipelines/delta.py", "import torch.distributed as dist"),
-    strangers: ("models.py", "import safetensors.torch"),
+    strangers: ("models/disk.py", "import safetensors.torch"),
     keyword_sinks: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
     asserts: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
     undocumented: ("tile/dot/eager.py", "x = 1"),

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wyfold.cli import UsageError, bench, main, scaling
+from wyfold.cli import UsageError, bench, main, scaling, tables
 from wyfold.cli.cases import Case
 from wyfold.parallel.team import Ranks
 from wyfold.reference.shapes import Shape
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
-WORDS = ["bench", "gdn", "ttt", "--shapes", "1,160,1,2,8", "--rounds", "2", "--peers", "none"]
+WORDS = ["bench", "gdn", "ttt", "--shapes", "1,250,1,2,8", "--rounds", "2", "--peers", "none"]
 CASE = Case("gdn", Shape(1, 70, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 
 
@@ -29,7 +29,7 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert file.with_suffix(".png").stat().st_size > 1000
-    assert record["kind"] == scaling.KIND and record["processes"] == 2
+    assert record["kind"] == tables.OVER_RANKS and record["processes"] == 2
     rows = record["rows"]
     wanted = {(op, mode, ranks) for op in ("gdn", "ttt") for mode in ("fwd", "fwdbwd") for ranks in (1, 2)}
     assert {(row["op"], row["mode"], row["ranks"]) for row in rows} == wanted
@@ -80,8 +80,46 @@ def test_who_refuses_says_why(team: Ranks, monkeypatch, capsys):
     monkeypatch.setattr(scaling, "contenders", refusing)
     (rows,) = scaling._race([[CASE]], [], [1], 1, team)
     assert rows[0]["refused"] == "rank 0: NotImplementedError: no such thing"
-    scaling.show(rows)
+    tables.report_ranks(rows)
     assert "refused: gdn fwdbwd on 1 by peer.op: rank 0: NotImplementedError" in capsys.readouterr().out
+
+
+BEYOND = """
+import sys
+import torch.distributed as dist
+from wyfold.cli import contenders, main, scaling
+
+usual = scaling.contenders
+def broken(case, peers):
+    (ours,) = usual(case, peers)
+    def call(arguments):
+        o = ours.call(arguments)
+        if dist.get_rank() == 1 and "{how}" == "raises":
+            raise MemoryError("no room")
+        return o * 1.5 if dist.get_rank() == 1 else o
+    return [contenders.replace(ours, call=call)]
+scaling.contenders, scaling.STRAY_S = broken, 3.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["wrong", "raises"])
+def test_one_rank_that_fails_alone(how: str, tmp_path: Path):
+    """Far behind the first tokens, and while the other one waits for it."""
+    script = tmp_path / "script.py"
+    script.write_text(BEYOND.replace("{how}", how))
+    words = ["bench", "gdn", "--shapes", "1,512,1,8", "--rounds", "1", "--peers", "none", "--mode", "fwd"]
+    words += ["--ranks", "2", "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    launched = [*LAUNCHER[: LAUNCHER.index("-m", 2)], str(script), *words]
+    done = subprocess.run(launched, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    if how == "wrong":
+        assert "wrong: gdn fwd on 2 by wyfold.chunk_gated_delta_rule: o" in done.stdout
+        (row,) = json.loads(next((tmp_path / "out").glob("*-ranks2.json")).read_text())["rows"]
+        assert row["failed"] and row["milliseconds"] is None
+    else:
+        assert "MemoryError: no room" in done.stderr
 
 
 @pytest.mark.parametrize(

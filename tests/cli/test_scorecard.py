@@ -12,7 +12,7 @@ from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.house import unsafe
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal, right_arguments
 from wyfold.cli.subjects import SUBJECTS
-from wyfold.ops import delta_call
+from wyfold.ops import decisions
 from wyfold.runtime import check
 from wyfold.stages.scan import eager as scan_stage
 
@@ -170,7 +170,7 @@ def test_rounding_to_less_is_found(monkeypatch):
 
 def test_a_check_left_out_is_found(monkeypatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
-    monkeypatch.setattr(delta_call, "_decisions", {})  # what is decided without the check is forgotten with it
+    monkeypatch.setattr(decisions, "_decisions", {})  # what is decided without the check is forgotten with it
     record = run_row(17, Scope())
     assert record.outcome == FAIL
     assert any("use_qk_l2norm_in_kernel" in line for line in record.broken)

@@ -7,7 +7,6 @@ Chunk and recurrent forms, all outputs, and all gradients against the autograd o
 import itertools
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 
 import wyfold
 from wyfold import SequenceLayout, reference
-from wyfold.ops import delta_call
 from wyfold.pipelines import delta as pipeline
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
@@ -27,7 +25,6 @@ from wyfold.reference.shapes import (
     every_offset,
 )
 from wyfold.reference.targets import target
-from wyfold.runtime import launch
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
@@ -516,147 +513,6 @@ def test_v_first_states_are_k_first_states_turned(rule: str, form: str, results)
     for name in k_first:
         x = v_first[name].mT if name in ("state", "dinitial_state") else v_first[name]
         assert torch.equal(k_first[name], x), name
-
-
-# --- what is decided once --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def decisions(monkeypatch) -> list[str]:
-    """Operators that were asked to decide, one entry for each time; nothing is remembered before."""
-    asked: list[str] = []
-    decide = delta_call._decide
-
-    def counted(op: str, *arguments: Any):
-        asked.append(op)
-        return decide(op, *arguments)
-
-    monkeypatch.setattr(delta_call, "_decide", counted)
-    monkeypatch.setattr(delta_call, "_decisions", {})
-    return asked
-
-
-def plain_call(**changes: Any) -> torch.Tensor:
-    x = torch.ones(1, 4, 2, 8)
-    return wyfold.chunk_kda(**{"q": x, "k": x, "v": x, "g": -x, "beta": x[..., 0], **changes})[0]
-
-
-def test_a_call_like_an_earlier_one_is_not_decided_again(decisions: list[str]):
-    plain_call()
-    plain_call(q=torch.zeros(1, 4, 2, 8), v=torch.zeros(1, 4, 8, 2).mT)  # other numbers, other strides
-    assert decisions == ["chunk_kda"]
-
-
-X = torch.ones(1, 4, 2, 8)
-OTHER_CALLS = {
-    "longer": {name: torch.ones(1, 5, 2, 8) for name in "qkvg"} | {"beta": torch.ones(1, 5, 2)},
-    "another dtype": {name: X.bfloat16() for name in "qkv"},
-    "another dtype of the gate": {"g": -X.bfloat16()},
-    "no gate": {"g": None},
-    "a gradient": {"q": X.clone().requires_grad_()},
-    "a number": {"scale": 2.0},
-    "a flag": {"output_final_state": True},
-    "a chunk size": {"chunk_size": 16},
-    "a backend": {"backend": "eager"},
-    "boundaries": {"cu_seqlens": torch.tensor([0, 4])},
-    "a layout": {"cu_seqlens": SequenceLayout(torch.tensor([0, 4]), 4)},
-    "a state": {"initial_state": torch.ones(1, 2, 8, 8)},
-    "parameters": {"use_gate_in_kernel": True, "A_log": torch.ones(2)},
-}
-
-
-@pytest.mark.parametrize("other", OTHER_CALLS)
-def test_another_call_is_decided_for_itself(other: str, decisions: list[str]):
-    plain_call()
-    plain_call(**OTHER_CALLS[other])
-    plain_call(**OTHER_CALLS[other])
-    assert len(decisions) == 2
-
-
-WRONG = {
-    "an int for a flag": ({"output_final_state": True}, {"output_final_state": 1}, TypeError),
-    "an int for a chunk's flag": ({"disable_recompute": False}, {"disable_recompute": 0}, TypeError),
-    "a float for a size": ({"chunk_size": 16}, {"chunk_size": 16.0}, ValueError),
-    "a list for a number": ({}, {"scale": [1.0]}, TypeError),
-    "a sparse tensor": ({}, {"q": X.to_sparse()}, ValueError),
-    "a layout of another length": (
-        {"cu_seqlens": SequenceLayout(torch.tensor([0, 4]), 4)},
-        {"cu_seqlens": SequenceLayout(torch.tensor([0, 4]), 5)},
-        ValueError,
-    ),
-    "no q": ({}, {"q": None}, TypeError),
-    "no tensor": ({}, {"cu_seqlens": [0, 4]}, TypeError),
-    "other dtypes": ({}, {"q": X.bfloat16()}, ValueError),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_no_check_is_lost_to_an_earlier_call(wrong: str, decisions: list[str]):
-    right, changed, error = WRONG[wrong]
-    plain_call(**right)
-    for _ in range(2):
-        with pytest.raises(error, match="chunk_kda"):
-            plain_call(**{**right, **changed})
-
-
-def test_autocast_decides_for_itself(decisions: list[str]):
-    with torch.autocast("cpu", torch.bfloat16):
-        assert plain_call(q=X.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="dtype"):
-        plain_call(q=X.bfloat16())
-
-
-def test_contents_are_looked_at_each_time(decisions: list[str]):
-    plain_call()
-    with wyfold.checked(), pytest.raises(ValueError, match="g must be <= 0"):
-        plain_call(g=X)
-    on_cpu = torch.tensor([0, 4])
-    plain_call(cu_seqlens=on_cpu, cu_seqlens_cpu=on_cpu)
-    with pytest.raises(ValueError, match="boundaries"):
-        plain_call(cu_seqlens=on_cpu, cu_seqlens_cpu=torch.tensor([0, 3]))
-
-
-def test_no_more_is_remembered_than_there_is_room_for(decisions: list[str], monkeypatch):
-    monkeypatch.setattr(delta_call, "MOST_DECISIONS", 3)
-    for scale in range(1, 9):
-        plain_call(scale=float(scale))
-        assert len(delta_call._decisions) <= 3
-
-
-@pytest.mark.parametrize(
-    "architecture, dtype, K, V, group, expected",
-    [
-        ("sm_90", torch.bfloat16, 128, 128, 1, 64),
-        ("sm_90", torch.bfloat16, 128, 128, 2, 32),
-        ("sm_90", torch.bfloat16, 128, 64, 1, 32),
-        ("sm_90", torch.float16, 128, 128, 1, 32),
-        ("sm_90", torch.float64, 128, 128, 1, 32),
-        ("sm_80", torch.bfloat16, 128, 128, 1, 32),
-    ],
-    ids=str,
-)
-def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
-    """The card's tensors stand for themselves: only what is asked of them."""
-    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-    monkeypatch.setattr(launch, "support", lambda device: SimpleNamespace(proof="compiled"))
-    q, v = (
-        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
-        for H, n in ((2, K), (2 * group, V))
-    )
-    assert delta_call.best_chunk_size(q, v, channel_gate=True) == expected
-    assert delta_call.best_chunk_size(q, v, channel_gate=False) == 64
-
-
-@pytest.mark.parametrize("channel_gate", [False, True])
-def test_the_chunk_is_found_where_widths_are_symbols(channel_gate):
-    """As in a compiled function whose widths changed once; a tensor of no card is not on the CPU either."""
-
-    def chunk(q, v):
-        return q.new_empty(delta_call.best_chunk_size(q, v, channel_gate=channel_gate))
-
-    q, v = (torch.empty(1, 9, H, 48, device="meta") for H in (2, 4))
-    compiled = torch.compile(chunk, backend="eager", dynamic=True, fullgraph=True)
-    assert compiled(q, v).shape[0] == chunk(q, v).shape[0]
 
 
 def test_a_number_may_change_in_a_compiled_function():

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,43 @@ def silence(_: None, group: dist.ProcessGroup) -> None:
             assert isinstance(lost.__cause__, RankLost)
 
 
+def a_broken_collective(_: None, group: dist.ProcessGroup) -> None:
+    """What others meet in a collective when a rank leaves is its leaving, not their own error."""
+    with pytest.raises(KeyError) if group.rank() == 1 else pytest.raises(RankLost) as found, Watch(group):
+        if group.rank() == 1:
+            raise KeyError("mine")
+        time.sleep(1)  # until it was heard
+        raise RuntimeError("Connection closed by peer")
+    if group.rank() != 1:
+        assert str(found.value) == f"Watch: rank 1 of {group.size()} left because of an error of its own"
+        assert str(found.value.__cause__) == "Connection closed by peer"
+
+
+def it_says_which(_: None, group: dist.ProcessGroup) -> None:
+    """Inside of the block, too."""
+    with patched(GRACE_S=0.5):
+        if group.rank() == 1:
+            with pytest.raises(KeyError), Watch(group):
+                raise KeyError("mine")
+        else:
+            with pytest.raises(RankLost), Watch(group):
+                with pytest.raises(RankLost, match="rank 1 of 3 left because of an error of its own"):
+                    forever()
+
+
+def an_end_without_an_error(_: None, group: dist.ProcessGroup) -> None:
+    """`sys.exit()` is none."""
+    with pytest.raises(SystemExit) if group.rank() == 1 else nullcontext(), Watch(group) as watch:
+        dist.barrier(group)
+        if group.rank() == 1:
+            raise SystemExit(0)
+        time.sleep(1)
+    assert watch.lost == ""
+
+
 LIVING = {run.__name__: Case(lambda: None, run) for run in (one_after_another, the_same_error, a_broken_channel)}
-LIVING |= {run.__name__: Case(lambda: None, run) for run in (an_error_of_one, silence)}
+LIVING |= {run.__name__: Case(lambda: None, run) for run in (an_error_of_one, a_broken_collective, it_says_which)}
+LIVING |= {run.__name__: Case(lambda: None, run) for run in (an_end_without_an_error, silence)}
 KILLED = {"killed": Case(lambda: None, killed)}
 
 

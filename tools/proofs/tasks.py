@@ -264,7 +264,8 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
             if cell.taken and not cell.together and (alone or cell.verdict(args.runs)[0]):
                 continue
             for run in cell.tries[: cell.taken]:
-                if run.cut and (cell, run) not in running and (run.found(args.runs)["accuracy"] or 0.0) > BEGUN:
+                resting = run.cut and (cell, run) not in running and not finished(run, args.runs)
+                if resting and (run.found(args.runs)["accuracy"] or 0.0) > BEGUN:
                     return cell, run  # what has begun to learn goes on
             if cell.taken < len(cell.tries):
                 cell.taken += 1
@@ -286,7 +287,7 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
                 run.close()
             elif now - run.begun > run.seconds or now > until:
                 run.stop()
-        while len(running) < args.workers and now < until - 40:
+        while len(running) < args.workers and time.monotonic() < until - 40:
             chosen = next_run()
             if chosen is None:
                 break

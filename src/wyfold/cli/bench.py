@@ -31,9 +31,9 @@ from wyfold.cli.contenders import OURS, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.race import Track, measure, race, said
 from wyfold.cli.subjects import SUBJECTS
-from wyfold.ops.delta_call import CHUNK_SIZES
 from wyfold.parallel.team import Ranks, launched, leave
 from wyfold.reference.shapes import Shape
+from wyfold.runtime.chunks import CHUNK_SIZES
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
@@ -123,8 +123,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=whole(1),
-        help=f"each contender's turns; on a GPU a turn is {timing.BURST} calls (default: {usual[0].rounds}, on a GPU "
-        f"{usual[1].rounds})",
+        help=f"each contender's turns; on a GPU a turn is {timing.BURST} calls, over ranks one (default: "
+        f"{usual[0].rounds}, on a GPU {usual[1].rounds})",
     )
     parser.add_argument(
         "--cold", action="store_true", help="also the first call of each contender, in a process without caches"

@@ -197,7 +197,8 @@ class Judge:
 
     On a CPU the truth is the float64 token loop, and in 16 bits the loop in that dtype is the yardstick. Outputs are
     compared over the whole sequence up to `CHECKED_FORWARD` tokens. For the gradients the loss reaches the first
-    `CHECKED` tokens only, so that the loop need not run further; gradients of later tokens must be zero.
+    `CHECKED` tokens only, so that the loop need not run further; gradients of later tokens must be zero. `everything`:
+    all tokens in any case.
 
     On a GPU the truth is the eager backend in float64 (`wyfold verify` measures it there against the token loop), for
     `heads` of the key heads and their value heads, since heads have nothing to do with each other, over all tokens;
@@ -208,12 +209,13 @@ class Judge:
     case: Case
     arguments: Arguments
     heads: int = CHECKED_HEADS
+    everything: bool = False
     _standards: dict[bool, tuple[Named, Named]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         s = self.case.shape
         self.narrow = getattr(torch, self.case.dtype) in NARROW
-        self.tokens = min(s.T, CHECKED)
+        self.tokens = s.T if self.everything else min(s.T, CHECKED)
         self.shown = s.T if s.T <= CHECKED_FORWARD and not self.narrow else self.tokens
         self.headed = "k" in self.arguments or "A" in self.arguments
         some = min(self.heads, s.H)

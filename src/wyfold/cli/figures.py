@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, lessons, scaling, tasks
+from wyfold.cli import curve, lessons, tables, tasks
 
 Record = dict[str, Any]
 Part: TypeAlias = Any
@@ -94,7 +94,7 @@ def of_bench(record: Record) -> Iterator[Part]:
 def of_ranks(record: Record) -> Iterator[Part]:
     """A race of `bench` over ranks: speed beside ours on one rank, and every figure."""
     figure = _figure("times as fast as ours on one rank", "ranks")
-    for name, points in scaling.lines(record["rows"]).items():
+    for name, points in tables.over_ranks(record["rows"]).items():
         _line(figure, name, points, markers=True)
     most = max((row["ranks"] for row in record["rows"]), default=1)
     _line(figure, "as many times as ranks", [(1, 1.0), (most, float(most))], width=1)
@@ -166,7 +166,7 @@ def kind_of(record: Record) -> Callable[[Record], Iterator[Part]]:
         return of_run
     if record.get("kind") == "tasks":
         return of_tasks
-    if record.get("kind") == scaling.KIND:
+    if record.get("kind") == tables.OVER_RANKS:
         return of_ranks
     if "operators" in record:
         return of_errors

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wyfold.cli import DONE, FAILED, Failure, UsageError, results, timing
+from wyfold.cli import DONE, FAILED, Failure, UsageError, results, tables, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.contenders import OURS, TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
 from wyfold.cli.peers import Peer
@@ -32,19 +32,25 @@ from wyfold.parallel import exchange
 from wyfold.parallel.context import ContextParallel, build_cp_context
 from wyfold.parallel.team import Ranks
 from wyfold.parallel.watch import RankLost
+from wyfold.runtime.check import UnsupportedError
 
 OPERATORS = ("delta_rule", "gdn", "kda", "ttt")
 """Those with a `cp_context` that hand states from rank to rank."""
 
+MINI_BATCH = 16
+"""Tokens of TTT-Linear's, as `bench` runs it."""
+
 HEADS = 2
 """On a GPU: key heads that are judged; sequences are long here, and one rank judges."""
+
+STRAY_S, JUDGING_S = 120.0, 3600.0
+"""In which the others come to where a rank is that has failed, if they are to come; and to one that has not."""
 
 METHOD = (
     "every rank keeps its share of the same tensors; contenders alternate, one warm run each; clock of the host from a "
     "barrier to the end of the device's work, the slowest rank's; medians. sent: bytes that the rank which sends most "
     "contributes to its collectives, and how many there are"
 )
-KIND = "bench-ranks"
 
 Row = dict[str, Any]
 
@@ -109,7 +115,12 @@ def run(
             raise UsageError(f"OP: over several processes there are {', '.join(OPERATORS)}, got {case.op}")
     if args.cold or args.also or "graph" in args.mode:
         raise UsageError("--cold, --also and --mode graph are of one process")
-    record |= {"kind": KIND, "method": METHOD, "processes": team.processes, "rows": []}
+    record |= {"kind": tables.OVER_RANKS, "method": METHOD, "processes": team.processes, "rows": []}
+    record["command"] = f"torchrun --nproc-per-node {team.processes} -m {record['command']}"
+    stem = f"{stem}-ranks{team.processes}"
+    for peer in peers if team.leads else ():
+        if peer.shares is None:
+            results.say(f"{peer.name}: shares no sequence among ranks; left out")
     failed = False
     try:
         with team.watched():
@@ -121,10 +132,10 @@ def run(
     except RankLost as lost:
         raise Failure(str(lost)) from lost
     if team.leads:
-        show(record["rows"])
+        tables.report_ranks(record["rows"])
         if args.out:
             results.say(f"wrote {args.out / stem}.json")
-            chart(args.out / f"{stem}.png", record["rows"])
+            tables.chart_ranks(args.out / f"{stem}.png", record["rows"])
     return FAILED if failed else DONE
 
 
@@ -139,7 +150,7 @@ def _race(
     for group in groups:
         first = replace(group[0], device=str(team.device))
         arguments = first.arguments()
-        judge = Judge(first, arguments, HEADS) if team.leads else None
+        judge = Judge(first, arguments, HEADS, everything=True) if team.leads else None
         for case in (replace(case, device=str(team.device)) for case in group):
             sides = [
                 _side(case, contender, peer, count, members[count], arguments, team)
@@ -171,7 +182,7 @@ def _side(
     if count == 1:
         return Side(contender, count, None, arguments)
     bounds = arguments.get("cu_seqlens")
-    context = build_cp_context(bounds, group, total_tokens=case.shape.T)
+    context = build_cp_context(bounds, group, total_tokens=case.shape.T, **_cut(case, count))
     side = Side(contender, count, context, {})
     side.arguments = {
         name: side.shared(x) if isinstance(x, Tensor) and name in TOKEN_ARGUMENTS else x
@@ -186,6 +197,15 @@ def _side(
             contender, prepare=lambda given: contender.prepare(given) | {"cp_context": shares(ends, group)}
         )
     return side
+
+
+def _cut(case: Case, count: int) -> dict[str, Any]:
+    """Even shares; of TTT-Linear between mini-batches, as even as they come."""
+    if case.op != "ttt":
+        return {}
+    T = case.shape.T
+    ends = [*(T * rank // count // MINI_BATCH * MINI_BATCH for rank in range(count)), T]
+    return {"layout": "fragments", "fragments": [[(start, stop)] for start, stop in pairwise(ends)]}
 
 
 def _row(case: Case, side: Side) -> Row:
@@ -206,22 +226,40 @@ def _row(case: Case, side: Side) -> Row:
 
 
 def _judged(case: Case, side: Side, judge: Judge | None, arguments: Arguments, team: Ranks) -> Row:
-    """What became of a contender's results; the same on all ranks."""
+    """What became of a contender's results, as rank 0 found."""
+
+    def found() -> Row:
+        if side.arguments is None:
+            return {}
+        o, gradients = _results(case, side, judge, arguments)
+        return {} if judge is None else _verdict(judge, o, gradients, side.contender)
+
+    return _agreed(case, side, team, found)
+
+
+def _agreed(case: Case, side: Side, team: Ranks, work: Callable[[], Row]) -> Row:
+    """What rank 0's work came to, or why some rank's came to nothing; the same on all ranks.
+
+    A rank that fails alone leaves the others in a collective. It waits for them a while, and then fails the run: its
+    error is that of the program, and the watch tells the others.
+    """
+    error: Exception | None = None
     found: Row = {}
     try:
-        if side.arguments is not None:
-            o, gradients = _results(case, side, judge, arguments)
-            if judge is not None:
-                found = _verdict(judge, o, gradients, side.contender)
-            del o, gradients
-    except Exception as error:  # a library says no in its own way; ours fails the run, at its end
+        found = work()
+    except RankLost:
+        raise
+    except UnsupportedError as refusal:
+        error, found = refusal, {"refused": said(refusal)}
+    except Exception as failure:  # a library says no in its own way; ours fails the run, at its end
+        error, found = failure, {"refused": f"rank {team.rank}: {said(failure)}", "failed": True, "correct": False}
         if side.contender.name == OURS:
             results.say(traceback.format_exc())
-        found = {"refused": f"rank {team.rank}: {said(error)}", "failed": True}
+    if not team.all_here(JUDGING_S if error is None else STRAY_S) and error is not None:
+        raise error
     give_back(case)
     heard = team.told(found)
-    refusals = [other for other in heard if other.get("refused")]
-    answer: Row = (refusals or heard)[0]
+    answer: Row = ([other for other in heard if other.get("refused")] or heard)[0]
     return answer
 
 
@@ -234,7 +272,7 @@ def _results(case: Case, side: Side, judge: Judge | None, arguments: Arguments) 
     (o,) = side.whole({name: o}).values()
     if not case.backward:
         return o, {}
-    fed = (judge or Judge(case, arguments, HEADS)).fed()
+    fed = (judge or Judge(case, arguments, HEADS, everything=True)).fed()
     return o, side.whole(gradients_of(side.contender, given, side.shared(fed)))
 
 
@@ -261,15 +299,28 @@ def _verdict(judge: Judge, o: Tensor, gradients: Named, contender: Contender) ->
 
 def _time(case: Case, sides: Sequence[Side], rounds: int, arguments: Arguments, team: Ranks) -> None:
     """Write into the rows what their contenders take, in turns."""
-    runs = [_ready(case, side, arguments) for side in sides]
-    for side, mine in zip(sides, _interleaved(case, runs, rounds, team), strict=True):
+    running = []
+    for side in sides:
+        run_ = _ready(case, side, arguments)
+        side.row |= _agreed(case, side, team, partial(_warmed, run_))
+        if side.row["correct"]:  # nor did it fail with nothing else of the judge's about
+            running.append((side, run_))
+    times = _interleaved(case, [run_ for _, run_ in running], rounds, team)
+    for (side, _), mine in zip(running, times, strict=True):
         side.row["milliseconds"] = timing.spread(mine)
         side.row["ns_per_token_head"] = side.row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
-    alone = next((side.row for side in sides if side.ranks == 1 and side.contender.name == OURS), None)
-    for side, run_ in zip(sides, runs, strict=True):
+    alone = next((side.row for side, _ in running if side.ranks == 1 and side.contender.name == OURS), None)
+    for side, run_ in running:
         if alone is not None:
             side.row["times_one_rank"] = alone["milliseconds"]["median"] / side.row["milliseconds"]["median"]
         side.row["peak"], side.row["sent"] = _held_and_sent(case, side, run_, team)
+
+
+def _warmed(run_: Callable[[], object] | None) -> Row:
+    """A first run, from which nothing is taken but that it is possible."""
+    if run_ is not None:
+        run_()
+    return {}
 
 
 def _ready(case: Case, side: Side, arguments: Arguments) -> Callable[[], object] | None:
@@ -284,10 +335,6 @@ def _interleaved(
     case: Case, runs: Sequence[Callable[[], object] | None], rounds: int, team: Ranks
 ) -> list[list[float]]:
     """Milliseconds of every run in every round, the slowest rank's."""
-    for run_ in runs:
-        if run_ is not None:
-            run_()
-        team.meet()
     times: list[list[float]] = [[] for _ in runs]
     for turn in timing.order(len(runs), rounds):
         for which in turn:
@@ -328,72 +375,3 @@ def _held_and_sent(
 def _say(team: Ranks, line: str) -> None:
     if team.leads:
         results.say(line)
-
-
-# --- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def show(rows: Sequence[Row]) -> None:
-    """The table on the screen."""
-    case, found = (
-        ("op", "shape", "dtype", "gates", "mode", "ran", "ranks"),
-        ("worst error", "median ms", "quartiles ms"),
-    )
-    columns = (*case, *found, "x one rank", "peak MiB a rank", "MiB sent")
-    results.show("over ranks; x one rank: times ours on one", columns, [_cells(row) for row in rows])
-    for row in rows:
-        what = f"{row['op']} {row['mode']} on {row['ranks']} by {row['ran']}"
-        if row["refused"]:
-            print(f"refused: {what}: {row['refused']}")
-        elif not row["within_limits"]:
-            reasons = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
-            verdict = "further from the truth than ours may be" if row["correct"] else "wrong"
-            print(f"{verdict}: {what}: {'; '.join(reasons)}")
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    size = row["name"] or ",".join(map(str, row["shape"].values()))
-    head = (row["op"], size, row["dtype"], row["gate"], row["mode"], row["ran"], str(row["ranks"]))
-    if not row["milliseconds"]:
-        return (*head, "refused" if row["refused"] else "wrong", *[""] * 5)
-    ms, peak, sent = row["milliseconds"], row["peak"], row["sent"]
-    return (
-        *head,
-        f"{row['worst_error']:.1e} {row['worst_tensor']}",
-        f"{ms['median']:.3f}",
-        f"{ms['quartile1']:.3f} - {ms['quartile3']:.3f}",
-        "" if row["times_one_rank"] is None else f"{row['times_one_rank']:.2f}",
-        f"{peak['above_inputs_mib']:.0f}" if peak else "",
-        f"{sent['bytes'] / 2**20:.3f}" if sent else "",
-    )
-
-
-def lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Of each contender and case the points (ranks, times ours on one rank), where there are such times."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["times_one_rank"] is not None:
-            size = row["name"] or f"T {row['shape']['T']}"
-            name = f"{row['op']} {row['gate']} {row['mode']} {size}: {row['ran']}"
-            found.setdefault(name, []).append((row["ranks"], row["times_one_rank"]))
-    return found
-
-
-def chart(file: Path, rows: Sequence[Row]) -> None:
-    """Speed over ranks, beside what as many ranks could be at best, as PNG."""
-    if importlib.util.find_spec("matplotlib") is None:
-        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    drawn = lines(rows)
-    for name, points in drawn.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    most = max((row["ranks"] for row in rows), default=1)
-    axes.plot([1, most], [1, most], linestyle=":", color="black", label="as many times as ranks")
-    axes.set(xlabel="ranks", ylabel="times ours on one rank", xticks=sorted({row["ranks"] for row in rows}))
-    axes.legend(fontsize=7)
-    figure.savefig(file, format="png")
-    results.say(f"wrote {file}")

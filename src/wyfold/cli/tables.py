@@ -12,6 +12,9 @@ from wyfold.cli.contenders import OURS
 
 Row = dict[str, Any]
 
+OVER_RANKS = "bench-ranks"
+"""Kind of a record of a race over ranks."""
+
 LEAST = 1e-3
 """MiB that a chart of logarithms shows for nothing."""
 
@@ -188,5 +191,74 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
     for axes, values in ((left, [*medians, *filter(None, floors)]), (right, peaks)):
         # From where the shortest bar still looks like something.
         axes.set_xlim(min([1.0, *values]) / 2, max([1.0, *values]) * 2)
+    figure.savefig(file, format="png")
+    results.say(f"wrote {file}")
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def report_ranks(rows: Sequence[Row]) -> None:
+    """The table of a race over ranks, on the screen."""
+    case, found = (
+        ("op", "shape", "dtype", "gates", "mode", "ran", "ranks"),
+        ("worst error", "median ms", "quartiles ms"),
+    )
+    columns = (*case, *found, "x one rank", "peak MiB a rank", "MiB contributed")
+    results.show("over ranks; x one rank: times ours on one", columns, [_rank_cells(row) for row in rows])
+    for row in rows:
+        what = f"{row['op']} {row['mode']} on {row['ranks']} by {row['ran']}"
+        if row["refused"]:
+            print(f"refused: {what}: {row['refused']}")
+        elif not row["within_limits"]:
+            reasons = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
+            verdict = "further from the truth than ours may be" if row["correct"] else "wrong"
+            print(f"{verdict}: {what}: {'; '.join(reasons)}")
+
+
+def _rank_cells(row: Row) -> tuple[str, ...]:
+    size = row["name"] or ",".join(map(str, row["shape"].values()))
+    head = (row["op"], size, row["dtype"], row["gate"], row["mode"], row["ran"], str(row["ranks"]))
+    if not row["milliseconds"]:
+        return (*head, "refused" if row["refused"] else "wrong", *[""] * 5)
+    ms, peak, sent = row["milliseconds"], row["peak"], row["sent"]
+    return (
+        *head,
+        f"{row['worst_error']:.1e} {row['worst_tensor']}",
+        f"{ms['median']:.3f}",
+        f"{ms['quartile1']:.3f} - {ms['quartile3']:.3f}",
+        "" if row["times_one_rank"] is None else f"{row['times_one_rank']:.2f}",
+        f"{peak['above_inputs_mib']:.0f}" if peak else "",
+        f"{sent['bytes'] / 2**20:.3f}" if sent else "",
+    )
+
+
+def over_ranks(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Of each contender and case the points (ranks, times ours on one rank), where there are such times."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["times_one_rank"] is not None:
+            size = row["name"] or ",".join(map(str, row["shape"].values()))
+            name = f"{row['op']} {row['gate']} {row['mode']} {size} {row['dtype']}: {row['ran']}"
+            found.setdefault(name, []).append((row["ranks"], row["times_one_rank"]))
+    return found
+
+
+def chart_ranks(file: Path, rows: Sequence[Row]) -> None:
+    """Speed over ranks, beside what as many ranks could be at best, as PNG."""
+    if importlib.util.find_spec("matplotlib") is None:
+        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    drawn = over_ranks(rows)
+    for name, points in drawn.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    most = max((row["ranks"] for row in rows), default=1)
+    axes.plot([1, most], [1, most], linestyle=":", color="black", label="as many times as ranks")
+    axes.set(xlabel="ranks", ylabel="times ours on one rank", xticks=sorted({row["ranks"] for row in rows}))
+    axes.legend(fontsize=7)
     figure.savefig(file, format="png")
     results.say(f"wrote {file}")

@@ -222,8 +222,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
     peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
+    watch = team.watched()
     try:
-        with team.watched():
+        with watch:
             trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
             if team.cp * team.replicas > 1:
                 about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
@@ -233,9 +234,12 @@ def run(args: argparse.Namespace) -> int:
                 code = DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
     except RankLost as lost:
         # The groups are aborted: there is none to leave.
-        raise Failure(f"{lost}; the same command continues from the last checkpoint in {folder}") from lost
+        found = checkpoint.latest(folder / CHECKPOINTS)
+        after = "there is no checkpoint yet" if found is None else f"the same command continues from {found}"
+        raise Failure(f"{lost}; {after}") from lost
     except BaseException:
-        leave()
+        if not getattr(watch, "lost", ""):
+            leave()
         raise
     leave()
     return code

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.context_call import agreed, check_share
-from wyfold.ops.delta_call import decided, decision_key, packed_boundaries
+from wyfold.ops.decisions import decided, decision_key
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.conv import Conv, ConvTensors
 from wyfold.pipelines.conv_context import ConvAcross
 from wyfold.pipelines.conv_serving import one_row
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.recall import recalled
 from wyfold.stages import table
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import decided, decision_key, keeps_gradients, packed_boundaries
+from wyfold.ops.decisions import decided, decision_key, keeps_gradients
 from wyfold.pipelines.conv_serving import ConvServing, serve_conv
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.recall import recalled
 from wyfold.stages import table
 

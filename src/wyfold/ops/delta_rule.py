@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import ChunkFlags, Flags, GateFlags, call_delta
+from wyfold.ops.delta_arguments import ChunkFlags, Flags, GateFlags
+from wyfold.ops.delta_call import call_delta
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 

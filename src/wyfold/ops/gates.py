@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import decided, decision_key
+from wyfold.ops.decisions import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.recall import recalled

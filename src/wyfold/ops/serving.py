@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wyfold.ops.delta_call import GateFlags
+from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout

@@ -7,20 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import (
-    STATE_DTYPES,
-    GateFlags,
-    best_chunk_size,
-    check_boundaries,
-    check_gate,
-    check_tensors,
-    decided,
-    decision_key,
-    keeps_gradients,
-    launch_keys,
-    launch_sizes,
-    token_keys,
-)
+from wyfold.ops.decisions import decided, decision_key, keeps_gradients
+from wyfold.ops.delta_arguments import GateFlags
+from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
+from wyfold.ops.delta_cuts import best_chunk_size
+from wyfold.ops.delta_plan import launch_keys, launch_sizes, token_keys
 from wyfold.pipelines.serving import Serving, serve
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
@@ -271,7 +262,7 @@ def _check_apart(op: str, q: Tensor, slots: SlotFlags, N: int) -> None:
 def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:
     check.shapes(op, optional=(), known=sizes, **{name: (pool, "slots HV V K" if v_first else "slots HV K V")})
     pool = check.tensor(op, name, pool)
-    check.floating(op, (torch.float64, *STATE_DTYPES) if q.dtype == torch.float64 else STATE_DTYPES, **{name: pool})
+    check.floating(op, check.state_dtypes(q), **{name: pool})
     if pool.stride()[2:] != (pool.shape[3], 1) or 0 in pool.stride():
         strides = f"got strides {pool.stride()}"
         raise ValueError(f"{op}: {name} must hold each head's state in one piece, and no two slots in one, {strides}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import CHUNK_SIZES, decided, decision_key, packed_boundaries
+from wyfold.ops.decisions import decided, decision_key
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
 from wyfold.runtime import check
-from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries
+from wyfold.runtime.chunks import CHUNK_SIZES, ChunkGrid
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, register

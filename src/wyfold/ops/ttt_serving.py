@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import CHUNK_SIZES, decided, decision_key, keeps_gradients
-from wyfold.ops.ttt_linear import RESIDUALS, TTTState, check_tokens, column, numbers_apart, state_dtypes
+from wyfold.ops.decisions import decided, decision_key, keeps_gradients
+from wyfold.ops.ttt_arguments import column, numbers_apart
+from wyfold.ops.ttt_checks import check_form, check_tokens
+from wyfold.ops.ttt_linear import TTTState
 from wyfold.pipelines.ttt_serving import TTTServing, serve_ttt
 from wyfold.runtime import check
 from wyfold.runtime.recall import recalled
@@ -142,10 +144,7 @@ def _ttt_decode(
         for name, x in tensors.items():
             if isinstance(x, Tensor) and keeps_gradients([x]):
                 raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
-        check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
-        check.choice(op, "residual", residual, RESIDUALS)
-        if check.number(op, "eps", eps) <= 0:
-            raise ValueError(f"{op}: eps must be > 0, got {eps}")
+        check_form(op, chunk_size, residual, eps)
         cast = in_autocast_dtype(q, k, v)
         check.alike(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
         _check_pool(op, v, pool)
@@ -187,7 +186,7 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
     named: dict[str, Any] = {f"pool.{name}": (getattr(pool, name), order) for name, order in orders.items()}
     check.shapes(op, known={"HV": HV, "K": D, "V": D}, **named)
     tensors = {name: x for name, (x, _) in named.items()}
-    check.floating(op, state_dtypes(v), **tensors)
+    check.floating(op, check.state_dtypes(v), **tensors)
     position = check.tensor(op, "pool.position", pool.position)
     slots = pool.state.shape[0]
     if list(position.shape) != [slots] or position.dtype not in INDICES:

@@ -87,11 +87,11 @@ def gather(x: Tensor, group: Any) -> Tensor:
     """[world, *x.shape]: what every rank passed, in the order of ranks; the shape must be the same on all."""
     import torch.distributed as dist
 
-    for sent in _counters:
-        sent.append(x.numel() * x.element_size())
     world = dist.get_world_size(group)
     found = x.new_empty(world, *x.shape)
     if x.numel():  # the same on every rank
+        for sent in _counters:
+            sent.append(x.numel() * x.element_size())
         # PyTorch 2.13 knows it by another name, and warns of the one it had.
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         collective(found.flatten(), x.contiguous().flatten(), group=group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Ranks(Team):
             device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         super().__init__(device)
-        self.reads_behind = False
+        self.reads_behind, self._asked = False, 0
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
@@ -177,6 +178,20 @@ class Ranks(Team):
         import torch.distributed as dist
 
         dist.barrier()
+
+    def all_here(self, seconds: float) -> bool:
+        """Whether every process asks this, as often as this one has, within so many seconds."""
+        import torch.distributed as dist
+
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._asked += 1
+        words = [f"wyfold/team/{self._asked}/{rank}" for rank in range(self.processes)]
+        store.set(words[self.rank], "")
+        try:
+            store.wait(words, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
 
     def told(self, said: Any) -> list[Any]:
         """What every process says, by rank."""

@@ -34,7 +34,7 @@ _HERE, _DONE, _FAILED = range(3)  # what ranks tell each other
 class RankLost(RuntimeError):
     """A rank of a watched group is gone, and with it every collective of this process."""
 
-    def __init__(self, text: str = "Watch: a rank of the group is gone"):  # the interpreter raises it without arguments
+    def __init__(self, text: str = "Watch: a rank of the group is gone"):
         super().__init__(text)
 
 
@@ -42,8 +42,12 @@ class Watch:
     """While it is entered: a rank that is gone is a `RankLost` on the others.
 
     It is raised in the thread that entered, within about four seconds of a rank's death, wherever that thread is by
-    then; where it waits for a collective, as soon as that is aborted. A rank that leaves by an exception is lost to the
-    others too, unless they leave as well in the next five seconds: each of them then keeps the exception it has.
+    then; where it waits for a collective, as soon as that is aborted. Once: what catches it goes on unwatched, and in a
+    destructor Python itself does. A rank that leaves by an exception is lost to the others too, unless they leave as
+    well in the next five seconds: each of them then keeps the exception it has, if it is not the broken connection.
+
+    Watching ends for all of them when the first rank leaves, so leave together. A rank that leaves by an exception
+    while another one is silent waits for its own next word, up to `silence_s`.
 
     All process groups of this process are aborted, for a kernel that waits in one of them keeps those of the others
     waiting, and none can be used afterwards: let the process end, without `destroy_process_group`. Numbers that came
@@ -85,6 +89,7 @@ class Watch:
         self.rank, self.world = exchange.place_in(self.group)
         self.silence_s, self.lost = silence_s, ""
         self._word, self._leaving, self._lock = _HERE, threading.Event(), threading.Lock()
+        self._failed = ""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
@@ -113,13 +118,24 @@ class Watch:
     ) -> None:
         if self._thread is None:
             return
-        with self._lock:  # from here on nothing is raised in this thread any more
-            self._word = _DONE if error is None else _FAILED
-            self._leaving.set()
-        self._thread.join()
+        try:
+            self._leave(error)
+        except RankLost:  # on its way since before
+            self._leave(error)
+        if not self.lost and self._failed and _disconnected(error):
+            self.lost = self._failed
         if self.lost and (error is None or isinstance(error, Exception)):
             # What the thread met first, of NCCL, of gloo or of this watch, is one thing to whoever reads it.
             raise RankLost(self.lost) from error
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Say so to the others, and wait until they have heard it."""
+        done = error is None or (isinstance(error, SystemExit) and not error.code)
+        with self._lock:  # from here on nothing is raised in this thread any more
+            self._word = _DONE if done else _FAILED
+            self._leaving.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _listen(self, channel: Any) -> None:
         """Of the watch's own thread: say and hear a word in each period until some rank leaves, or is gone."""
@@ -139,8 +155,11 @@ class Watch:
                 with suppress(RuntimeError):
                     self._answer()
                 failed = [rank for rank, other in enumerate(words) if other == _FAILED]
-                if failed and not self._leaving.wait(GRACE_S):
-                    self._lose(f"{_named(failed)} of {self.world} left because of an error of its own")
+                if failed:
+                    who = f"{_named(failed)} of {self.world} left because of an error of its own"
+                    self._failed = "" if self.rank in failed else f"Watch: {who}"
+                    if not self._leaving.wait(GRACE_S):
+                        self._lose(who)
                 return
             self._leaving.wait(PERIOD_S)
 
@@ -172,9 +191,18 @@ class Watch:
         self.lost = f"Watch: {who}"
         with self._lock:
             if not self._leaving.is_set():
-                thread = ctypes.c_ulong(self._watched)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(RankLost))
+                thread, text = ctypes.c_ulong(self._watched), self.lost
+                # The interpreter makes the exception itself, of a class that knows what to say.
+                kind = type("RankLost", (RankLost,), {"__init__": lambda lost: RankLost.__init__(lost, text)})
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
         _abort_all()
+
+
+def _disconnected(error: BaseException | None) -> bool:
+    """Whether that is what collectives raise where another rank has gone."""
+    import torch.distributed as dist
+
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnsupportedError(ValueError):
@@ -146,6 +147,11 @@ def floating(op: str, dtypes: Sequence[torch.dtype] = FLOATS, **arguments: Tenso
     for name, x in arguments.items():
         if x is not None and tensor(op, name, x).dtype not in dtypes:
             raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(x.dtype)}")
+
+
+def state_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes that states may have beside x, the default first."""
+    return (torch.float64, *STATE_DTYPES) if x.dtype == torch.float64 else STATE_DTYPES
 
 
 def dtype_option(op: str, name: str, dtype: object, dtypes: Sequence[torch.dtype] = FLOATS) -> None:

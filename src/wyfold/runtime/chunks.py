@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+CHUNK_SIZES = (16, 32, 64)
+"""Tokens of a chunk that a call may ask for."""
+
 
 @dataclass(frozen=True)
 class ChunkTable:

@@ -260,6 +260,20 @@ def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_s
     return cu
 
 
+def packed_boundaries(op: str, x: Tensor, cu_seqlens: Tensor | SequenceLayout) -> Tensor:
+    """cu_seqlens of a packed batch [1, T, ...] as a tensor on x's device."""
+    if isinstance(cu_seqlens, SequenceLayout):
+        if cu_seqlens.tokens != x.shape[1]:
+            raise ValueError(f"{op}: cu_seqlens must be a layout of T = {x.shape[1]} tokens, got {cu_seqlens.tokens}")
+        cu_seqlens = cu_seqlens.cu_seqlens
+    cu = boundaries(op, cu_seqlens)
+    if x.shape[0] != 1:
+        raise ValueError(f"{op}: cu_seqlens must come with a batch of B = 1, got B = {x.shape[0]}")
+    if cu.device != x.device:
+        raise ValueError(f"{op}: cu_seqlens must be on {x.device}, got {cu.device}")
+    return cu
+
+
 def _row(x: Tensor, name: str) -> Tensor:
     check.tensor(_NAME, name, x)
     if x.is_floating_point() or x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[0] != 1):

@@ -401,12 +401,22 @@ def store_near_pairs(p_near, i_tile, which: tl.constexpr, b_pairs, BT: tl.conste
 
 
 @triton.jit
-def load_near_pair(p_near, i_tile, s: tl.constexpr, r: tl.constexpr, NB: tl.constexpr):
-    """Gradients of P[r, s] and J[r, s] of every sub-chunk.   2 x [NB, 1]"""
-    o_n, o_two = tl.arange(0, NB)[:, None], tl.arange(0, 2)[None, :]
-    p = p_near + i_tile * (NB * NEAR * NEAR * 2) + ((o_n * NEAR + s) * NEAR + r) * 2 + o_two
-    b_dP, b_dJ = tl.split(tl.load(p))
-    return b_dP[:, None], b_dJ[:, None]
+def load_near_pairs(p_near, i_tile, s: tl.constexpr, NB: tl.constexpr):
+    """Gradients of P[r, s], and of J[r, s], of every sub-chunk, of the rows r from s on.   2 x (NEAR - s) x [NB, 1]
+
+    Two rows are 16 bytes. What lies above the diagonal was never written, and is not handed on.
+    """
+    o_n, o_r, o_two = tl.arange(0, NB)[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
+    dP_rows, dJ_rows = (), ()
+    for r in tl.static_range(s // 2 * 2, NEAR, 2):
+        p = p_near + i_tile * (NB * NEAR * NEAR * 2) + ((o_n * NEAR + s) * NEAR + r + o_r) * 2 + o_two
+        b_dP, b_dJ = tl.split(tl.load(p))
+        b_dP, b_next_dP = tl.split(b_dP)
+        b_dJ, b_next_dJ = tl.split(b_dJ)
+        if r >= s:
+            dP_rows, dJ_rows = also(dP_rows, b_dP[:, None]), also(dJ_rows, b_dJ[:, None])
+        dP_rows, dJ_rows = also(dP_rows, b_next_dP[:, None]), also(dJ_rows, b_next_dJ[:, None])
+    return dP_rows, dJ_rows
 
 
 @triton.jit
@@ -429,12 +439,12 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
         a_rows = also(a_rows, sub_chunk_row(b_a, i))
     for s in tl.static_range(NEAR):
         b_z = sub_chunk_row(b_k, s)
-        b_dP, _ = load_near_pair(p_near, i_tile, s, s, NB)
-        b_dq = add_row(b_dq, s, b_dP * b_z)
-        b_dk = add_row(b_dk, s, b_dP * q_rows[s])
+        dP_rows, dJ_rows = load_near_pairs(p_near, i_tile, s, NB)
+        b_dq = add_row(b_dq, s, dP_rows[0] * b_z)
+        b_dk = add_row(b_dk, s, dP_rows[0] * q_rows[s])
         z_rows, u_rows = (), ()
         for r in tl.static_range(s + 1, NEAR):
-            b_dP, b_dJ = load_near_pair(p_near, i_tile, s, r, NB)
+            b_dP, b_dJ = dP_rows[r - s], dJ_rows[r - s]
             b_z *= a_rows[r]
             b_dq = add_row(b_dq, r, b_dP * b_z)
             b_dk = add_row(b_dk, r, b_dJ * b_z)

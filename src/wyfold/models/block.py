@@ -1,0 +1,85 @@
+"""A block of the decoder: a mixer and an MLP, each behind a norm and beside the residual stream."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from wyfold.layers.cache import LayerCache, LayerPool
+from wyfold.models.config import DecoderConfig
+from wyfold.parallel.context import ContextParallel
+from wyfold.runtime.layout import SequenceLayout
+
+RECOMPUTED = ("selective", "blocks")
+KEPT_RESULTS = frozenset(
+    {"wyfold.delta_fwd", "wyfold.ttt_fwd"}
+    | {f"aten._scaled_dot_product_{kind}" for kind in ("flash_attention", "efficient_attention", "cudnn_attention")}
+    | {"aten._scaled_dot_product_flash_attention_for_cpu"}
+)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    recomputed: str | None = None  # by the backward, as `Decoder.recompute` says it
+
+    def __init__(self, config: DecoderConfig, name: str, backend: str | None):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer = config.mixer(name, backend=backend)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: SequenceLayout | None,
+        cache: LayerCache | LayerPool | None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
+        if self.recomputed is None or cache is not None or not torch.is_grad_enabled():
+            return self._mixed(x, layout, cache, cp_context)
+        # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
+        context = (
+            partial(create_selective_checkpoint_contexts, _kept) if self.recomputed == "selective" else noop_context_fn
+        )
+        return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, context_fn=context)
+
+    def _mixed(
+        self,
+        x: Tensor,
+        layout: SequenceLayout | None,
+        cache: LayerCache | LayerPool | None,
+        cp_context: ContextParallel | None,
+    ) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache, cp_context=cp_context)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _kept(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """What selective checkpointing keeps of a block: the results of its one sequential step."""
+    kept = str(operator).rpartition(".")[0] in KEPT_RESULTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SwiGLU(nn.Module):
+    """W_o (silu(W_a x) * W_b x), W_a and W_b in one matrix."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)

@@ -1,0 +1,329 @@
+"""The decoder: embedding, blocks, norm, output matrix; its loss, and its ways into generation and onto a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wyfold.layers.cache import DecodingCache, DecodingPools, PooledCache
+from wyfold.models import disk
+from wyfold.models.block import RECOMPUTED, Block
+from wyfold.models.config import DecoderConfig
+from wyfold.models.generation import Draw, continued
+from wyfold.parallel.context import ContextParallel
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+from wyfold.stages import table
+
+IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
+
+
+class Decoder(nn.Module):
+    """The language model of a `DecoderConfig`.
+
+    Args:
+        config: What it is made of, and all that `save` keeps beside the weights.
+        backend: Of every operator in its layers; belongs to this instance, not to the model. None for the table's
+            choice; on CUDA "eager" has to be asked for.
+
+    Example:
+        >>> import torch
+        >>> config = DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16)
+        >>> model = Decoder(config)
+        >>> ids = torch.randint(256, (1, 9))
+        >>> logits, loss = model(ids[:, :-1], labels=ids[:, 1:])
+        >>> loss.backward()
+        >>> model.generate(ids, 5, temperature=0).shape
+        torch.Size([1, 14])
+    """
+
+    def __init__(self, config: DecoderConfig, *, backend: str | None = None):
+        super().__init__()
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(f"Decoder: config must be a DecoderConfig, got {type(config).__name__}")
+        check.choice("Decoder", "backend", backend, (None, *table.BACKENDS))
+        self.config, self.backend = config, backend
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, name, backend) for name in config.layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Matrices normal, of deviation 0.02; the deeper the model, the smaller those that write into its stream."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                writers = 2 * len(self.blocks) if name.endswith((".mixer.out", ".mlp.out")) else 1
+                nn.init.normal_(module.weight, std=0.02 / writers**0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: DecodingCache | PooledCache | None = None,
+        cp_context: ContextParallel | None = None,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of each next token, and their loss.
+
+        Args:
+            ids: [B, T] integer.
+            labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to
+                learn, as at the end of a packed document. Rows past the layout's last boundary never count.
+            layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
+            cache: From `new_cache`, or to serve from `new_pools(..).at`; ids go on where it stands, and it moves on.
+            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: ids and labels are this
+                rank's share of the tokens, cut from those of all by `cp_context.shard`.
+            places: [B, n] int64. The places t of each row whose logits are wanted, where few are; labels are then
+                [B, n], theirs. Without layout and cp_context.
+
+        Returns:
+            logits: [B, T, vocab_size], dtype of the parameters; [B, n, vocab_size] with places.
+            loss: Mean cross entropy in nats over the labels that count, 0 if none does; float32. None without labels.
+                With a cp_context this rank's share of it: the sum over its labels by the count of all ranks' labels,
+                so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
+
+        Raises:
+            ValueError: arguments that do not fit together.
+        """
+        self._check(ids, layout, cache)
+        if cp_context is not None and (layout is not None or cache is not None):
+            given = "a layout" if layout is not None else "a cache"
+            raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
+        if places is not None:
+            if layout is not None or cp_context is not None:
+                given = "a layout" if layout is not None else "a cp_context"
+                raise ValueError(f"Decoder: places must come without layout and cp_context, got {given}")
+            if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
+                raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
+            check.floating("Decoder", (torch.int64,), places=places)
+        if labels is not None:
+            wanted = ids if places is None else places
+            if check.tensor("Decoder", "labels", labels).shape != wanted.shape:
+                form = "[B, T]" if places is None else "[B, n]"
+                raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
+            check.floating("Decoder", (torch.int64,), labels=labels)
+        hidden = self._hidden(ids, layout, cache, cp_context)
+        if places is not None:
+            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = self._logits(hidden)
+        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context)
+
+    def recompute(self, what: str | None) -> None:
+        """What a training step computes again in its backward, in order to keep less: memory for time, the same bits.
+
+        Args:
+            what: None for nothing. "blocks": each block keeps its input alone. "selective": it keeps what its
+                recurrence and its attention returned besides, and computes again projections, norms and MLP.
+
+        Raises:
+            ValueError: what is none of these.
+        """
+        check.choice("Decoder.recompute", "what", what, (None, *RECOMPUTED))
+        for block in self.blocks:
+            block.recomputed = what  # type: ignore[assignment]
+
+    def new_cache(self, batch_size: int) -> DecodingCache:
+        """A cache with which `batch_size` sequences start."""
+        return DecodingCache([{} for _ in self.blocks], batch_size)
+
+    def new_pools(self, slots: int) -> DecodingPools:
+        """Room for the states of so many sequences, updated in place by calls that name their slots.
+
+        Raises:
+            ValueError: a layer is not of the delta family.
+        """
+        for name, block in zip(self.config.layers, self.blocks, strict=True):
+            if not hasattr(block.mixer, "new_pool"):
+                raise ValueError(f"Decoder.new_pools: pattern must hold layers of the delta family alone, got {name}")
+        return DecodingPools([block.mixer.new_pool(slots) for block in self.blocks])  # type: ignore[operator,union-attr]
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """The prompts with what follows them; arguments and errors as in `stream`.
+
+        Returns:
+            ids: [B, T + n], n <= max_new_tokens; a row that stopped is filled up with `stop`.
+        """
+        tokens = self.stream(
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            generator=generator,
+            stop=stop,
+        )
+        return torch.cat([ids, *(token[:, None].to(ids.dtype) for token in tokens)], dim=1)
+
+    def stream(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | None = None,
+        layout: SequenceLayout | None = None,
+        shared_draws: bool = False,
+    ) -> Iterator[Tensor]:
+        """Tokens that follow the prompts, each as soon as it is drawn.
+
+        Prompts are read in pieces of 2,048 tokens by the chunk forms, so a long one takes no more activations than a
+        piece; each token is one step of the recurrences. Attention without a window keeps every key; nothing else
+        that is kept grows. On a GPU, a model of the delta family alone keeps its states in pools that are updated in
+        place, and from the third token on a step is the replay of a CUDA graph.
+
+        Args:
+            ids: [B, T] integer. Prompts of one length, at least one token; or of any lengths, packed [1, T].
+            max_new_tokens: Most tokens to draw.
+            temperature: Logits are divided by it; 0 takes the likeliest token.
+            top_k: Draw among the k likeliest.
+            top_p: Draw among the likeliest that together hold this probability, in (0, 1].
+            seed: Of the draws; None draws from `generator`, or from PyTorch's own.
+            generator: On the device of the model.
+            stop: Token that ends a row; the stream ends when every row has drawn it.
+            layout: Boundaries of packed prompts, none of them empty. Waits for its device once.
+            shared_draws: Every row draws by the same random numbers, those of a prompt that is alone: what follows a
+                prompt does not depend on the others.
+
+        Yields:
+            token: [N] int64, N = B, or the number of packed prompts.
+
+        Raises:
+            TypeError, ValueError: naming the argument, before anything runs.
+        """
+        name = "Decoder.generate"
+        self._check(ids, layout, None)
+        check.flag(name, shared_draws=shared_draws)
+        if ids.shape[1] == 0:
+            raise ValueError(f"{name}: ids must hold at least one token, got {list(ids.shape)}")
+        lengths = None if layout is None else layout.lengths.tolist()
+        if lengths is not None and min(lengths, default=0) == 0:
+            raise ValueError(f"{name}: layout must have prompts of at least one token, got lengths {lengths}")
+        check.integer(name, "max_new_tokens", max_new_tokens, least=0)
+        if check.number(name, "temperature", temperature) < 0:
+            raise ValueError(f"{name}: temperature must be at least 0, got {temperature}")
+        if top_k is not None:
+            check.integer(name, "top_k", top_k, least=1)
+        if top_p is not None and not 0 < check.number(name, "top_p", top_p) <= 1:
+            raise ValueError(f"{name}: top_p must be in (0, 1], got {top_p}")
+        if seed is not None:
+            if generator is not None:
+                raise ValueError(f"{name}: seed must be None where a generator is given, got {seed}")
+            generator = torch.Generator(ids.device).manual_seed(check.integer(name, "seed", seed, least=0))
+        if stop is not None:
+            check.integer(name, "stop", stop, least=0)
+        draw = Draw(temperature, top_k, top_p, generator, shared_draws)
+        return continued(self, ids, lengths, max_new_tokens, draw, stop)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
+
+        Raises:
+            ImportError: safetensors is missing.
+        """
+        disk.write(Path(folder), self.config, self.state_dict())
+
+    @classmethod
+    def load(
+        cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", backend: str | None = None
+    ) -> Decoder:
+        """The decoder that `save` wrote, in the dtype it had.
+
+        Args:
+            folder: Holds `config.json` and `model.safetensors`.
+            device: Of the parameters.
+            backend: As for a new decoder; none was saved.
+
+        Raises:
+            ImportError: safetensors is missing.
+            FileNotFoundError: the folder holds no decoder.
+            ValueError: the configuration, or the tensors, are not those of a decoder of this version.
+        """
+        config, tensors = disk.read(Path(folder), device)
+        with torch.device("meta"):
+            model = cls(config, backend=backend)
+        try:
+            model.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            path = Path(folder) / disk.WEIGHTS_FILE
+            raise ValueError(f"Decoder.load: {path} must hold what {disk.CONFIG_FILE} describes; {error}") from error
+        return model
+
+    def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> None:
+        B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+        if layout is not None and not isinstance(layout, SequenceLayout):
+            raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
+        if layout is not None and (B, T) != (1, layout.tokens):
+            wanted = [1, layout.tokens]
+            raise ValueError(f"Decoder: ids must be [1, T] = {wanted} for its layout, got {list(ids.shape)}")
+        if cache is None:
+            return
+        if not isinstance(cache, DecodingCache | PooledCache):
+            raise TypeError(
+                f"Decoder: cache must be a DecodingCache, a PooledCache or None, got {type(cache).__name__}"
+            )
+        if len(cache.layers) != len(self.blocks):
+            raise ValueError(f"Decoder: cache must have {len(self.blocks)} layers, got {len(cache.layers)}")
+        N = B if layout is None else layout.max_seqs
+        if cache.batch_size != N:
+            raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
+
+    def _hidden(
+        self,
+        ids: Tensor,
+        layout: SequenceLayout | None,
+        cache: DecodingCache | PooledCache | None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
+        x = self.embedding(ids)
+        caches: Sequence[Any] = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer_cache in zip(self.blocks, caches, strict=True):
+            x = block(x, layout, layer_cache, cp_context)
+        return self.norm(x)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, layout: SequenceLayout | None, cp_context: ContextParallel | None
+) -> Tensor:
+    if layout is not None:
+        labels = torch.where(layout.sequence_ids >= 0, labels, IGNORED)
+    if cp_context is not None:
+        labels = torch.where(cp_context.sequence_ids(labels.device) >= 0, labels, IGNORED)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    counted = (labels != IGNORED).sum()
+    if cp_context is not None:
+        counted = cp_context.gather(counted).sum()
+    return total / counted.clamp(min=1)

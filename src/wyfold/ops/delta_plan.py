@@ -1,0 +1,161 @@
+"""What will run for a call of the delta family: its plan, and the options that its pipeline goes by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.decisions import keeps_gradients
+from wyfold.ops.delta_arguments import DeltaCall
+from wyfold.ops.delta_checks import Checked, check_call
+from wyfold.ops.delta_cuts import chunk_size_of, cut_of
+from wyfold.parallel import split
+from wyfold.parallel.context import ContextParallel
+from wyfold.pipelines.delta_parts import chunks_per_part
+from wyfold.pipelines.rows import vectors
+from wyfold.runtime import check, launch
+from wyfold.runtime.chunks import Cut, likely_segments
+from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.plan import Plan, explaining
+from wyfold.stages import table
+
+
+def decide(call: DeltaCall) -> DeltaOptions:
+    """What will run, if every check is passed."""
+    chunk, flags = call.chunk, call.flags
+    checked = check_call(call)
+    chunk_size = chunk_size_of(call, checked)
+    cut = cut_of(call, checked, chunk_size)
+    given = *checked[:3], call.g, call.beta, call.initial_state, call.gate.A_log, call.gate.dt_bias
+    save = keeps_gradients(given)
+    plan = _plan(call, checked, chunk_size, cut, given, save=save)
+    return DeltaOptions(
+        operator=call.op,
+        recurrent=chunk is None,
+        scale=checked.scale,
+        qk_l2norm=flags.use_qk_l2norm_in_kernel,
+        activation=checked.activation,
+        lower_bound=checked.lower_bound,
+        clamp=checked.clamp,
+        beta_logit=flags.use_beta_sigmoid_in_kernel,
+        beta_most=2.0 if flags.allow_neg_eigval else 1.0,
+        state_v_first=flags.state_v_first,
+        state_dtype=flags.state_dtype or check.state_dtypes(checked.q)[0],
+        final_state=flags.output_final_state,
+        chunk_size=chunk_size,
+        checkpoint_every=checked.every,
+        save=save,
+        keep_factors=chunk is not None and chunk.disable_recompute,
+        backend=plan.backend,
+        segment_chunks=cut.chunks,
+        segments=cut.most,
+    )
+
+
+def _plan(
+    call: DeltaCall, checked: Checked, chunk_size: int, cut: Cut, given: tuple[Tensor | None, ...], *, save: bool
+) -> Plan:
+    """The launches of both directions, and who makes them; given: all floating tensors."""
+    q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
+    recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
+    between = ("summary", "fold") if cut.chunks else ()
+    stages = (
+        (("prepare", "recurrent"),) * 2
+        if recurrent
+        else (("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients"))
+    )
+
+    def keys() -> list[tuple[str, str]]:
+        if recurrent:
+            flags, state = call.flags, call.initial_state
+            stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
+            return token_keys(q, v, g, stored, v_first=flags.state_v_first)
+        likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
+        return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0)
+
+    per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
+    return table.plan(
+        call.op,
+        q.device,
+        call.flags.backend,
+        forward=stages[0],
+        backward=stages[1],
+        dtypes=table.dtypes(*given),
+        chunk_size=chunk_size,
+        parts=split.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
+        segments=cut.segments(-(-sizes["T"] // chunk_size)),
+        collectives=() if context is None else _collectives(context, sizes),
+        sizes=() if recurrent else launch_sizes(q, chunk_size),
+        kernel_copies=_copied(q=q, k=k, g=g if call.gate.channel else None) if explaining() and not recurrent else (),
+        keys=keys,
+    )
+
+
+def launch_keys(
+    stages: tuple[tuple[str, ...], ...],
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    chunk_size: int,
+    scanned: int,
+    *,
+    kept: bool,
+) -> list[tuple[str, str]]:
+    """(stage, what its configuration depends on) of a call's kernels; scanned: sequences, or likely segments."""
+    prepare: Any = table.launches("prepare", "triton")
+    gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
+    key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
+    keys = dict.fromkeys(stages[0] + stages[1], key)
+    keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
+    if "scan_bwd" in keys:
+        keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+    if "gradients" in keys:
+        keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
+    back = []
+    if "summary" in keys:
+        keys["summary"], back = f"{key} fwd", [("summary", f"{key} bwd")]
+    return [*keys.items(), *back]
+
+
+def token_keys(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    stored: torch.dtype,
+    *,
+    v_first: bool,
+    backward: bool = True,
+    alone: bool = False,
+) -> list[tuple[str, str]]:
+    """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
+    module: Any = table.launches("recurrent", "triton")
+    K, V = q.shape[-1], v.shape[-1]
+    walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
+    there = module.launch_key(stored, K, V, g, v_first=v_first, alone=alone)
+    return [("recurrent", there), *(walk_back if backward else [])]
+
+
+def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
+    """What the ranks of a call tell each other, one line for each direction."""
+    B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
+    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
+    return tuple(
+        f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
+        for direction, count in counts.items()
+        if count
+    )
+
+
+def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
+    """What may be too large for a card (`beyond` in support.json)."""
+    if q.dtype == torch.float64:
+        return ()
+    key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
+    return ("prepare", key), ("scan", key)
+
+
+def _copied(**rows: Tensor | None) -> tuple[str, ...]:
+    """Names of those whose rows kernels cannot read as they lie."""
+    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])

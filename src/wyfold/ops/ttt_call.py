@@ -1,0 +1,121 @@
+"""One call of TTT-Linear: what its two public operators share, from checks to results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.context_call import agreed
+from wyfold.ops.decisions import decided, decision_key
+from wyfold.ops.ttt_arguments import TTTCall, column, numbers_apart
+from wyfold.ops.ttt_checks import Checked, check_call
+from wyfold.parallel import split
+from wyfold.parallel.context import ContextParallel
+from wyfold.pipelines.ttt import chunks_per_part, ttt
+from wyfold.pipelines.ttt_context import ttt_across
+from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
+from wyfold.runtime import check
+from wyfold.runtime.launch import dtype_word
+from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.plan import Plan
+from wyfold.runtime.register import in_autocast_dtype
+from wyfold.stages import table
+
+
+def call_ttt(call: TTTCall) -> TTTResult:
+    """Check, decide, run. The arguments are those of the public operators (`chunk_ttt_linear` defines them)."""
+
+    def decide() -> TTTOptions:
+        return _decide(call)
+
+    if call.context is None:
+        options = decided(_decided_by(call), decide)
+        return ttt(_tensors(call), options)
+    options = agreed(call.op, call.context, call.q, decide, lambda options: _alike_on_ranks(_tensors(call), options))
+    return ttt_across(_tensors(call), options, call.context)
+
+
+def _decided_by(call: TTTCall) -> tuple[Any, ...] | None:
+    """Everything that `_decide` looks at in a call without a context, by value; None if it must not be reused."""
+    tokens, cu = 0, call.cu_seqlens
+    if isinstance(cu, SequenceLayout):
+        tokens, cu = cu.tokens, cu.cu_seqlens
+    numbers, tensors = numbers_apart(*call[1:8], *call.states)  # step sizes
+    values = call.op, tokens, numbers, *map(type, numbers), *call.form, call.backend
+    return decision_key((*tensors, cu), values, call.backend)
+
+
+def _decide(call: TTTCall) -> TTTOptions:
+    """What will run, if every check is passed."""
+    form, checked = call.form, check_call(call)
+    learning = call[1:8] if call.recurrent else (*call[1:8], *call.states)
+    return TTTOptions(
+        operator=call.op,
+        recurrent=call.recurrent,
+        residual=form.residual,
+        scale=checked.scale,
+        eps=float(form.eps),
+        chunk_size=form.chunk_size,
+        state_v_first=form.state_v_first,
+        state_dtype=form.state_dtype or check.state_dtypes(checked.q)[0],
+        final_state=form.final_state,
+        save=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in learning),
+        keep_states=form.keep_states,
+        backend=_plan(call, checked).backend,
+    )
+
+
+def _plan(call: TTTCall, checked: Checked) -> Plan:
+    """The launches of both directions, and who makes them."""
+    q, k, v, packed, _ = checked
+    B, T, _, D = v.shape
+    stages, C = ("ttt_open",) if call.recurrent else ("ttt",), call.form.chunk_size
+    return table.plan(
+        call.op,
+        v.device,
+        call.backend,
+        forward=stages,
+        backward=stages,
+        dtypes=table.dtypes(q, k, v),
+        chunk_size=C,
+        parts=split.part_count(B, T, packed, C, chunks_per_part(v, C)),
+        collectives=() if call.context is None else _collectives(call.context, v),
+        keys=lambda: _launch_keys(v.device, q.dtype, D, C),
+        sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
+    )
+
+
+def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
+    """What the ranks of a call hand on, one line for each direction."""
+    depth, (B, _, HV, D) = context.shares.depth, v.shape
+    size = f"{B} x {HV} x {D + 1} x {D} for each sequence handed on"
+    return tuple(f"{depth} all-gathers {way} of {size}" for way in ("forward", "backward")) if depth else ()
+
+
+def _launch_keys(device: torch.device, dtype: torch.dtype, D: int, C: int) -> list[tuple[str, str]]:
+    """Of `plan`: what a walk reads on its way needs no launch of its own."""
+    walk, read, *back = [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(dtype, D, C)]
+    both = table.language("ttt", "triton", walk[1], device) == "gluon"
+    return [walk, *back] if both else [walk, read, *back]
+
+
+def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
+    """What must be equal on all ranks of a call."""
+    (B, _, H, _), (HV, D) = t.q.shape, t.v.shape[2:]
+    sizes = {"B": B, "H": H, "HV": HV, "D": D, "dtype of q": t.q.dtype, "eta_col given": t.eta_col is not None}
+    asked = {name: getattr(options, name) for name in ("residual", "scale", "eps", "chunk_size")}
+    return {**sizes, **asked, "requires_grad": options.save}
+
+
+def _tensors(call: TTTCall) -> TTTTensors:
+    """Of a call that was checked; where sequences stand is a constant."""
+    cu, eta_col = call.cu_seqlens, call.eta_col
+    if isinstance(cu, SequenceLayout):
+        cu = cu.cu_seqlens
+    steps = column(call.v, call.eta), None if eta_col is None else column(call.v, eta_col)
+    q, k, v = in_autocast_dtype(call.q, call.k, call.v)
+    states: list[Any] = [x.detach() for x in call.states] if call.recurrent else [*call.states]
+    S, c, G, a, position = states + [None] * (5 - len(states))
+    return TTTTensors(q, k, v, call.w, call.b, *steps, S, c, G, a, position, cu)

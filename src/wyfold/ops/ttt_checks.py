@@ -1,0 +1,156 @@
+"""The checks of a call of TTT-Linear, in the order in which its mistakes are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.ops.context_call import check_share
+from wyfold.ops.ttt_arguments import TTTCall
+from wyfold.parallel.context import ContextParallel
+from wyfold.runtime import check
+from wyfold.runtime.chunks import CHUNK_SIZES
+from wyfold.runtime.layout import SequenceLayout, packed_boundaries
+from wyfold.runtime.register import in_autocast_dtype
+
+WIDEST = 128
+RESIDUALS = ("o", "q")
+
+
+class Checked(NamedTuple):
+    """What the checks of a call found, and its defaults.
+
+    Attributes:
+        q, k, v: As an open autocast hands them on.
+        packed_sequences: N, of a packed batch and of every recurrent call; else None, where each row is a sequence.
+        scale: Of the q that reads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packed_sequences: int | None
+    scale: float
+
+
+def check_call(call: TTTCall) -> Checked:
+    """Every check, and what they found."""
+    op, q, k, v, w, b, eta, eta_col, states, cu_seqlens, context, form, _, recurrent = call
+    check.flag(
+        op,
+        output_final_state=form.final_state,
+        state_v_first=form.state_v_first,
+        disable_recompute=form.keep_states,
+        batch_invariant=form.batch_invariant,
+    )
+    cu, N = check_tokens(op, q, k, v, w, b, eta, eta_col, cu_seqlens)
+    given = N if context is None else _check_context(op, context, q, cu, form.chunk_size)
+    if not recurrent:
+        check.dtype_option(op, "state_dtype", form.state_dtype, check.state_dtypes(q))
+        _check_initial(op, v, given, *states, v_first=form.state_v_first)
+    elif states:
+        _check_standing(op, v, given, *states)
+    check_form(op, form.chunk_size, form.residual, form.eps)
+    q, k, v = in_autocast_dtype(q, k, v)
+    scale = v.shape[-1] ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
+    check.alike(op, "dtype", q=q, k=k, v=v)
+    return Checked(q, k, v, None if cu is None and not recurrent else N, scale)
+
+
+def check_tokens(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    eta_col: Tensor | float | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+) -> tuple[Tensor | None, int]:
+    """The boundaries as a tensor, and the number of sequences."""
+    step, factor = (x if isinstance(x, Tensor) else None for x in (eta, eta_col))
+    sizes = check.shapes(
+        op,
+        optional=[name for name, x in (("eta", step), ("eta_col", factor)) if x is None],
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T HV V"),
+        w=(w, "HV V"),
+        b=(b, "HV V"),
+        eta=(step, "B T HV" if step is not None and step.ndim == 3 else "B T HV 1"),
+        eta_col=(factor, "B T HV" if factor is not None and factor.ndim == 3 else "B T HV 1"),
+    )
+    if step is None:
+        check.number(op, "eta", eta)
+    if factor is None and eta_col is not None:
+        check.number(op, "eta_col", eta_col)
+    check.head_groups(op, sizes["H"], sizes["HV"])
+    check.width(op, "K", "q and k", sizes["K"], most=WIDEST)
+    if sizes["V"] != sizes["K"]:
+        raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
+    check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
+    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
+    if cu_seqlens is None:
+        return None, sizes["B"]
+    cu = packed_boundaries(op, q, cu_seqlens)
+    return cu, cu.shape[0] - 1
+
+
+def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
+    """The number of sequences that begin here."""
+    check_share(op, context, "q", q, cu)
+    for piece in (piece for chain in context.shares.chains for piece in chain[:-1]):
+        end = piece.done + piece.length
+        if chunk_size in CHUNK_SIZES and end % chunk_size:
+            raise ValueError(
+                f"{op}: cp_context must cut sequences between mini-batches, at multiples of chunk_size = {chunk_size} "
+                f"tokens, got sequence {piece.sequence} cut after {end}; layout='fragments' cuts anywhere"
+            )
+    return q.shape[0] * len(context.starts)
+
+
+def _check_initial(op: str, v: Tensor, N: int, state: Tensor | None, bias: Tensor | None, *, v_first: bool) -> None:
+    order = "N HV V K" if v_first else "N HV K V"
+    named = {"initial_state": (state, order), "initial_state_bias": (bias, "N HV 1 V")}
+    _check_states(op, v, N, named, optional=tuple(named))
+
+
+def _check_standing(
+    op: str, v: Tensor, N: int, state: Tensor, bias: Tensor, grad: Tensor, bias_grad: Tensor, position: Tensor
+) -> None:
+    """The fields of a TTTState."""
+    check.tensor(op, "state.position", position)
+    named: dict[str, tuple[Tensor | None, str]] = {
+        "state.state": (state, "N HV K V"),
+        "state.bias": (bias, "N HV 1 V"),
+        "state.grad": (grad, "N HV K V"),
+        "state.bias_grad": (bias_grad, "N HV 1 V"),
+    }
+    _check_states(op, v, N, named)
+    if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
+        got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
+    check.alike(op, "device", v=v, **{"state.position": position})
+
+
+def _check_states(
+    op: str, v: Tensor, N: int, states: Mapping[str, tuple[Tensor | None, str]], *, optional: tuple[str, ...] = ()
+) -> None:
+    """States fit the tokens: their letters' sizes, device and dtype."""
+    sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
+    check.shapes(op, optional=optional, known=sizes, **states)
+    tensors = {name: state for name, (state, _) in states.items()}
+    check.floating(op, check.state_dtypes(v), **tensors)
+    check.alike(op, "device", v=v, **tensors)
+
+
+def check_form(op: str, chunk_size: int, residual: str, eps: float) -> None:
+    """Numbers and words that belong to the model."""
+    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+    check.choice(op, "residual", residual, RESIDUALS)
+    if check.number(op, "eps", eps) <= 0:
+        raise ValueError(f"{op}: eps must be > 0, got {eps}")

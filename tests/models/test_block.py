@@ -1,0 +1,57 @@
+"""Memory of a training step: what the backward of a block computes again."""
+
+import pytest
+import torch
+
+from wyfold import SequenceLayout, models
+from wyfold.models import Decoder
+from wyfold.pipelines import delta as pipeline
+
+
+def kept_bytes(model: Decoder, ids: torch.Tensor, **where) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that autograd keeps of a forward, but for parameters, and the gradients of a backward."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _, loss = model(ids, ids, **where)
+    loss.backward()
+    return sum(kept.values()), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_computed_again_has_the_same_bits_and_needs_less_memory(model, ids, packed):
+    where = {}
+    if packed:
+        ids, where = ids[:1], {"layout": SequenceLayout.from_lengths([20, 0, 17])}
+    whole, truth = kept_bytes(model, ids, **where)
+    for what in models.RECOMPUTED:
+        model.recompute(what)
+        less, found = kept_bytes(model, ids, **where)
+        assert less < whole / 2
+        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    model.recompute(None)
+    assert kept_bytes(model, ids, **where)[0] == whole
+
+
+def test_selective_recomputing_runs_no_recurrence_twice(model, ids, monkeypatch):
+    forward, runs = pipeline.delta_parts.forward, []
+    monkeypatch.setattr(pipeline.delta_parts, "forward", lambda *given: runs.append(1) or forward(*given))
+    counts = {}
+    for what in (None, *models.RECOMPUTED):
+        runs.clear()
+        model.recompute(what)
+        model(ids, ids)[1].backward()
+        counts[what] = len(runs)
+    assert counts == {None: 3, "selective": 3, "blocks": 6}
+
+
+def test_what_else_might_be_computed_again_is_refused(model):
+    with pytest.raises(ValueError, match="what must be"):
+        model.recompute("everything")

@@ -1,0 +1,56 @@
+"""A decoder that is written to a folder and read again."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from wyfold.models import Decoder, DecoderConfig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_gives_the_same_bits(config, ids, dtype, tmp_path):
+    model = Decoder(config).to(dtype)
+    model.blocks[0].mixer.decay_parameters.float()
+    model.save(tmp_path / "run" / "model")
+    again = Decoder.load(tmp_path / "run" / "model")
+    assert again.config == config
+    assert [(n, p.dtype, p.requires_grad) for n, p in again.named_parameters()] == [
+        (n, p.dtype, p.requires_grad) for n, p in model.named_parameters()
+    ]
+    assert torch.equal(again(ids)[0], model(ids)[0])
+    assert sorted(path.name for path in (tmp_path / "run" / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_names_on_disk_are_stable():
+    names = set(Decoder(DecoderConfig(num_layers=1, pattern="attention", tied=False)).state_dict())
+    assert names == {
+        "embedding.weight",
+        "blocks.0.mixer_norm.weight",
+        "blocks.0.mixer.qkv.weight",
+        "blocks.0.mixer.out.weight",
+        "blocks.0.mlp_norm.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.0.mlp.out.weight",
+        "norm.weight",
+        "head.weight",
+    }
+
+
+def test_loading_mistakes_are_named(config, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        Decoder.load(tmp_path)
+    Decoder(config).save(tmp_path)
+    (tmp_path / "config.json").write_text(dataclasses.replace(config, num_layers=3).to_json())
+    with pytest.raises(ValueError, match=r"^Decoder.load: .*model.safetensors must hold what config.json describes; "):
+        Decoder.load(tmp_path)
+
+
+def test_without_safetensors_the_extra_is_named(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for action in (lambda: Decoder(config).save(tmp_path), lambda: Decoder.load(tmp_path)):
+        with pytest.raises(ImportError, match=r"wyfold\[cli\]"):
+            action()
+    assert list(tmp_path.iterdir()) == []
