@@ -156,4 +156,9 @@ def test_examples_print_what_they_say(module: str):
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/packing.md", "docs/serving.md"])
 def test_a_page_of_examples_runs(page: str):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-    exec(compile("\n".join(blocks), page, "exec"), {})
+    left: dict[str, object] = {}
+    exec(compile("\n".join(blocks), page, "exec"), left)
+    for name, value in left.items():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, torch.Tensor) and part.is_floating_point():
+                assert torch.isfinite(part).all(), name
