@@ -184,12 +184,10 @@ def test_a_block_of_a_page_runs(page: str, block: int, needs: str, capsys: pytes
 def test_the_script_of_two_ranks_runs(tmp_path: Path):
     script = tmp_path / "share.py"
     script.write_text(python_of("docs/context_parallelism.md")[0], encoding="utf-8")
-    said = []
-    for ranks in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        said += re.findall(r"^rank \d: \[1, (\d+), 64\] of \[1, 1000, 64\], ([\d.]+)$", done.stdout, re.M)
-    assert [int(tokens) for tokens, _ in said] == [1000, 500, 500]
-    assert [float(norm) for _, norm in said] == pytest.approx([float(said[0][1])] * 3, rel=1e-4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"rank (\d): \[1, 500, 64\] of \[1, 1000, 64\], ([\d.]+)", done.stdout)
+    assert sorted(rank for rank, _ in said) == ["0", "1"]
+    assert len({norm for _, norm in said}) == 1 and float(said[0][1]) > 0
