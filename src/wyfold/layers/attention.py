@@ -87,6 +87,7 @@ class SoftmaxAttention(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         holds = ("keys", "values", "positions")

@@ -113,6 +113,7 @@ class DeltaMixer(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         if isinstance(cache, LayerPool):

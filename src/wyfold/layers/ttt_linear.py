@@ -131,6 +131,7 @@ class TTTLinear(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)

@@ -95,7 +95,7 @@ class Decoder(nn.Module):
                 so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
 
         Raises:
-            ValueError: arguments that do not fit together.
+            ValueError: arguments that do not fit together; on the CPU, ids that are no rows of the embedding.
         """
         self._check(ids, layout, cache)
         if cp_context is not None and (layout is not None or cache is not None):
