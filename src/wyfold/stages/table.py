@@ -315,7 +315,7 @@ def _warn_of_unverified(device: torch.device) -> None:
         return
     warnings.warn(
         f"wyfold: unverified: the kernels were compiled for {support.architecture} under Triton {support.version}, but "
-        "the tests have not run on such a card; `wyfold verify` measures on this one how far each operator is from the "
+        "not all tests have passed on such a card; `wyfold verify` measures on this one how far each operator is from the "
         "float64 recurrence",
         stacklevel=2,
     )
