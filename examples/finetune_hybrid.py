@@ -18,8 +18,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise SystemExit(f"{error}: pip install '.[bench]' in Wyfold's folder brings the version that is tested") from None
 
 from wyfold.integrations.transformers import patch
 

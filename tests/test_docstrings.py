@@ -9,8 +9,11 @@ is read there.
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +156,38 @@ def test_examples_print_what_they_say(module: str):
     assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/packing.md", "docs/serving.md"])
+def python_of(page: str) -> list[str]:
+    """The blocks of Python in a page, in their order."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/packing.md", "docs/serving.md", "docs/states.md"])
 def test_a_page_of_examples_runs(page: str):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-    exec(compile("\n".join(blocks), page, "exec"), {})
+    left: dict[str, object] = {}
+    exec(compile("\n".join(python_of(page)), page, "exec"), left)
+    for name, value in left.items():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, torch.Tensor) and part.is_floating_point():
+                assert torch.isfinite(part).all(), name
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "needs"), [("docs/training.md", 0, "torch"), ("docs/migration.md", 2, "transformers")]
+)
+def test_a_block_of_a_page_runs(page: str, block: int, needs: str, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip(needs)
+    exec(compile(python_of(page)[block], page, "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_script_of_two_ranks_runs(tmp_path: Path):
+    script = tmp_path / "share.py"
+    script.write_text(python_of("docs/context_parallelism.md")[0], encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"rank (\d): \[1, 500, 64\] of \[1, 1000, 64\], ([\d.]+)", done.stdout)
+    assert sorted(rank for rank, _ in said) == ["0", "1"]
+    assert len({norm for _, norm in said}) == 1 and float(said[0][1]) > 0

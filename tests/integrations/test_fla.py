@@ -180,7 +180,7 @@ def test_what_is_not_offered_is_refused():
     x = tensors()
     q, k, v, g, gk, beta = (x[name] for name in ("q", "k", "v", "g", "gk", "beta"))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (wyfold.UnsupportedError, "cp_context", lambda: fla.chunk_kda(q, k, v, gk, beta, cp_context=object())),
+        (wyfold.UnsupportedError, "call wyfold.chunk_kda ", lambda: fla.chunk_kda(q, k, v, gk, beta, cp_context=1)),
         (wyfold.UnsupportedError, "cp_context", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=1)),
         (wyfold.UnsupportedError, "gv is not", lambda: fla.fused_recurrent_gated_delta_rule(q, k, v, g, gv=v)),
         (
@@ -346,7 +346,7 @@ def test_a_real_fla_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "fla" / "__init__.py").write_text("real = True")
     (tmp_path / "fla" / "ops.py").write_text("real = True")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="not shadowed unasked"):
+    with pytest.raises(ImportError, match=rf"{re.escape(str(tmp_path / 'fla'))}.*, and is not shadowed unasked"):
         fla.install()
     real = importlib.import_module("fla.ops")
     with pytest.raises(ImportError, match="not shadowed unasked"):
@@ -359,6 +359,16 @@ def test_a_real_fla_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(TypeError, match="force must be True or False"):
         fla.install(force=1)  # type: ignore[arg-type]
     fla.uninstall()
+
+
+def test_a_folder_of_that_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "fla").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # a package installed elsewhere would come first
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match=rf"importable, {re.escape(str(tmp_path / 'fla'))}, "):
+        fla.install()
 
 
 def test_the_migration_table_names_what_there_is(no_real_fla: None):

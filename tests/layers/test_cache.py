@@ -89,5 +89,5 @@ def test_its_size_does_not_grow(build, name):
 def test_mistakes_are_named(filled):
     with pytest.raises(ValueError, match=r"^DecodingCache: batch_size must be at least 1, got 0$"):
         DecodingCache([{}], batch_size=0)
-    with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must be \[N\]"):
+    with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must have 1 dimension, \[N\]"):
         filled.reorder(torch.zeros(2, 1, dtype=torch.int64))

@@ -191,6 +191,10 @@ def test_mistakes_are_named(mixer, x):
         mixer(None)
     with pytest.raises(ValueError, match=f"^{name}: x must be float32, .*, got int64"):
         mixer(x.long())
+    with pytest.raises(
+        TypeError, match=f"^{name}: x must be float64, as the layer's parameters are, .*, got bfloat16$"
+    ):
+        mixer(x.bfloat16())
     held = next(iter(cache))
     with pytest.raises(TypeError, match=rf"^{name}: cache\['{held}'\] must be a torch.Tensor, got NoneType"):
         mixer(x, cache=cache | {held: None})

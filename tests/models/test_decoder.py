@@ -217,7 +217,9 @@ def test_mistakes_are_named(model, ids):
     layout = SequenceLayout.from_lengths([10])
     for arguments, message in [
         (([1, 2],), "Decoder: ids must be a torch.Tensor, got list"),
-        ((ids[0],), r"Decoder: ids must be \[B, T\] = \[B, T\], got \[37\]"),
+        ((ids[0],), r"Decoder: ids must have 2 dimensions, \[B, T\], got \[37\]"),
+        ((ids.clone().fill_(-1),), r"Decoder: ids must be in \[0, \d+\), got -1"),
+        ((ids.clone().fill_(10**6).int(),), r"Decoder: ids must be in \[0, \d+\), got 1000000"),
         ((ids.float(),), "Decoder: ids must be int32 or int64, got float32"),
         ((ids, ids[:, 1:]), r"Decoder: labels must be \[B, T\] = \[2, 37\], got \[2, 36\]"),
         ((ids, ids.int()), "Decoder: labels must be int64, got int32"),

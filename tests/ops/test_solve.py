@@ -216,7 +216,7 @@ A16 = torch.zeros(1, 9, 2, 16)
 CU9 = torch.tensor([0, 4, 9])
 SOLVE_REFUSED = {
     "no tensor": ({"A": None}, TypeError, "A must be a torch.Tensor, got NoneType"),
-    "rank 3": ({"A": A16[0]}, ValueError, r"A must be \[B, T, H, C\]"),
+    "rank 3": ({"A": A16[0]}, ValueError, r"A must have 4 dimensions, \[B, T, H, C\]"),
     "chunk of 48": ({"A": torch.zeros(1, 9, 2, 48)}, ValueError, "C = 16, 32 or 64"),
     "head first": ({"A": A16.transpose(1, 3)}, ValueError, "C = 16, 32 or 64"),
     "no heads": ({"A": A16[:, :, :0]}, ValueError, "A must be .* with H >= 1"),
@@ -237,7 +237,7 @@ SOLVE_REFUSED = {
 GOOD = {"k": torch.zeros(1, 9, 2, 8), "beta": torch.zeros(1, 9, 4)}
 KKT_REFUSED = {
     "k no tensor": ({"k": 1}, TypeError, "k must be a torch.Tensor"),
-    "k of rank 3": ({"k": torch.zeros(9, 2, 8)}, ValueError, r"k must be \[B, T, H, K\]"),
+    "k of rank 3": ({"k": torch.zeros(9, 2, 8)}, ValueError, r"k must have 4 dimensions, \[B, T, H, K\]"),
     "k of width 12": ({"k": torch.zeros(1, 9, 2, 12)}, ValueError, "k must have width K a multiple of 8"),
     "k too wide": ({"k": torch.zeros(1, 9, 2, 264)}, ValueError, "k must have width K"),
     "k of integers": ({"k": torch.zeros(1, 9, 2, 8).int()}, ValueError, "k must be float32"),

@@ -1,7 +1,7 @@
 """Train a small hybrid byte model on real text, sample from it, and check how it decodes.
 
 The text is the language reference inside Python's own standard library; the model mixes Gated DeltaNet layers with
-softmax attention. It takes about a minute on one CPU core. Interrupted, the same command continues; finished, it
+softmax attention. It takes one to two minutes on one CPU core. Interrupted, the same command continues; finished, it
 samples and checks again. The check: logits computed byte by byte, through the recurrent form and its cache, are the
 logits of one chunked pass.
 """

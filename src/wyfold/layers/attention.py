@@ -87,10 +87,11 @@ class SoftmaxAttention(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         holds = ("keys", "values", "positions")
-        sequences("SoftmaxAttention", x, self.hidden_size, layout, cache, holds, cp_context)
+        sequences("SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache else None
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wyfold.ops.context_call import context_of
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.register import autocast_dtype
 
 LayerCache: TypeAlias = dict[str, Tensor]
 
@@ -144,6 +145,7 @@ def sequences(
     layer: str,
     x: Tensor,
     width: int,
+    reader: nn.Module,
     layout: SequenceLayout | None,
     cache: LayerCache | None,
     holds: tuple[str, ...],
@@ -155,6 +157,7 @@ def sequences(
         layer: Name for messages.
         x: [B, T, width].
         width: The layer's hidden_size.
+        reader: The layer's first projection of x.
         layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
         holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
@@ -162,11 +165,12 @@ def sequences(
             share is for the operators to say, on all ranks at once.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of another type; x of another dtype than the parameters, but for an open autocast.
         ValueError: a shape that differs from what the other arguments imply.
     """
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
     check.floating(layer, x=x)
+    _of_parameters(layer, x, reader)
     if cp_context is not None:
         context_of(layer, cp_context)
         if layout is not None or cache is not None:
@@ -192,3 +196,16 @@ def sequences(
             if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
                 raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")
     return N
+
+
+def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
+    """Refuse an x that PyTorch would, in its own words, once it is multiplied.
+
+    What somebody else has put in the projection's place, with quantized parameters for one, judges for itself.
+    """
+    if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
+        return
+    wanted = reader.weight.dtype
+    if x.dtype != wanted:
+        expected, got = (str(dtype).removeprefix("torch.") for dtype in (wanted, x.dtype))
+        raise TypeError(f"{layer}: x must be {expected}, as the layer's parameters are, or under autocast, got {got}")

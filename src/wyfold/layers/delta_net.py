@@ -113,13 +113,14 @@ class DeltaMixer(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         if isinstance(cache, LayerPool):
             if cp_context is not None:
                 raise ValueError(f"{type(self).__name__}: cp_context must come without layout and cache, got a pool")
             return self._served(x, layout, cache)
-        sequences(type(self).__name__, x, self.hidden_size, layout, cache, ("conv", "state"), cp_context)
+        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         state = None if cache is None else cache.get("state")
@@ -148,7 +149,7 @@ class DeltaMixer(nn.Module):
 
     def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
         """`forward` from the slots of a pool and into them."""
-        sequences(type(self).__name__, x, self.hidden_size, layout, None, ())
+        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, ())
         where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
         packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
         convolve, rule = (conv1d_prefill, prefill) if packed else (conv1d_update, decode)

@@ -131,10 +131,11 @@ class TTTLinear(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
+            TypeError: x has another dtype than the parameters, and no autocast is open.
             ValueError: x, layout and cache do not fit together.
         """
         holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)
-        N = sequences("TTTLinear", x, self.hidden_size, layout, cache, holds, cp_context)
+        N = sequences("TTTLinear", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         rows = self._rows(x, layout, cache, cp_context)
         if cache is None:
             start, start_bias = (s.expand(N, *s.shape) for s in (self.start, self.start_bias))

@@ -95,7 +95,7 @@ class Decoder(nn.Module):
                 so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
 
         Raises:
-            ValueError: arguments that do not fit together.
+            ValueError: arguments that do not fit together; on the CPU, ids that are no rows of the embedding.
         """
         self._check(ids, layout, cache)
         if cp_context is not None and (layout is not None or cache is not None):
@@ -280,6 +280,10 @@ class Decoder(nn.Module):
         B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+        if check.readable(ids) and ids.numel() > 0:  # of a GPU's, which are not waited for, PyTorch says it
+            words, (least, most) = self.embedding.num_embeddings, (int(i) for i in ids.aminmax())
+            if least < 0 or most >= words:
+                raise ValueError(f"Decoder: ids must be in [0, {words}), got {least if least < 0 else most}")
         if layout is not None and not isinstance(layout, SequenceLayout):
             raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
         if layout is not None and (B, T) != (1, layout.tokens):

@@ -136,10 +136,19 @@ def shapes(
                 bound = int(letter) if letter.isdigit() else found.setdefault(letter, size)
                 agrees = agrees and size == bound
         if not agrees:
-            wanted = ", ".join(letter if letter.isdigit() else str(sizes.get(letter, letter)) for letter in expected)
-            raise ValueError(f"{op}: {name} must be [{', '.join(expected)}] = [{wanted}], got {list(got)}")
+            raise ValueError(f"{op}: {name} must {_form(expected, sizes, len(got))}, got {list(got)}")
         sizes = found
     return sizes
+
+
+def _form(expected: Sequence[str], sizes: Mapping[str, int], rank: int) -> str:
+    """What a shape must be, with the sizes that are bound; a wrong number of dimensions is told first of all."""
+    letters = ", ".join(expected)
+    wanted = ", ".join(letter if letter.isdigit() else str(sizes.get(letter, letter)) for letter in expected)
+    form = f"[{letters}]" if wanted == letters else f"[{letters}] = [{wanted}]"
+    if rank == len(expected):
+        return f"be {form}"
+    return f"have {len(expected)} dimension{'s' * (len(expected) != 1)}, {form}"
 
 
 def floating(op: str, dtypes: Sequence[torch.dtype] = FLOATS, **arguments: Tensor | None) -> None:

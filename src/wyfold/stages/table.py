@@ -327,8 +327,8 @@ def _warn_of_unverified(device: torch.device) -> None:
         return
     warnings.warn(
         f"wyfold: unverified: the kernels were compiled for {support.architecture} under Triton {support.version}, but "
-        "the tests have not run on such a card; `wyfold verify` measures on this one how far each operator is from the "
-        "float64 recurrence",
+        "not all tests have passed on such a card; `wyfold verify` measures on this one how far each operator is from "
+        "the float64 recurrence",
         stacklevel=2,
     )
     # Behind it: a warning that is an error may have ended a rehearsal, and has to end the call as well.

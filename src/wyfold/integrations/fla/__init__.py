@@ -162,7 +162,7 @@ def install(force: bool = False) -> StandIn:
     Code that was imported before has its functions already and keeps them.
 
     Args:
-        force: Do so even where a real fla is installed, which is then shadowed until `uninstall`.
+        force: Do so even where another fla can be imported, which is then shadowed until `uninstall`.
 
     Returns:
         The stand-in: `.uninstall()`, and a context manager that does so at its end. It is there once; asked again, it
@@ -170,7 +170,7 @@ def install(force: bool = False) -> StandIn:
 
     Raises:
         TypeError: force is no flag.
-        ImportError: a real fla can be imported, and force is not given.
+        ImportError: another fla can be imported, if only a folder of that name, and force is not given.
 
     Example:
         >>> import wyfold.integrations.fla
@@ -182,10 +182,11 @@ def install(force: bool = False) -> StandIn:
     global _standing
     check.flag("install", force=force)
     if _standing is None:
-        if not force and ("fla" in sys.modules or importlib.util.find_spec("fla") is not None):
+        place = None if force else _importable()
+        if place is not None:
             raise ImportError(
-                "install: a real fla is installed, and is not shadowed unasked; import from wyfold.integrations.fla, "
-                "or install(force=True)",
+                f"install: another fla is importable, {place}, and is not shadowed unasked; import from "
+                "wyfold.integrations.fla, or install(force=True)",
                 name="fla",
             )
         _standing = StandIn()
@@ -196,6 +197,15 @@ def uninstall() -> None:
     """Take the stand-in away, if it is there."""
     if _standing is not None:
         _standing.uninstall()
+
+
+def _importable() -> str | None:
+    """Where `import fla` finds something that is not Wyfold's; a folder without an `__init__.py` is something, too."""
+    imported = "fla" in sys.modules
+    spec = sys.modules["fla"].__spec__ if imported else importlib.util.find_spec("fla")
+    if spec is None:
+        return "imported already" if imported else None
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or "imported already"
 
 
 def _made(name: str, names: _Names) -> ModuleType:

@@ -344,7 +344,8 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 def no_context(op: str, cp_context: object) -> None:
     """Refuse context parallelism, which fla's callers name even where they do not use it."""
     if cp_context is not None:
-        raise UnsupportedError(f"{op}: cp_context is not offered", {"wyfold": "take one of wyfold.cp"})
+        remedy = f"call wyfold.{op} with one of wyfold.cp.build_cp_context"
+        raise UnsupportedError(f"{op}: cp_context is not offered under fla's names", {"instead": remedy})
 
 
 def _v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
