@@ -284,12 +284,10 @@ class _Unshard(torch.autograd.Function):
 
 def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
     """A cut as ranks compare it: the first of everything for who reads it, and a digest of the whole."""
-
-    def few(words: Sequence[str]) -> str:
-        return ", ".join([*words[:_FEW], *["..."] * (len(words) > _FEW)])
-
-    what = "whole rows" if dense else f"sequences that end at {few([str(end) for end in bounds[1:]])}"
-    shares = few(["+".join(f"{start}-{stop}" for start, stop in own[:_FEW]) or "nothing" for own in ranges])
+    ends = str(bounds[1 : _FEW + 1])[1:-1] + ", .." * (len(bounds) > _FEW + 1)
+    what = "whole rows" if dense else f"sequences that end at {ends}"
+    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_FEW]) or "nothing" for some in ranges[:_FEW]]
+    shares = ", ".join([*own, *[".."] * (len(ranges) > _FEW)])
     digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
     return f"{what} in shares {shares} ({digest})"
 
