@@ -286,7 +286,10 @@ def refused(given: None, group: dist.ProcessGroup) -> None:
             lambda: kda() if other else conv(),
             "the operator must be the same on all ranks, got",
         ),
-        "boundaries": (lambda: kda(build_cp_context(tokens, group)), "the cut must be the same on all ranks"),
+        "boundaries": (
+            lambda: kda(build_cp_context(tokens, group)),
+            r"the cut must be the same on all ranks, got sequences that end at \d+.* in shares 0-\d+, ",
+        ),
         "tokens of one rank": (lambda: kda(T=T + 1 if other else T), "rank 1 of the group refused|must be "),
         "width of one rank": (lambda: conv(W=3 if other else 4), "rank 1 of the group refused|weight must have W = 4"),
         "activation": (lambda: conv(activation="silu" if other else None), "activated must be the same"),

@@ -190,6 +190,29 @@ class Finding:
         """Whether every tensor is within the limits that ours is held to."""
         return self.right and all(verdict.passed for verdict in self.verdicts)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a row of results says of it."""
+        worst = self.verdicts[0]
+        return {
+            "errors": {
+                v.name: {
+                    "rms": v.measured.rms,
+                    "limit": v.limits.rms,
+                    "eager": self.eager.get(v.name),
+                    "row": v.measured.row,
+                    "reason": v.reason,
+                }
+                for v in self.verdicts
+            },
+            "worst_error": worst.measured.rms,
+            "worst_tensor": worst.name,
+            "not_finite_elsewhere": self.lost,
+            "correct": self.right,
+            "within_limits": self.within,
+            "failed": not self.within,
+        }
+
 
 @dataclass
 class Judge:

@@ -148,25 +148,7 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
             results.say(traceback.format_exc())
         give_back(case)
         return row | {"refused": said(error), "failed": True}
-    worst = found.verdicts[0]
-    return row | {
-        "errors": {
-            v.name: {
-                "rms": v.measured.rms,
-                "limit": v.limits.rms,
-                "eager": found.eager.get(v.name),
-                "row": v.measured.row,
-                "reason": v.reason,
-            }
-            for v in found.verdicts
-        },
-        "worst_error": worst.measured.rms,
-        "worst_tensor": worst.name,
-        "not_finite_elsewhere": found.lost,
-        "correct": found.right,
-        "within_limits": found.within,
-        "failed": not found.within,
-    }
+    return row | found.row
 
 
 def give_back(case: Case) -> None:

@@ -10,7 +10,6 @@ process; then the contenders take turns. A time is the slowest rank's, from wher
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -150,7 +149,7 @@ def _race(
     for group in groups:
         first = replace(group[0], device=str(team.device))
         arguments = first.arguments()
-        judge = Judge(first, arguments, HEADS, everything=True) if team.leads else None
+        judge = Judge(first, arguments, HEADS, everything=True)
         for case in (replace(case, device=str(team.device)) for case in group):
             sides = [
                 _side(case, contender, peer, count, members[count], arguments, team)
@@ -159,7 +158,7 @@ def _race(
             ]
             for side in sides:
                 _say(team, f"checking {case.title} on {side.ranks} by {side.contender.ran}")
-                side.row = _row(case, side) | _judged(case, side, judge, arguments, team)
+                side.row = _row(case, side) | _judged(case, side, judge, team)
             right = [side for side in sides if side.row["correct"]]
             _say(team, f"timing {case.title}: {len(right)} contenders, {rounds} rounds of turns")
             _time(case, right, rounds, arguments, team)
@@ -225,14 +224,16 @@ def _row(case: Case, side: Side) -> Row:
     }
 
 
-def _judged(case: Case, side: Side, judge: Judge | None, arguments: Arguments, team: Ranks) -> Row:
-    """What became of a contender's results, as rank 0 found."""
+def _judged(case: Case, side: Side, judge: Judge, team: Ranks) -> Row:
+    """What became of a contender's results, as rank 0 finds."""
 
     def found() -> Row:
         if side.arguments is None:
             return {}
-        o, gradients = _results(case, side, judge, arguments)
-        return {} if judge is None else _verdict(judge, o, gradients, side.contender)
+        o, gradients = _results(case, side, side.arguments, judge)
+        if not team.leads:
+            return {}
+        return {"judged": judge.by} | judge.judged(o, gradients, ours=side.contender.name == OURS).row
 
     return _agreed(case, side, team, found)
 
@@ -263,35 +264,14 @@ def _agreed(case: Case, side: Side, team: Ranks, work: Callable[[], Row]) -> Row
     return answer
 
 
-def _results(case: Case, side: Side, judge: Judge | None, arguments: Arguments) -> tuple[Tensor, Named]:
-    """Output and gradients of all ranks, for the gradient that the judge feeds; only rank 0's counts."""
-    given = side.arguments or {}
+def _results(case: Case, side: Side, given: Arguments, judge: Judge) -> tuple[Tensor, Named]:
+    """Output and gradients of all ranks, for the gradient that the judge feeds."""
     with torch.no_grad():
         o = side.contender(given)
-    name = case.subject.outputs[0]
-    (o,) = side.whole({name: o}).values()
+    (o,) = side.whole({case.subject.outputs[0]: o}).values()
     if not case.backward:
         return o, {}
-    fed = (judge or Judge(case, arguments, HEADS, everything=True)).fed()
-    return o, side.whole(gradients_of(side.contender, given, side.shared(fed)))
-
-
-def _verdict(judge: Judge, o: Tensor, gradients: Named, contender: Contender) -> Row:
-    """What rank 0 finds."""
-    finding = judge.judged(o, gradients, ours=contender.name == OURS)
-    worst = finding.verdicts[0]
-    return {
-        "errors": {
-            v.name: {"rms": v.measured.rms, "limit": v.limits.rms, "row": v.measured.row, "reason": v.reason}
-            for v in finding.verdicts
-        },
-        "judged": judge.by,
-        "worst_error": worst.measured.rms,
-        "worst_tensor": worst.name,
-        "correct": finding.right,
-        "within_limits": finding.within,
-        "failed": not finding.within,
-    }
+    return o, side.whole(gradients_of(side.contender, given, side.shared(judge.fed())))
 
 
 # --- time, memory, bytes ---------------------------------------------------------------------------------------------
@@ -352,22 +332,15 @@ def _held_and_sent(
     case: Case, side: Side, run_: Callable[[], object] | None, team: Ranks
 ) -> tuple[Row | None, Row | None]:
     """Most memory of a rank above its inputs, where an allocator counts it; what ours sends."""
-    on_gpu, sent = case.on_gpu, [0]
-    held = 0.0
+    held, sent = 0.0, list[int]()
     if run_ is not None:
-        if on_gpu:
-            gc.collect()
-            wait(case)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         with exchange.counted() as sent:
-            kept = run_()
-        wait(case)
-        if on_gpu:
-            held = (torch.cuda.max_memory_allocated() - before) / 2**20
-        del kept
-    most, bytes_, collectives = team.most(held), team.most(sum(sent)), team.most(len(sent) if run_ is not None else 0)
-    peak = {"above_inputs_mib": most, "of": "the rank that holds most"} if on_gpu else None
+            if case.on_gpu:
+                held = timing.Gpu.peak_mib(run_)
+            else:
+                run_()
+    most, bytes_, collectives = team.most(held), team.most(sum(sent)), team.most(len(sent))
+    peak = {"above_inputs_mib": most, "of": "the rank that holds most"} if case.on_gpu else None
     ours = side.contender.name == OURS
     return peak, {"bytes": int(bytes_), "collectives": int(collectives)} if ours else None
 

@@ -211,23 +211,21 @@ def report_ranks(rows: Sequence[Row]) -> None:
         if row["refused"]:
             print(f"refused: {what}: {row['refused']}")
         elif not row["within_limits"]:
-            reasons = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
             verdict = "further from the truth than ours may be" if row["correct"] else "wrong"
-            print(f"{verdict}: {what}: {'; '.join(reasons)}")
+            print(f"{verdict}: {what}: {_reasons(row)}")
 
 
 def _rank_cells(row: Row) -> tuple[str, ...]:
-    size = row["name"] or ",".join(map(str, row["shape"].values()))
-    head = (row["op"], size, row["dtype"], row["gate"], row["mode"], row["ran"], str(row["ranks"]))
+    head = (row["op"], _size(row), row["dtype"], row["gate"], row["mode"], row["ran"], str(row["ranks"]))
     if not row["milliseconds"]:
         return (*head, "refused" if row["refused"] else "wrong", *[""] * 5)
     ms, peak, sent = row["milliseconds"], row["peak"], row["sent"]
     return (
         *head,
         f"{row['worst_error']:.1e} {row['worst_tensor']}",
-        f"{ms['median']:.3f}",
+        _median(ms),
         f"{ms['quartile1']:.3f} - {ms['quartile3']:.3f}",
-        "" if row["times_one_rank"] is None else f"{row['times_one_rank']:.2f}",
+        _two(row["times_one_rank"]),
         f"{peak['above_inputs_mib']:.0f}" if peak else "",
         f"{sent['bytes'] / 2**20:.3f}" if sent else "",
     )
@@ -238,8 +236,7 @@ def over_ranks(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["times_one_rank"] is not None:
-            size = row["name"] or ",".join(map(str, row["shape"].values()))
-            name = f"{row['op']} {row['gate']} {row['mode']} {size} {row['dtype']}: {row['ran']}"
+            name = f"{row['op']} {row['gate']} {row['mode']} {_size(row)} {row['dtype']}: {row['ran']}"
             found.setdefault(name, []).append((row["ranks"], row["times_one_rank"]))
     return found
 

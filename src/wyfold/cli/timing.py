@@ -159,7 +159,8 @@ class Gpu:
 
         return replay
 
-    def peak_mib(self, run: Run) -> float:
+    @staticmethod
+    def peak_mib(run: Run) -> float:
         """Most memory that PyTorch's allocator holds during a call above what it holds before it, results included."""
         gc.collect()
         torch.cuda.synchronize()

@@ -21,6 +21,7 @@ from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
 CHECKS = ("first", "always", "never")
+_FEW = 6  # of a long list, in a message
 
 Decision = TypeVar("Decision")
 
@@ -92,7 +93,7 @@ class ContextParallel:
         self.whole = SequenceLayout(bounds, self.total_tokens)
         self.starts = tuple(piece.sequence for piece in self.pieces if piece.first)
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
-        self._digest = hashlib.sha256(repr((on_cpu.tolist(), shares.ranges, self.dense)).encode()).hexdigest()[:16]
+        self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
         self._made: dict[tuple[object, ...], Tensor] = {}
 
@@ -238,7 +239,7 @@ class ContextParallel:
         said: dict[str, object] = {}
         try:
             decision = decide()
-            said = {"the operator": op, **describe(decision), "the cut": self._digest}
+            said = {"the operator": op, **describe(decision), "the cut": self._told}
         except (TypeError, ValueError) as error:
             refusal = error
         told = tuple(said.values())
@@ -279,6 +280,16 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         return context.shard(exchange.total(dy, context.group), ctx.dim), None, None
+
+
+def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
+    """A cut as ranks compare it: the first of everything for who reads it, and a digest of the whole."""
+    ends = str(bounds[1 : _FEW + 1])[1:-1] + ", .." * (len(bounds) > _FEW + 1)
+    what = "whole rows" if dense else f"sequences that end at {ends}"
+    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_FEW]) or "nothing" for some in ranges[:_FEW]]
+    shares = ", ".join([*own, *[".."] * (len(ranges) > _FEW)])
+    digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
+    return f"{what} in shares {shares} ({digest})"
 
 
 def build_cp_context(
