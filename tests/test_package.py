@@ -26,6 +26,7 @@ def build(source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
     return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
