@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wyfold.cli import UsageError
-from wyfold.cli.synthetic import TASKS, AssociativeRecall, Needle, Parity, Permutations, Rows
+from wyfold.cli.synthetic import TASKS, AssociativeRecall, Curriculum, Needle, Parity, Permutations, Rows
 from wyfold.models import IGNORED
 
 SMALL = {
@@ -130,3 +130,19 @@ def test_rows_that_cannot_be_are_refused(task, length, message):
         Rows(task, 2, length, 0, "training")
     if "length" in message:
         Rows(task, 2, length + 1, 0, "training")
+
+
+def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
+    task = AssociativeRecall(pairs=16, vocabulary=128)
+    rows = Curriculum(task, 2, 128, 7, batches=6)
+    sizes = [(tuple(batch.ids.shape), batch.places.shape[1]) for batch in map(rows.at, range(8))]
+    assert sizes == [((16, 16), 2)] * 2 + [((8, 32), 4)] * 2 + [((4, 64), 8)] * 2 + [((2, 128), 16)] * 2
+    whole = Rows(task, 2, 128, 7, "training")
+    for index in (6, 7, 100):
+        assert torch.equal(rows.at(index).ids, whole.at(index).ids)
+
+
+@pytest.mark.parametrize(("pairs", "length"), [(12, 128), (16, 100)])
+def test_a_curriculum_of_parts_that_are_none_is_refused(pairs, length):
+    with pytest.raises(UsageError, match=f"multiples of 8, got {length} and {pairs}"):
+        Curriculum(AssociativeRecall(pairs=pairs, vocabulary=128), 2, length, 0, batches=3)

@@ -165,7 +165,7 @@ class Cell:
 
 
 SETTINGS = {
-    "mqar": "--dtype bfloat16 --save-every 1000",
+    "mqar": "--dtype bfloat16 --steps 4000 --curriculum 1200 --save-every 1000",
     "parity": "--steps 800",
     "s5": "--steps 3000",
     "s_niah": "--dtype bfloat16 --layers gated_delta_net",
@@ -174,7 +174,8 @@ SETTINGS = {
 """What differs from the task's own settings (`wyfold train`, src/wyfold/cli/settings.py)."""
 
 SMALL = {
-    "mqar": "--batch 4 --length 64 --pairs 8 --vocabulary 64 --steps 20 --eval-every 10 --eval-bytes 512 --head-dim 16",
+    "mqar": "--batch 4 --length 64 --pairs 8 --vocabulary 64 --steps 20 --eval-every 10 --eval-bytes 512 --head-dim 16 "
+    "--curriculum 9",
     "parity": "--batch 4 --steps 20 --eval-every 10 --eval-bytes 512",
     "s5": "--batch 4 --steps 20 --eval-every 10 --eval-bytes 512",
     "s_niah": "--layers gated_delta_net --steps 20 --length 64 --batch 4 --eval-lengths 128 --eval-bytes 512",
@@ -186,7 +187,7 @@ HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2}
 """Of 128 channels, in associative recall. A head of GDN forgets at one rate, which is drawn at first: most forget a key
 long before it comes back, so there are more. KDA's channels have rates of their own, DeltaNet forgets nothing."""
 
-RATES = {"mqar": (1.5e-3, 3e-3, 1e-3, 2e-3, 7e-4), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
+RATES = {"mqar": (2e-3, 3e-3, 1e-3, 1.5e-3, 7e-4), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
 """Learning rates of the tries, each of a seed of its own, from 0."""
 
 

@@ -99,7 +99,7 @@ class Known:
 
     def __init__(self, task: synthetic.Task, recipe: Recipe) -> None:
         self.vocabulary = task.vocabulary
-        self.batches = synthetic.Rows(task, recipe.batch, recipe.length, recipe.seed, "training")
+        self.batches = _training(task, recipe)
         lengths = dict.fromkeys((recipe.length, *recipe.eval_lengths))
         self.held_out = [
             # As many tokens at a time as in training, however long the rows.
@@ -160,6 +160,15 @@ def task_of(name: str, *, pairs: int, vocabulary: int) -> synthetic.Task:
         if value and option not in open_to:
             raise UsageError(f"--{option}: the definition of {name} has no such choice")
     return synthetic.TASKS[name](**open_to)
+
+
+def _training(task: synthetic.Task, recipe: Recipe) -> synthetic.Rows | synthetic.Curriculum:
+    rows = recipe.batch, recipe.length, recipe.seed
+    if not recipe.curriculum:
+        return synthetic.Rows(task, *rows, "training")
+    if not isinstance(task, synthetic.AssociativeRecall):
+        raise UsageError(f"--curriculum: is for --task mqar, got {recipe.task}")
+    return synthetic.Curriculum(task, *rows, recipe.curriculum * recipe.grad_accum * recipe.replicas)
 
 
 def points(history: History, key: str) -> list[tuple[float, float]]:

@@ -38,6 +38,7 @@ class Recipe:
         task, pairs, vocabulary: a known task in the place of text, and what its definition leaves open.
         neg_eigval: whether delta-rule layers may turn their state over (beta in [0, 2]).
         stop_at: accuracy on held-out rows at which the run of a task is over before its last step.
+        curriculum: steps in which the rows of mqar grow from an eighth of their length (`synthetic.Curriculum`).
         eval_lengths: further lengths of row a task's model is examined on, once, at the end.
     """
 
@@ -70,6 +71,7 @@ class Recipe:
     vocabulary: int = 0
     neg_eigval: bool = False
     stop_at: float | None = None
+    curriculum: int = 0
     eval_lengths: tuple[int, ...] = ()
 
     def learning_rate(self, step: int, progress: float) -> float:

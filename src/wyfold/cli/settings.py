@@ -22,6 +22,7 @@ TEXT: dict[str, Any] = {
     "eval_bytes": 65536,
     "pairs": 0,
     "vocabulary": 0,
+    "curriculum": 0,
     "eval_lengths": (),
     "stop_at": None,
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -25,6 +25,10 @@ from torch import Tensor
 from wyfold.cli import UsageError
 from wyfold.cli.corpus import Batch, mix
 from wyfold.models import IGNORED
+
+
+SHORTEST = 8
+"""The first rows of a curriculum are that much shorter."""
 
 
 class Task(Protocol):
@@ -202,6 +206,33 @@ class Rows:
         """Batches from the first, until `limit` tokens are read."""
         for index in range(max(1, limit // (self.batch * self.length))):
             yield self.at(index)
+
+
+class Curriculum:
+    """Batches of associative recall whose rows grow, to as many tokens each: rows of an eighth, a quarter and a half of
+    the length with as large a part of the pairs, then whole ones. What recalls 8 pairs recalls 64 soon; to begin with
+    64 takes luck (docs/tasks.md).
+
+    Args:
+        task, batch, length, seed: Of the whole rows.
+        batches: So many, a third of them of each kind, come before the whole rows.
+    """
+
+    def __init__(self, task: AssociativeRecall, batch: int, length: int, seed: int, batches: int) -> None:
+        if length % SHORTEST or task.pairs % SHORTEST:
+            raise UsageError(
+                f"--curriculum: rows begin at an eighth, so --length and --pairs must be multiples of {SHORTEST}, got "
+                f"{length} and {task.pairs}"
+            )
+        self.batches = batches
+        self.stages = [
+            Rows(replace(task, pairs=task.pairs // part), batch * part, length // part, seed, "training")
+            for part in (SHORTEST, SHORTEST // 2, SHORTEST // 4, 1)
+        ]
+
+    def at(self, index: int) -> Batch:
+        """Batch number `index`, counted from the first of the run."""
+        return self.stages[min(3 * index // self.batches, 3)].at(index)
 
 
 def _subsets(count: int, rows: int, size: int, generator: torch.Generator) -> Tensor:

@@ -115,6 +115,13 @@ def _task_options(task: argparse._ActionsContainer) -> None:
         "--vocabulary", type=whole(1), metavar="N", help="of mqar and s_niah: tokens (default: 8192 and 256)"
     )
     task.add_argument(
+        "--curriculum",
+        type=whole(0),
+        metavar="STEPS",
+        help="of mqar: first steps, in a third of them each the rows have an eighth, a quarter and a half of --length "
+        "and --pairs, and there are as many more of them (default: 0)",
+    )
+    task.add_argument(
         "--eval-lengths",
         type=whole(1),
         nargs="+",
@@ -251,7 +258,7 @@ def settle(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an option that the source has no use for.
     """
-    for_tasks = ("pairs", "vocabulary", "eval_lengths", "stop_at")
+    for_tasks = ("pairs", "vocabulary", "curriculum", "eval_lengths", "stop_at")
     for option in for_tasks if args.task is None else ():
         if getattr(args, option) is not None:
             raise UsageError(f"--{option.replace('_', '-')}: is for a --task")
