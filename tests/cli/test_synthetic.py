@@ -142,7 +142,16 @@ def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
         assert torch.equal(rows.at(index).ids, whole.at(index).ids)
 
 
-@pytest.mark.parametrize(("pairs", "length"), [(12, 128), (16, 100)])
-def test_a_curriculum_of_parts_that_are_none_is_refused(pairs, length):
-    with pytest.raises(UsageError, match=f"multiples of 8, got {length} and {pairs}"):
-        Curriculum(AssociativeRecall(pairs=pairs, vocabulary=128), 2, length, 0, batches=3)
+def test_a_curriculum_of_few_pairs_begins_with_one():
+    rows = Curriculum(AssociativeRecall(pairs=4, vocabulary=128), 2, 36, 0, batches=3)
+    assert [(tuple(rows.at(i).ids.shape), rows.at(i).places.shape[1]) for i in range(4)] == [
+        ((16, 4), 1),
+        ((8, 9), 1),
+        ((4, 18), 2),
+        ((2, 36), 4),
+    ]
+
+
+def test_a_curriculum_of_rows_too_short_to_divide_is_refused():
+    with pytest.raises(UsageError, match="at least 32, got 31; --curriculum 0 begins"):
+        Curriculum(AssociativeRecall(pairs=4, vocabulary=128), 2, 31, 0, batches=3)

@@ -64,7 +64,8 @@ def _made(family: str, changes: dict[str, Any]) -> Any:
 
     version = transformers.__version__
     if family in LATEST and tuple(map(int, version.split(".")[:2])) < WRITTEN_FOR:
-        pytest.skip(f"{family} is configured as in transformers {'.'.join(map(str, WRITTEN_FOR))}, installed is {version}")
+        wanted = ".".join(map(str, WRITTEN_FOR))
+        pytest.skip(f"{family} is configured as in transformers {wanted}, installed is {version}")
     qwen = {**SIZES, **GDN}
     experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
     if family == "qwen3_next":

@@ -269,7 +269,8 @@ def test_gradients_of_packed_documents_are_the_sum_of_separate_ones(model: Any, 
         alone = gradients(*((part, {}) for part in ids[:1].split(lengths, 1)))
         together = gradients(row)
         model.train()
-        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # as older ones call it
+        # Before 5.23 it was named after gradients.
+        word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{word}_checkpointing_enable")()
         try:
             again = gradients(row)

@@ -10,8 +10,8 @@
 Each run is `wyfold train` in a process and a folder of its own below --runs. These models are small: one alone leaves
 the GPU waiting for its host, so --workers of them share it. A run that is over its seconds is interrupted as Ctrl-C
 would, with its state saved, and so is every run at the end of the budget: the same command again continues them, and
-leaves the finished ones as they are. When recall begins is a lottery of seed, rate and last bits, so a run that has not
-begun after PATIENCE steps makes room for the cell's next settings, and idle workers try those beside it. All that was
+leaves the finished ones as they are. A run of recall that has not begun after PATIENCE steps makes room for the cell's
+next settings, and idle workers try those beside it; all stop when one of them has shown what is wanted. All that was
 tried is in DIR/tasks.json, which is written anew every few seconds. The table comes last; `--table FILE.json` prints
 that of docs/tasks.md from what is stored.
 """
@@ -37,8 +37,8 @@ LEARNED, BEYOND = 0.99, 0.9
 """Parts of the answers: at the length of training, and at twice to four times it."""
 BEGUN = 0.05
 """Part of the answers that says of a run that it has begun to learn: it is continued, where another is tried anew."""
-PATIENCE = 4500
-"""Steps in which recall has begun wherever it was reached (docs/facts.md, H200-11 and 13: 500 to 4,250)."""
+PATIENCE = 2000
+"""Steps in which recall has begun, with a curriculum, wherever it was reached (docs/facts.md, H200-14: 250 to 1,000)."""
 ENDING = 25
 """Seconds of the budget in which runs that are interrupted save what they have."""
 
@@ -165,7 +165,7 @@ class Cell:
 
 
 SETTINGS = {
-    "mqar": "--dtype bfloat16 --steps 4000 --curriculum 1200 --save-every 1000",
+    "mqar": "--dtype bfloat16 --save-every 1000",
     "parity": "--steps 800",
     "s5": "--steps 3000",
     "s_niah": "--dtype bfloat16 --layers gated_delta_net",
@@ -364,14 +364,17 @@ def markdown(record: Row) -> str:
         "| task | layers | width, heads | eigenvalues | seed, learning rate | parameters | steps | seconds | right |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, cell in record["cells"].items():
+    for cell in record["cells"].values():
         for row in cell["tries"].values():
             if row["accuracy"] is None:
                 continue
             result = row.get("result")
             if result is None:
+                words = dict(zip(row["words"].split(), row["words"].split()[1:], strict=False))
+                size = f"{words.get('--width', '')}, {words.get('--heads', '')}"
                 lines.append(
-                    f"| {name} | | | | | | {row['step']}, cut | {row['seconds']:.0f} | {row['accuracy']:.2%} |"
+                    f"| {words['--task']} | {words.get('--layers', '')} | {size} | | {words['--seed']}, "
+                    f"{words['--lr']} | | {row['step']:,}, cut | {row['seconds']:.0f} | {row['accuracy']:.2%} |"
                 )
                 continue
             recipe = result["recipe"]

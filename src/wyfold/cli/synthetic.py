@@ -26,7 +26,6 @@ from wyfold.cli import UsageError
 from wyfold.cli.corpus import Batch, mix
 from wyfold.models import IGNORED
 
-
 SHORTEST = 8
 """The first rows of a curriculum are that much shorter."""
 
@@ -219,16 +218,17 @@ class Curriculum:
     """
 
     def __init__(self, task: AssociativeRecall, batch: int, length: int, seed: int, batches: int) -> None:
-        if length % SHORTEST or task.pairs % SHORTEST:
+        whole = Rows(task, batch, length, seed, "training")
+        if length < 4 * SHORTEST:
             raise UsageError(
-                f"--curriculum: rows begin at an eighth, so --length and --pairs must be multiples of {SHORTEST}, got "
-                f"{length} and {task.pairs}"
+                f"--curriculum: rows begin at an eighth of --length, which must be at least {4 * SHORTEST}, "
+                f"got {length}; --curriculum 0 begins with whole rows"
             )
-        self.batches = batches
-        self.stages = [
-            Rows(replace(task, pairs=task.pairs // part), batch * part, length // part, seed, "training")
-            for part in (SHORTEST, SHORTEST // 2, SHORTEST // 4, 1)
+        shorter = [
+            Rows(replace(task, pairs=max(1, task.pairs // part)), batch * part, length // part, seed, "training")
+            for part in (SHORTEST, SHORTEST // 2, SHORTEST // 4)
         ]
+        self.stages, self.batches = [*shorter, whole], batches
 
     def at(self, index: int) -> Batch:
         """Batch number `index`, counted from the first of the run."""

@@ -119,7 +119,7 @@ def _task_options(task: argparse._ActionsContainer) -> None:
         type=whole(0),
         metavar="STEPS",
         help="of mqar: first steps, in a third of them each the rows have an eighth, a quarter and a half of --length "
-        "and --pairs, and there are as many more of them (default: 0)",
+        "and --pairs, and there are as many more of them (default: 1200)",
     )
     task.add_argument(
         "--eval-lengths",
