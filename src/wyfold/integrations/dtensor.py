@@ -69,9 +69,9 @@ class Parted(nn.Module):
         own: dict[str, Tensor] = {}
         held: Any
         for name, held in self.part.named_parameters():
-            # What all ranks share gets a gradient from each rank's heads, which are added up.
+            # What all ranks share gets a gradient from each rank's heads, which are added up: by the way back alone.
             shared = held.placements[0].is_replicate()
-            given = held.redistribute(placements=everywhere) if shared else held
+            given = held.redistribute(placements=everywhere) if shared and torch.is_grad_enabled() else held
             own[name] = given.to_local(grad_placements=summed if shared else None)
         mine = DTensor.from_local(x, self.mesh, everywhere, run_check=False).to_local(grad_placements=summed)
         y = torch.func.functional_call(self.part, own, (mine,), where)
