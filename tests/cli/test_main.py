@@ -106,3 +106,12 @@ def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
     ended = subprocess.run([sys.executable, "-m", "wyfold", "nonsense"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "unknown verb 'nonsense'" in ended.stderr
+
+
+@pytest.mark.parametrize("words", ["bench gdn", "verify"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(words, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main([*words.split(), "--out", str(file)]) == 2
+    told = capsys.readouterr()
+    assert f"--out: cannot write into {file}: File exists" in told.err and not told.out

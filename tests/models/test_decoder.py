@@ -224,6 +224,8 @@ def test_mistakes_are_named(model, ids):
         ((ids, ids[:, 1:]), r"Decoder: labels must be \[B, T\] = \[2, 37\], got \[2, 36\]"),
         ((ids, ids.int()), "Decoder: labels must be int64, got int32"),
         ((ids, ids.tolist()), "Decoder: labels must be a torch.Tensor, got list"),
+        ((ids, ids.clone().fill_(10**6)), r"Decoder: labels must be in \[0, \d+\) or -100, got 1000000"),
+        ((ids, ids.clone().fill_(-1)), r"Decoder: labels must be in \[0, \d+\) or -100, got -1"),
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
             model(*arguments)
@@ -232,8 +234,9 @@ def test_mistakes_are_named(model, ids):
         ({"layout": layout.cu_seqlens}, "Decoder: layout must be a SequenceLayout or None, got Tensor"),
         ({"places": ids[:1]}, r"Decoder: places must be \[B, n\], B = 2, got \[1, 37\]"),
         ({"places": ids[0]}, r"Decoder: places must be \[B, n\], B = 2, got \[37\]"),
+        ({"places": ids[:, :2].clone().fill_(37)}, r"Decoder: places must be in \[0, 37\), got 37"),
         ({"places": ids.int()}, "Decoder: places must be int64, got int32"),
-        ({"places": ids[:, :2], "labels": ids}, r"Decoder: labels must be \[B, n\] = \[2, 2\], got \[2, 37\]"),
+        ({"places": ids[:, :2] % 37, "labels": ids}, r"Decoder: labels must be \[B, n\] = \[2, 2\], got \[2, 37\]"),
         ({"cache": model.new_cache(3)}, "Decoder: cache must hold the 2 sequences of ids, got 3"),
         ({"cache": [{}] * 5}, "Decoder: cache must be a DecodingCache, a PooledCache or None, got list"),
     ]:

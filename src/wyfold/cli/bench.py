@@ -147,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kind = _settled(args)
+    results.ready(args.out)
     team = Ranks(args.device, None) if launched() else None
     cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=team is None or team.leads)
     track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)

@@ -9,11 +9,13 @@ import math
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import wyfold
+from wyfold.cli import UsageError
 from wyfold.ops.doctor import hardware, versions
 
 
@@ -47,6 +49,22 @@ def _commit() -> tuple[str | None, bool | None]:
     except (OSError, subprocess.CalledProcessError):
         return None, None
     return head.strip(), bool(status.strip())
+
+
+def ready(folder: Path | None) -> None:
+    """Make the folder of `--out`, if there is to be one, before there is anything to lose.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out: cannot write into {folder}: {error.strerror}") from error
 
 
 def write(folder: Path, name: str, record: Mapping[str, Any]) -> Path:

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise Failure(support.refusal)
     if args.arch not in (None, support.architecture):
         raise UsageError(f"--arch {args.arch}: this card is {support.architecture}, and no other can be timed on it")
+    results.ready(args.out)
     asked = args.ops.split(",") if args.ops else [op for op in OPS if not op.startswith("decode_")]
     cases = [
         (stage, Case(op, PINNED[args.shape], "mid", dtype, "fwdbwd", 0, norm="outside", device="cuda"))

@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--device {args.device}: rows of the scorecard run on the CPU alone; leave out --row and --tier"
         )
+    results.ready(args.out)
     if numbers:
         records = scorecard(numbers, args.seed, args.quick)
         report_rows(records)

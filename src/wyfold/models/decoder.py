@@ -95,7 +95,8 @@ class Decoder(nn.Module):
                 so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
 
         Raises:
-            ValueError: arguments that do not fit together; on the CPU, ids that are no rows of the embedding.
+            ValueError: arguments that do not fit together; on the CPU, or inside `checked`, ids and labels that are no
+                tokens, and places beyond a row.
         """
         self._check(ids, layout, cache)
         if cp_context is not None and (layout is not None or cache is not None):
@@ -108,12 +109,14 @@ class Decoder(nn.Module):
             if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
                 raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
             check.floating("Decoder", (torch.int64,), places=places)
+            _require_inside("places", places, ids.shape[1])
         if labels is not None:
             wanted = ids if places is None else places
             if check.tensor("Decoder", "labels", labels).shape != wanted.shape:
                 form = "[B, T]" if places is None else "[B, n]"
                 raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
             check.floating("Decoder", (torch.int64,), labels=labels)
+            _require_inside("labels", labels, self.embedding.num_embeddings, f"or {IGNORED}")
         hidden = self._hidden(ids, layout, cache, cp_context)
         if places is not None:
             hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -280,10 +283,7 @@ class Decoder(nn.Module):
         B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
-        if check.readable(ids) and ids.numel() > 0:  # of a GPU's, which are not waited for, PyTorch says it
-            words, (least, most) = self.embedding.num_embeddings, (int(i) for i in ids.aminmax())
-            if least < 0 or most >= words:
-                raise ValueError(f"Decoder: ids must be in [0, {words}), got {least if least < 0 else most}")
+        _require_inside("ids", ids, self.embedding.num_embeddings)
         if layout is not None and not isinstance(layout, SequenceLayout):
             raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
         if layout is not None and (B, T) != (1, layout.tokens):
@@ -316,6 +316,19 @@ class Decoder(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+
+def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
+    """Of numbers on a GPU, which are not waited for, PyTorch's kernels say it."""
+    if not check.readable(x):
+        return
+    kept = x[x != IGNORED] if besides else x
+    if kept.numel() == 0:
+        return
+    least, most = (int(i) for i in kept.aminmax())
+    if least < 0 or most >= size:
+        allowed = f"[0, {size}) {besides}".rstrip()
+        raise ValueError(f"Decoder: {name} must be in {allowed}, got {least if least < 0 else most}")
 
 
 def _cross_entropy(
