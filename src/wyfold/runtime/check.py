@@ -180,6 +180,18 @@ def alike(op: str, what: str, **arguments: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must have the {what} of {first_name}, {wanted}, got {got}")
 
 
+def apart(op: str, **arguments: Tensor | None) -> None:
+    """Tensors that are written: no two numbers in one place, as far as sizes and strides tell."""
+    for name, x in arguments.items():
+        if x is None or 0 in x.shape:
+            continue
+        span = 1
+        for step, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda pair: pair[0]):
+            if size > 1 and step < span:
+                raise ValueError(f"{op}: {name} must hold no two numbers in one place, got strides {x.stride()}")
+            span += (size - 1) * step
+
+
 def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str = "v") -> None:
     """Value heads come in equal groups, one group per query/key head; `keys` and `values` are who has them."""
     if H < 1 or HV < H or HV % H != 0:
