@@ -185,11 +185,11 @@ def apart(op: str, **arguments: Tensor | None) -> None:
     for name, x in arguments.items():
         if x is None or 0 in x.shape:
             continue
-        span = 1
-        for step, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda pair: pair[0]):
-            if size > 1 and step < span:
-                raise ValueError(f"{op}: {name} must hold no two numbers in one place, got strides {x.stride()}")
-            span += (size - 1) * step
+        steps = x.stride()
+        for i, step in enumerate(steps):
+            within = [j for j, other in enumerate(steps) if other < step or (other == step and j < i)]
+            if x.shape[i] > 1 and step <= sum((x.shape[j] - 1) * steps[j] for j in within):
+                raise ValueError(f"{op}: {name} must hold no two numbers in one place, got strides {steps}")
 
 
 def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str = "v") -> None:
