@@ -121,6 +121,25 @@ def test_prompts_in_slots(times: int, stored: torch.dtype, rule: str, call, card
     assert torch.equal(got, o) and torch.equal(pool.nan_to_num(9), before.nan_to_num(9))
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+@pytest.mark.parametrize("steps", [(2**30 + 64, 2**14), (2**14, 2**31 + 64)], ids=["slots", "heads"])
+@pytest.mark.parametrize("op, T", [(serving.prefill, 130), (serving.decode, 1), (serving.verify, 2)])
+def test_states_past_32_bits(op: Any, T: int, steps: tuple[int, int], v_first: bool, call, card):
+    """Of numbers, in a pool of 4.3 gigabytes; of a call that is made, and of those that repeat it."""
+    a, _ = call(T)
+    a |= {"g": a.get("g"), "use_qk_l2norm_in_kernel": True, "state_v_first": v_first}
+    states = a.pop("initial_state")
+    room = torch.empty(2 * steps[0] + steps[1] + 2**14, dtype=torch.bfloat16, device=card)
+    pool = room.as_strided((3, 2, 128, 128), (*steps, 128, 1))
+    pool.copy_(states.expand(3, -1, -1, -1))
+    near = pool.contiguous()
+    slots = torch.tensor([[2, 1]] if op is serving.verify else [2], device=card)
+    for _ in range(4):
+        assert torch.equal(op(**a, pool=pool, state_indices=slots), op(**a, pool=near, state_indices=slots))
+        assert torch.equal(pool, near)
+    assert not torch.equal(near[2], near[0])
+
+
 @pytest.mark.parametrize("t", [1, 64, 100, 191])
 def test_the_past_does_not_know_the_future(t: int, call, run):
     a, fed = call(256)

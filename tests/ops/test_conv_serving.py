@@ -123,6 +123,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "taps": ({"weight": torch.randn(8, 9)}, r"weight must be \[D, W\] with W from 2 to 8"),
     "room": ({"pool": torch.zeros(3, 8, 2)}, r"pool must be \[slots, D, S >= W-1\]"),
     "pieces": ({"pool": torch.zeros(3, 8, 6)[:, :, ::2]}, "pool must hold each slot in one piece"),
+    "overlapping": ({"pool": torch.zeros(5, 8, 3).as_strided((3, 8, 3), (12, 3, 1))}, "pool must hold no two numbers"),
+    "out repeated": ({"out": torch.zeros(8).expand(2, 8)}, "out must hold no two numbers in one place"),
     "drafts": ({"x": torch.randn(2, 2, 8)}, r"x must have at most S - W \+ 2 = 1 tokens"),
     "slots": ({"state_indices": torch.zeros(3, dtype=torch.int64)}, r"state_indices must be \[2\] int32 or int64"),
     "out": ({"out": torch.zeros(2, 7)}, "out must have the shape of x"),

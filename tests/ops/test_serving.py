@@ -1,6 +1,7 @@
 """Serving: a pool of states in place, on both backends. A decoded token has the bits of the differentiable call, whose
 errors are tested where it is; so everything here is at tolerance zero."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -444,6 +445,28 @@ def test_a_prompt_of_no_tokens(backend: str, device):
     assert o.shape == (3, 0, 2, 24) and torch.equal(pool, expected)
 
 
+APART: dict[str, Any] = {
+    "tokens before": lambda x: x.new_empty(3, 25, 2, 24)[:, 25 - x.shape[1] :],
+    "heads first": lambda x: x.new_empty(3, 2, x.shape[1], 24).transpose(1, 2),
+    "tokens first": lambda x: x.new_empty(x.shape[1], 3, 2, 24).transpose(0, 1),
+    "columns between": lambda x: x.new_empty(3, x.shape[1], 2, 48)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("where", APART)
+@pytest.mark.parametrize("op", [serving.prefill, serving.verify])
+def test_an_output_that_lies_apart_is_cleared_where_a_row_is_skipped(op: Any, where: str, backend: str, device):
+    a = drawn("gated_delta_rule", device, backend, N=3, T=20 if op is serving.prefill else 2)
+    slots = index(4, -1, 9, device=device)
+    if op is serving.verify:
+        slots = torch.stack([slots, slots + 1], 1)
+    out, first = APART[where](a["v"]).fill_(torch.nan), a_pool(device)
+    second = first.clone()
+    expected = op(**a, pool=first, state_indices=slots, state_v_first=False)
+    assert op(**a, pool=second, state_indices=slots, state_v_first=False, out=out) is out
+    assert torch.equal(out, expected) and torch.equal(first, second) and not out[1:].any()
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 def test_prefill_of_a_batch_into_a_narrow_pool(stored: torch.dtype, backend: str, device):
     a, before = drawn("gated_delta_rule", device, backend, N=2, T=20), a_pool(device, dtype=stored)
@@ -469,12 +492,17 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "pool": ({"pool": torch.randn(9, 2, 24, 16)}, r"pool must be \[slots, HV, K, V\]"),
     "pool dtype": ({"pool": torch.zeros(9, 2, 16, 24, dtype=torch.float64)}, "pool must be float32, bfloat16 or"),
     "pool in pieces": ({"pool": torch.randn(9, 2, 24, 16).mT}, "pool must hold each head's state in one piece"),
-    "pool repeated": ({"pool": torch.randn(2, 16, 24).expand(9, 2, 16, 24)}, "pool must hold .* no two slots in one"),
+    "pool repeated": ({"pool": torch.randn(2, 16, 24).expand(9, 2, 16, 24)}, "pool must hold no two numbers in one"),
+    "pool overlapping": (
+        {"pool": torch.randn(10, 16, 24).as_strided((9, 2, 16, 24), (384, 384, 24, 1))},
+        "pool must hold no two numbers in one place",
+    ),
     "slots": ({"state_indices": torch.zeros(3, dtype=torch.int32)}, r"state_indices must be \[4\] int32 or int64"),
     "slots' dtype": ({"state_indices": torch.zeros(4)}, "state_indices must be .* got .* float32"),
     "fresh": ({"has_initial_state": torch.ones(4)}, "has_initial_state must be .* bool"),
     "elsewhere": ({"output_state_indices": torch.zeros(4, 1, dtype=torch.int64)}, "output_state_indices must be"),
     "out": ({"out": torch.zeros(4, 1, 2, 16)}, "out must be"),
+    "out repeated": ({"out": torch.zeros(1, 1, 1, 24).expand(4, 1, 2, 24)}, "out must hold no two numbers in one"),
     "out's dtype": ({"out": torch.zeros(4, 1, 2, 24, dtype=torch.float16)}, "out must have the dtype of v"),
     "pad": ({"pad_slot_id": -2}, "pad_slot_id must be at least -1"),
     "a gradient": ({"v": torch.randn(4, 1, 2, 24, requires_grad=True)}, "v must not require a gradient"),
@@ -535,8 +563,11 @@ def test_checked_looks_into_the_slots():
     a, pool = drawn("kda", torch.device("cpu"), "eager"), a_pool(torch.device("cpu"))
     with wyfold.checked(), pytest.raises(ValueError, match="decode: state_indices must hold distinct slots"):
         serving.decode(**a, pool=pool, state_indices=torch.tensor([1, -1, 3, 1]), state_v_first=False)
+    nobody = drawn("kda", torch.device("cpu"), "eager", N=0)
     with wyfold.checked():
         serving.decode(**a, pool=pool, state_indices=torch.tensor([1, -1, 3, -1]), state_v_first=False)
+        slots = torch.zeros(0, dtype=torch.int64)
+        serving.decode(**nobody, pool=pool, state_indices=slots, output_state_indices=slots, state_v_first=False)
 
 
 @pytest.mark.parametrize("op", [serving.decode, serving.prefill])
@@ -556,6 +587,40 @@ def test_checked_looks_whether_states_cross(op: Any):
             op(**a, pool=pool, output_state_indices=torch.tensor(to), **flags)
     with wyfold.checked(), pytest.raises(ValueError, match="must name no slot that another row starts from"):
         op(**a, pool=pool, output_state_indices=torch.tensor([4, 2, 3, 1]), state_v_first=False)
+
+
+def test_checked_leaves_alone_what_is_not_written():
+    """Where a skipped row's state would go, and what stands in the columns behind a draft's last token."""
+    device = torch.device("cpu")
+    a, pool, flags = drawn("kda", device, "eager", N=3), a_pool(device), {"state_v_first": False}
+    draft = drawn("kda", device, "eager", N=2, T=2)
+    columns, to = index(0, 1, 2, 3, 4, 5, device=device).view(2, 3), index(6, 7, 3, 8, 4, 3, device=device).view(2, 3)
+    packed = draft | {name: draft[name].flatten(0, 1)[None] for name in TOKENS if draft[name] is not None}
+    with wyfold.checked():
+        slots = {"state_indices": index(1, -1, 9, device=device), "output_state_indices": index(3, 3, 3, device=device)}
+        serving.decode(**a, pool=pool, **slots, **flags)
+        slots = {"state_indices": columns, "output_state_indices": to}
+        serving.verify(**draft, pool=pool, **slots, **flags)
+        serving.verify(**packed, pool=pool, cu_seqlens=index(0, 1, 3, device=device), **slots, **flags)
+        with pytest.raises(ValueError, match="verify: output_state_indices must hold distinct slots"):
+            serving.verify(**draft, pool=pool, **slots | {"output_state_indices": to.flip(1)}, **flags)
+
+
+def test_checked_looks_whether_drafts_cross():
+    """A row starts from the column of what was accepted, wherever the other columns go."""
+    device = torch.device("cpu")
+    a, pool = drawn("kda", device, "eager", N=2, T=2), a_pool(device)
+    columns, to = index(0, 1, 2, 3, device=device).view(2, 2), index(6, 3, 7, 8, device=device).view(2, 2)
+    where = {"state_indices": columns, "output_state_indices": to, "state_v_first": False}
+    for counts, crosses in ((None, False), ((2, 0), False), ((1, 2), True), ((0, 9), True)):
+        accepted = None if counts is None else torch.tensor(counts)
+        with (
+            wyfold.checked(),
+            pytest.raises(ValueError, match=r"^verify: output_state_indices must name no slot that another row starts")
+            if crosses
+            else contextlib.nullcontext(),
+        ):
+            serving.verify(**a, pool=pool, num_accepted_tokens=accepted, **where)
 
 
 # --- through PyTorch -------------------------------------------------------------------------------------------------
@@ -612,7 +677,8 @@ def test_fullgraph_with_other_rows_and_slots(backend: str, device):
         a = drawn("gated_delta_rule", device, backend, N=N) | {"state_v_first": False}
         slots = torch.randperm(9)[:N].to(device)
         first, second = before.clone(), before.clone()
-        o = compiled(**a, pool=first, state_indices=slots)
+        room = torch.zeros(N, 3, 2, 24, device=device)[:, 1:2]
+        o = compiled(**a, pool=first, state_indices=slots, out=room)
         assert torch.equal(o, serving.decode(**a, pool=second, state_indices=slots)) and torch.equal(first, second)
     assert counter.frame_count <= 2
     torch._dynamo.reset()

@@ -130,6 +130,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+def test_a_shared_pool_is_refused_behind_an_ordinary_one():
+    """Of the same sizes: what was decided of the one is not said of the other."""
+    call, pool = drawn(2, 1), a_pool(2, 0, 0)
+    shared = pool._replace(state=torch.zeros(1, HV, D, D).expand(2, HV, D, D))
+    serving.ttt_decode(**call, pool=pool)
+    with pytest.raises(ValueError, match=r"ttt_decode: pool\.state must hold no two numbers in one place"):
+        serving.ttt_decode(**call, pool=shared)
+    serving.ttt_decode(**call, pool=pool, out=torch.zeros(2, 1, HV, D))
+    with pytest.raises(ValueError, match="ttt_decode: out must hold no two numbers in one place"):
+        serving.ttt_decode(**call, pool=pool, out=torch.zeros(D).expand(2, 1, HV, D))
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_say_what_is_wrong(name: str):
     given, error, message = BAD[name]

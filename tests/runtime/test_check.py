@@ -26,6 +26,15 @@ def test_letters_bind_and_must_agree():
         check.shapes("op", q=(q, "B T H K"), g=(torch.zeros(2, 7), "H"))
 
 
+def test_numbers_that_lie_apart():
+    x = torch.zeros(4, 6, 5)
+    each = [x, x.mT, x[::2, 1:, ::3], x[:0], x[:, :1].expand(4, 1, 5), torch.zeros(3, 1, 5)[:0].expand(0, 7, 5)]
+    check.apart("op", nothing=None, **{f"x{n}": y for n, y in enumerate(each)})
+    for bad in (x[:1].expand(4, 6, 5), torch.zeros(9).unfold(0, 3, 2), torch.zeros(99).as_strided((2, 3), (4, 4))):
+        with pytest.raises(ValueError, match=r"^op: x must hold no two numbers in one place, got strides \("):
+            check.apart("op", x=bad)
+
+
 def test_a_letter_twice_in_one_shape_must_agree_too():
     check.shapes("op", S=(torch.zeros(4, 4), "D D"))
     with pytest.raises(ValueError, match=r"S must be \[D, D\]"):

@@ -495,6 +495,64 @@ def test_another_call_has_launches_of_its_own(change: str, lines: list[tuple[Any
             assert alike(launches, found, tensors, others)
 
 
+def states(slots: int = 9, *, heads: int = HV, width: int = D) -> torch.Tensor:
+    return torch.randn(slots, heads, width, width).bfloat16()
+
+
+def beside_an_address(shape: torch.Size) -> torch.Tensor:
+    """A pool of bfloat16 that begins 8 bytes behind a multiple of 16."""
+    return torch.zeros(shape.numel() + 8, dtype=torch.bfloat16)[4:-4].view(shape)
+
+
+MOVED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "pool": lambda a: {"pool": a["pool"].clone()},
+    "slots": lambda a: {"state_indices": a["state_indices"].flip(0)},
+    "more slots": lambda a: {"pool": torch.cat([a["pool"]] * 2)},
+    "slots apart": lambda a: {"pool": torch.cat([a["pool"]] * 2, 1)[:, HV:]},
+    "heads first": lambda a: {"pool": a["pool"].transpose(0, 1).contiguous().transpose(0, 1)},
+    "address": lambda a: {"pool": beside_an_address(a["pool"].shape)},
+    "float32": lambda a: {"pool": a["pool"].float()},
+    "pad": lambda a: {"pad_slot_id": 0},
+    "pad of 64 bits": lambda a: {"pad_slot_id": 2**40},
+    "indices of 64 bits": lambda a: {"state_indices": a["state_indices"].long()},
+    "indices apart": lambda a: {"state_indices": a["state_indices"].repeat_interleave(2)[::2]},
+    "in order": lambda a: {"state_indices": None},
+    "elsewhere": lambda a: {"output_state_indices": a["state_indices"] + 4},
+    "flags": lambda a: {"has_initial_state": torch.ones(N, dtype=torch.bool)},
+    "flags apart": lambda a: {"has_initial_state": torch.ones(2 * N, dtype=torch.bool)[::2]},
+    "output": lambda a: {"out": torch.zeros_like(a["v"])},
+    "output apart": lambda a: {"out": torch.zeros(*a["v"].shape[:2], 2 * HV, a["v"].shape[3]).bfloat16()[:, :, ::2]},
+}
+"""What another call over a pool may have of its own."""
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode in shared memory"])
+@pytest.mark.parametrize("change", MOVED)
+def test_a_pool_is_looked_for_where_it_lies(kind: str, change: str, lines: list[tuple[Any, ...]]):
+    """Another one, or other slots of it: behind a recalled call, and recalled itself, as an ordinary call's."""
+    if kind == "prefill":
+        call, given = prefilled("gdn", pool=states())
+    else:
+        call, given = decoded("gdn", pool=states(), state_v_first=False)
+    if kind == "decode in shared memory":
+        q, k, v = (torch.randn(N, 1, heads, 128).bfloat16() for heads in (H, H, HV))
+        given |= {"q": q, "k": k, "v": v, "pool": states(width=128)}
+    given["g"], given["beta"] = (torch.rand(*given["v"].shape[:3]) for _ in range(2))
+    warm((call, given), lines)
+    changed = {**given, **MOVED[change](given)}
+    with torch.no_grad():
+        for _ in range(3):
+            _, launches, tensors = seen((call, changed), lines)
+        with ordinary():
+            _, expected, others = seen((call, changed), lines)
+    assert launches and alike(expected, launches, others, tensors)
+    shared = kind == "decode in shared memory" and change not in ("address", "float32")
+    assert launches[-1][0].endswith("_gluon") == shared
+    assert sum(isinstance(course, Course) for course in recall._courses.values()) == 1 + (
+        change not in ("pool", "slots")
+    )
+
+
 def test_a_flag_is_no_number(lines: list[tuple[Any, ...]]):
     call, given = chunked("gdn", output_final_state=True)
     warm((call, given), lines)

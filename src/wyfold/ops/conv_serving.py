@@ -203,8 +203,8 @@ def _decided_by(
     tensors = (
         x, pool, weight, bias, cu_seqlens, out, flags.state_indices, flags.has_initial_state, flags.num_accepted_tokens,
     )  # fmt: skip
-    steps = pool.stride() if isinstance(pool, Tensor) else None
-    return decision_key(tensors, (op, tokens, steps, flags.activation, flags.pad_slot_id), flags.backend)
+    steps = [x.stride() if isinstance(x, Tensor) else None for x in (pool, out)]
+    return decision_key(tensors, (op, tokens, *steps, flags.activation, flags.pad_slot_id), flags.backend)
 
 
 def _decide(
@@ -240,6 +240,7 @@ def _decide(
     check.floating(op, x=x, pool=pool, weight=weight, bias=bias, out=out)
     check.alike(op, "device", **given)
     check.alike(op, "dtype", x=x, out=out)
+    check.apart(op, pool=pool, out=out)
     _check_rows(op, x, N, "state_indices", flags.state_indices, INDICES)
     _check_rows(op, x, N, "has_initial_state", flags.has_initial_state, (torch.bool,))
     _check_rows(op, x, N, "num_accepted_tokens", flags.num_accepted_tokens, INDICES)
@@ -267,9 +268,8 @@ def _check_pool(op: str, pool: Tensor, D: int, W: int) -> None:
     got = list(check.tensor(op, "pool", pool).shape)
     if len(got) != 3 or got[1] != D or got[2] < W - 1:
         raise ValueError(f"{op}: pool must be [slots, D, S >= W-1] = [slots, {D}, >= {W - 1}], got {got}")
-    apart, *inside = pool.stride()
-    if inside not in ([got[2], 1], [1, D]) or (apart == 0 and got[0] > 1):
-        raise ValueError(f"{op}: pool must hold each slot in one piece, and no two in one, got strides {pool.stride()}")
+    if pool.stride()[1:] not in ((got[2], 1), (1, D)):
+        raise ValueError(f"{op}: pool must hold each slot in one piece, got strides {pool.stride()}")
 
 
 def _check_rows(op: str, x: Tensor, N: int, name: str, rows: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:

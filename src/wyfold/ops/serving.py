@@ -73,7 +73,8 @@ def decode(
     Raises:
         TypeError: an argument of the wrong Python type.
         ValueError: a wrong shape, dtype, device or combination, an argument that requires a gradient, or inside
-            `checked` live slots that are not distinct, or one that is written and that another row starts from.
+            `checked` live slots that are not distinct, or one that is written and that another row starts from. Slots
+            that nothing is written to, those that skipped rows name to end in, may be any.
         UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
 
     Example:
@@ -325,7 +326,7 @@ def prefill(
         checkpoint_pool: Another pool of that layout.
         checkpoint_indices: [B, T // checkpoint_every] int32 or int64 slot of each such state in checkpoint_pool; packed
             [T // checkpoint_every], a sequence's first at `SequenceLayout.checkpoint_offsets`. One that is no slot is
-            not stored, nor is any of a skipped row.
+            not stored, nor is any of a skipped row. Those that are stored are distinct, which nothing looks for.
 
     All other arguments, results and errors: `decode`.
 

@@ -136,7 +136,8 @@ def _decided_by(call: _Call) -> tuple[Any, ...] | None:
     indices = slots.state_indices, slots.output_state_indices, slots.has_initial_state, slots.num_accepted_tokens
     pools = slots.pool, slots.checkpoint_pool
     tensors = *call[1:7], cu, *pools, *indices, slots.checkpoint_indices, gate.A_log, gate.dt_bias
-    steps = *(x.stride() if isinstance(x, Tensor) else None for x in pools), slots.checkpoint_every, call.chunked
+    places = *pools, call.out
+    steps = *(x.stride() if isinstance(x, Tensor) else None for x in places), slots.checkpoint_every, call.chunked
     flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
     return decision_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
 
@@ -151,10 +152,13 @@ def _decide(call: _Call) -> DeltaOptions:
     _check_slots(op, q, slots, {**sizes, "N": N})
     if slots.each and cu is None and slots.state_indices is not None and sizes["T"] > slots.state_indices.shape[1]:
         raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens")
+    if check.checking_contents():
+        _check_distinct(op, q, slots, cu, {**sizes, "N": N})
     if out is not None:
         check.shapes(op, known=sizes, out=(out, "B T HV V"))
         check.alike(op, "dtype", v=v, out=out)
         check.alike(op, "device", v=v, out=out)
+        check.apart(op, out=out)
     check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
     if doubled and not logit:
         raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True")
@@ -238,34 +242,53 @@ def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) ->
     indices = {"state_indices": slots.state_indices, "output_state_indices": slots.output_state_indices}
     for name, x in indices.items():
         _check_rows(op, q, name, x, rows, INDICES)
-        if x is not None and check.checking_contents() and check.readable(x):
-            live = x[(x > slots.pad_slot_id) & (x < slots.pool.shape[0])]
-            if live.unique().numel() != live.numel():
-                raise ValueError(f"{op}: {name} must hold distinct slots, got {x.tolist()}")
-    if slots.output_state_indices is not None and not slots.each and check.checking_contents():
-        _check_apart(op, q, slots, N)
 
 
-def _check_apart(op: str, q: Tensor, slots: SlotFlags, N: int) -> None:
-    """That no row's state goes where another one's comes from: one may be written before the other is read."""
-    source, target, given = slots.state_indices, slots.output_state_indices, slots.has_initial_state
-    if target is None or not all(x is None or check.readable(x) for x in (source, target, given)):
+def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, sizes: dict[str, int]) -> None:
+    """That no two states go to one slot, and none where another row's comes from: one may be written before the other
+    is read. What skipped rows name, and columns behind a row's last token, is not looked at."""
+    given, accepted, N = slots.has_initial_state, slots.num_accepted_tokens, sizes["N"]
+    indices = slots.state_indices, slots.output_state_indices
+    if not all(x is None or check.readable(x) for x in (*indices, given, accepted, cu)):
         return
-    source = torch.arange(N, device=q.device) if source is None else source
-    live, there = ((x > slots.pad_slot_id) & (x < slots.pool.shape[0]) for x in (source, target))
-    read = live if given is None else live & given
-    if torch.isin(target[live & there & (target != source)], source[read]).any():
-        got = f"got {target.tolist()} beside {source.tolist()}"
+    rows = torch.arange(N, device=q.device)
+    source, target = (None if x is None else x.to(torch.int64).view(N, x.shape[1:].numel()) for x in indices)
+    source = rows[:, None] if source is None else source
+    _check_numbers(op, "state_indices", source, _are_slots(source, slots))
+    if target is None:
+        return
+    column = rows * 0 if accepted is None else (accepted.to(torch.int64) - 1).clamp(0, source.shape[1] - 1)
+    entry = source.gather(1, column[:, None])
+    live = _are_slots(entry, slots)
+    tokens = (rows * 0 + sizes["T"] if cu is None else cu.diff())[:, None]
+    written = live & _are_slots(target, slots)
+    if slots.each:
+        written &= torch.arange(target.shape[1], device=q.device) < tokens
+    _check_numbers(op, "output_state_indices", target, written)
+    read = live if given is None else live & given[:, None]
+    if torch.isin(target[written & (target != entry)], entry[read]).any():
+        got = f"got {target.squeeze(1).tolist()} beside {source.squeeze(1).tolist()}"
         raise ValueError(f"{op}: output_state_indices must name no slot that another row starts from, {got}")
+
+
+def _are_slots(x: Tensor, slots: SlotFlags) -> Tensor:
+    """Which numbers are a live slot."""
+    return (x > slots.pad_slot_id) & (x < slots.pool.shape[0])
+
+
+def _check_numbers(op: str, name: str, x: Tensor, those: Tensor) -> None:
+    """Slots are distinct among those."""
+    if x[those].unique().numel() != int(those.sum()):
+        raise ValueError(f"{op}: {name} must hold distinct slots, got {x.squeeze(1).tolist()}")
 
 
 def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:
     check.shapes(op, optional=(), known=sizes, **{name: (pool, "slots HV V K" if v_first else "slots HV K V")})
     pool = check.tensor(op, name, pool)
     check.floating(op, check.state_dtypes(q), **{name: pool})
-    if pool.stride()[2:] != (pool.shape[3], 1) or 0 in pool.stride():
-        strides = f"got strides {pool.stride()}"
-        raise ValueError(f"{op}: {name} must hold each head's state in one piece, and no two slots in one, {strides}")
+    if pool.stride()[2:] != (pool.shape[3], 1):
+        raise ValueError(f"{op}: {name} must hold each head's state in one piece, got strides {pool.stride()}")
+    check.apart(op, **{name: pool})
     check.alike(op, "device", q=q, **{name: pool})
 
 

@@ -134,7 +134,8 @@ def _ttt_decode(
     else:
         given = out
     numbers, steps = numbers_apart(eta, eta_col)
-    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend
+    places = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
+    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *places
     key = decision_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
 
     def decide() -> tuple[float, str]:
@@ -154,6 +155,7 @@ def _ttt_decode(
             check.shapes(op, known={"B": B, "T": T, "HV": HV, "V": D}, out=(given, "B T HV V"))
             check.alike(op, "dtype", v=cast[2], out=given)
             check.alike(op, "device", v=v, out=given)
+            check.apart(op, out=given)
         D = v.shape[3]
         plan = table.plan(
             op,
@@ -193,9 +195,7 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: pool.position must be [slots] = [{slots}] int32 or int64, got {got}")
     check.alike(op, "device", v=v, **tensors, **{"pool.position": position})
-    for name, x in {**tensors, "pool.position": position}.items():
-        if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"{op}: {name} must hold no two numbers in one place, got strides {x.stride()}")
+    check.apart(op, **tensors, **{"pool.position": position})
 
 
 def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: int) -> None:

@@ -180,6 +180,18 @@ def alike(op: str, what: str, **arguments: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must have the {what} of {first_name}, {wanted}, got {got}")
 
 
+def apart(op: str, **arguments: Tensor | None) -> None:
+    """Tensors that are written: no two numbers in one place, as far as sizes and strides tell."""
+    for name, x in arguments.items():
+        if x is None or 0 in x.shape:
+            continue
+        steps = x.stride()
+        for i, step in enumerate(steps):
+            within = [j for j, other in enumerate(steps) if other < step or (other == step and j < i)]
+            if x.shape[i] > 1 and step <= sum((x.shape[j] - 1) * steps[j] for j in within):
+                raise ValueError(f"{op}: {name} must hold no two numbers in one place, got strides {steps}")
+
+
 def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str = "v") -> None:
     """Value heads come in equal groups, one group per query/key head; `keys` and `values` are who has them."""
     if H < 1 or HV < H or HV % H != 0:

@@ -75,9 +75,12 @@ def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: T
 
 
 def _clear(live: Tensor, grid: ChunkGrid, o: Tensor) -> None:
+    if grid.cu is None:
+        o[~live] = 0
+        return
     begin, length = _spans(grid, o.device)
     for n in (~live).nonzero().flatten().tolist():
-        o.flatten(0, 1)[begin[n] : begin[n] + length[n]] = 0
+        o[0, begin[n] : begin[n] + length[n]] = 0
 
 
 def entered(slots: Slots, sequences: int, pool: Tensor) -> tuple[Tensor, Tensor]:
