@@ -100,6 +100,7 @@ class Call:
         wrt: Arguments whose gradients are wanted; empty for all of them.
         segments: That the sequence is cut into.
         askew: Whether tokens lie where no box of the copy engine begins.
+        scalar: Whether a gate over channels is left with the first of them.
     """
 
     subject: str
@@ -112,6 +113,7 @@ class Call:
     wrt: tuple[str, ...] = ()
     segments: int = 1
     askew: bool = False
+    scalar: bool = False
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
@@ -120,6 +122,7 @@ class Call:
         words += [f"d{name}" for name in self.wrt]
         words += [f"in {self.segments} segments"] if self.segments != 1 else []
         words += ["askew"] if self.askew else []
+        words += ["scalar"] if self.scalar else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
@@ -130,6 +133,8 @@ class Call:
         if self.packed:
             arguments["cu_seqlens"] = torch.tensor([0, T])
         arguments |= self.moved(arguments)
+        if self.scalar:
+            arguments["g"] = arguments["g"][..., 0].contiguous()
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
@@ -517,7 +522,8 @@ CALLS = (
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
     *(
-        Call("chunk_scaled_dot_kkt", dtype, options=(("chunk_size", C), ("g", None)))
+        Call("chunk_scaled_dot_kkt", dtype, options=(("chunk_size", C), *gate), scalar=not gate)
+        for gate in ((("g", None),), ())
         for dtype in ("bfloat16", "float32")
         for C in (16, 32, 64)
     ),

@@ -103,7 +103,9 @@ def wyfold_kkt_triton(
         if i_n == N:
             store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
             return
+    # Both asked for before the keys: behind the products they would be waited for by themselves.
     b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
+    _raw, b_gate = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
     b_J = tl.zeros((BT, BT), tl.float32)
     for level in range(LEVELS):
         b_level, b_rest = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
@@ -111,8 +113,7 @@ def wyfold_kkt_triton(
             b_k = load_tokens(p_k, s_k, b, t, i_hv // (HV // H), column, rows, K, BT, BK)
             _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, column, rows, 0.0, floor, GATE, "given", K, BT, BK)
             b_level, b_rest = add_key_gram(b_level, b_rest, b_k, b_g, level, GATE, BT, OP, PRECISION)
-        _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
-        b_J += decay_key_gram(b_level, b_rest, b_g, level, GATE, BT, OP, PRECISION)
+        b_J += decay_key_gram(b_level, b_rest, b_gate, level, GATE, BT, OP, PRECISION)
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)
     # Selected last: a strength that is not finite must not reach what is zero by definition.
