@@ -101,6 +101,7 @@ class Call:
         segments: That the sequence is cut into.
         askew: Whether tokens lie where no box of the copy engine begins.
         scalar: Whether a gate over channels is left with the first of them.
+        only: Kernels, as tables name them, that `make test` compiles of it; empty for all. The rest other calls have.
     """
 
     subject: str
@@ -114,6 +115,7 @@ class Call:
     segments: int = 1
     askew: bool = False
     scalar: bool = False
+    only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
@@ -170,6 +172,7 @@ class Served:
         heads: Of bfloat16 tokens in chunks of 64, as a card picks them, some sequences starting from zeros and all left
             elsewhere; 0: one head of float32 tokens.
         v_first: Whether the states of a call with a gate are.
+        only: As of a `Call`.
     """
 
     operator: str
@@ -178,6 +181,7 @@ class Served:
     gate: str = ""
     heads: int = 0
     v_first: bool = True
+    only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
@@ -275,12 +279,24 @@ def pretending(architecture: str, launched: Callable[..., None], code_of: str = 
         yield
 
 
-def compiled(call: Call | Served, architecture: str, code_of: str = "") -> list[Usage]:
-    """Every kernel of a call; those of `code_of`, where one is named, assembled for this architecture."""
+def named(kernel: Any) -> str:
+    """A kernel as tables name it: its stage and its language."""
+    return ".".join(kernel.fn.__module__.split(".")[2:4])
+
+
+def wanted(call: Call | Served, kernel: str) -> bool:
+    """Whether `make test` compiles this kernel of a call."""
+    return not call.only or kernel in call.only
+
+
+def compiled(call: Call | Served, architecture: str, code_of: str = "", *, whole: bool = False) -> list[Usage]:
+    """A call's kernels, or `only` some unless it is wanted whole; of `code_of`, assembled for this architecture."""
     found: list[Usage] = []
 
-    def launched(*arguments: Any, **options: Any) -> None:
-        ready, log = code(*arguments, **options)
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        if not whole and not wanted(call, named(kernel)):
+            return
+        ready, log = code(kernel, *arguments, **options)
         found.append(usage(ready, log) if code_of in ("", architecture) else usage(ready, "", architecture))
 
     with pretending(architecture, launched, code_of):
@@ -488,11 +504,15 @@ def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> li
 CARD = (("chunk_size", 64),)
 """What a card picks for the gates that all channels share; these tensors are on the CPU, which picks fewer rows."""
 
+SCANS = ("scan.triton", "scan_bwd.triton")
+SEGMENTS = ("summary.triton", "fold.triton")
+"""What a call has of its own: if its widths or its rows' places are unusual; if its sequence is cut."""
+
 CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
     Call("chunk_kda, gate inside", packed=True),
-    # Without `gradients`, which goes through K in slices: at 256 there are more of them (WIDE has the whole call).
-    Call("chunk_kda", K=256, V=256, wrt=("initial_state",)),
+    # Without what goes through K in slices: at 256 there are more of them (WIDE has the whole call).
+    Call("chunk_kda", K=256, V=256, wrt=("initial_state",), only=SCANS),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
     Call("chunk_gated_delta_rule", "float32", options=CARD),
@@ -500,7 +520,7 @@ CALLS = (
     Call("chunk_kda", "float32", 64, 64),
     # With the gate inside as in the second call, whose `prepare` it has: made once.
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
-    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4),
+    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, only=SEGMENTS),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
         for dtype, D, C, packed in (
@@ -539,7 +559,10 @@ CALLS = (
         )
     ),
 )
-"""What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype."""
+"""What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype.
+
+Of a call whose other kernels take rows that another call has too, only its own; `make compile` compiles it whole.
+"""
 
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
 """With states on the way, which cost shared memory beside that of the tokens in flight."""
@@ -547,11 +570,17 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 OWN: dict[str, tuple[Call | Served, ...]] = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
-        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
+        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
-        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",)),
-        Call("chunk_kda", options=STATES, packed=True, heads=128),
-        Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
+        Call(
+            "chunk_kda",
+            options=(("chunk_size", 64),),
+            heads=128,
+            wrt=("initial_state",),
+            only=("scan.gluon", "scan_bwd.gluon"),
+        ),
+        Call("chunk_kda", options=STATES, packed=True, heads=128, only=("scan.triton",)),
+        Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",), only=("scan.triton",)),
         Call("chunk_delta_rule", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=1),
@@ -563,24 +592,25 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             packed=True,
             heads=1,
         ),
-        *(Call("chunk_gated_delta_rule", dtype, 256, 256, wrt=("initial_state",)) for dtype in ("float16", "float32")),
-        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",), askew=True),
-        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True),
+        Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",), only=SCANS),
+        Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
+        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",), askew=True, only=SCANS),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True, only=SCANS),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
         Served("prefill", gate="scalar", heads=1),
-        Served("prefill", "bfloat16", gate="scalar", heads=128),
+        Served("prefill", "bfloat16", gate="scalar", heads=128, only=("scan.gluon",)),
         Served("prefill", "bfloat16", gate="channel", heads=128),
         *(Served("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=CARD),
-        Call("chunk_gated_delta_rule", K=256, V=256, options=CARD, wrt=("initial_state",)),
+        Call("chunk_gated_delta_rule", K=256, V=256, options=CARD, wrt=("initial_state",), only=SCANS),
     ),
     "sm_120": tuple(
-        Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD, wrt=("initial_state",))
+        Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD, wrt=("initial_state",), only=SCANS)
         for dtype in ("bfloat16", "float16")
     ),
 }
@@ -616,7 +646,7 @@ WIDE = (
 
 
 SERVED = (
-    Served("prefill", "bfloat16"),
+    Served("prefill", "bfloat16", only=("scan.triton",)),
     Served("prefill", "bfloat16", between=True),
     Served("conv1d_update", "bfloat16"),
     Served("ttt_decode"),
@@ -633,7 +663,7 @@ def calls(architecture: str) -> tuple[Call | Served, ...]:
 def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served, list[Usage]]]:
     """Every call whose name holds the word, with its kernels, for one architecture."""
     found = [call for call in (*calls(architecture), *(WIDE if wide else ())) if word in str(call)]
-    return [(call, compiled(call, architecture)) for call in found]
+    return [(call, compiled(call, architecture, whole=wide)) for call in found]
 
 
 def main() -> int:

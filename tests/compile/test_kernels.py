@@ -110,10 +110,33 @@ def test_a_kernel_that_asks_for_its_architecture_is_not_kept(asked: str, tmp_pat
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_configuration_is_left_out(architecture: str):
-    """A row that no call here takes was never compiled."""
-    taken = set().union(*(aot.rows_of(call, architecture) for call in aot.calls(architecture)))
+    """A row that no call here takes was never compiled; nor was it if what takes it is left to `make compile`."""
+    calls = aot.calls(architecture)
+    taken = {
+        (kernel, row) for call in calls for kernel, row in aot.rows_of(call, architecture) if aot.wanted(call, kernel)
+    }
     shipped = {(kernel, row) for kernel, rows in launch._table(architecture).items() for row in rows}
     assert not shipped - taken
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_is_left_out(architecture: str):
+    """Some have no configuration: what a call is `only` compiled for, another one is not."""
+    found = {True: set(), False: set()}
+    for call in aot.calls(architecture):
+
+        def launched(kernel, *_, call=call, **__) -> None:
+            found[aot.wanted(call, aot.named(kernel))].add(kernel.fn.__name__)
+
+        with aot.pretending(architecture, launched):
+            call.run()
+    assert not found[False] - found[True]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_a_call_is_compiled_for_is_there(architecture: str):
+    for call in aot.calls(architecture):
+        assert set(call.only) <= {kernel for kernel, _ in aot.rows_of(call, architecture)}
 
 
 @pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.WIDE) if not call.wrt], ids=str)
