@@ -569,13 +569,7 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 
 OWN: dict[str, tuple[Call | Served, ...]] = {
     "sm_90": (
-        # Without `gradients`, which Triton has of grouped heads: the row of the second of CALLS, and as long.
-        Call(
-            "chunk_kda, gate inside",
-            options=(("chunk_size", 64),),
-            packed=True,
-            only=("prepare.gluon", "scan.gluon", "scan_bwd.gluon"),
-        ),
+        Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", options=STATES, packed=True, heads=128, only=("scan.triton",)),
