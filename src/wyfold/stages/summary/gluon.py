@@ -1,4 +1,4 @@
-"""`summary` in Gluon, for Hopper: a warpgroup holds rows of H, or of M, and brings its own tiles ahead.
+"""`summary` in Gluon, for Hopper: one warp brings tiles ahead of the warpgroups that hold H, or M.
 
 It is the scan's chunk without output, with the products of the Triton kernel beside it, in the same order and with the
 same roundings:
@@ -7,9 +7,9 @@ same roundings:
     S^T <- total S^T + (R^T beta) E                         folded
     S^T <- total S^T + ((R^T W^T) beta out) k               else
 
-What is summarised ends at a border, so every chunk of it is full. A stage is asked for again under the next chunk's
-first product, behind a barrier of the program: a warp of its own for that, as in `scan`, would cost registers of four,
-and a third program on a multiprocessor (docs/facts.md, SEGMENTS-1).
+What is summarised ends at a border, so every chunk of it is full. Tiles are handed over as in `scan`: `full` when the
+copy engine has written a stage, `free` when every part has read it, which a part says under the next chunk's first
+product.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.stages.summary.triton import summary_bwd as summary_bwd
+from wyfold.tile.decay.gluon import LEAST, decay
 from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import (
     every_box,
@@ -42,9 +43,6 @@ from wyfold.tile.index.triton import (
     tile_boxes,
     token_boxes,
 )
-
-ROWS: gl.constexpr = gl.constexpr(64)
-"""Value rows of a program: those of a warpgroup's product."""
 
 
 def summary(
@@ -72,13 +70,14 @@ def summary(
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("summary.gluon", f"{key} fwd", k.device)
-    boxes = _boxes(k, v, prepared, grid.chunk_size)
-    if boxes is None or V % ROWS.value or K % ROWS.value:
+    BV, parts = config.blocks["BV"], config.blocks["PARTS"]
+    boxes = _boxes(k, v, prepared, grid.chunk_size, BV // parts)
+    if boxes is None or V % BV or K % BV:
         triton.summary(k, v, prepared, initial_state, segments, key, H, M)
         return
     launched(
         wyfold_summary_gluon,
-        segments.borders * HV * ((V + K) // ROWS.value),
+        segments.borders * HV * (V // BV + K // BV),
         *boxes,
         v.stride(2),
         k.stride(2),
@@ -100,6 +99,8 @@ def summary(
         K=K,
         V=V,
         BT=grid.chunk_size,
+        BV=BV,
+        PARTS=parts,
         CHANNEL=prepared.k is not None,
         FOLDED=prepared.E is not None,
         STAGES=config.stages,
@@ -107,16 +108,16 @@ def summary(
     )
 
 
-def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int) -> list[Any] | None:
+def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
     rows, total, _, k_tiles, E, _, W = prepared
     K, channel = k.shape[3], k_tiles is not None
     given = k, v, rows, total, E if E is not None else W
     found = (
         tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
-        token_boxes(v, C, ROWS.value),
+        token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K) if channel else total,
+        number_boxes(total, K if channel else LEAST),
         tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
     )
     boxes = every_box(given, found)
@@ -124,7 +125,7 @@ def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int) -> list[Any] | None
 
 
 class Tiles(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; full: that it is there."""
+    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts."""
 
     k: Any
     v: Any
@@ -132,6 +133,7 @@ class Tiles(NamedTuple):
     total: Any
     write: Any
     full: Any
+    free: Any
 
 
 class Source(NamedTuple):
@@ -146,6 +148,31 @@ class Source(NamedTuple):
     token: Any
     column_k: Any
     column_v: Any
+
+
+class Memory(NamedTuple):
+    """The states, which the parts reach by themselves."""
+
+    S0: Any
+    s_S0: Any
+    H: Any
+    s_H: Any
+    M: Any
+    s_M: Any
+
+
+class Place(NamedTuple):
+    """Of a program: whether it makes H, whether anybody asks for it, sequence, border, whether the sequence
+    begins here, value head, first value row of H or of M, and chunks."""
+
+    of_H: Any
+    asked: Any
+    n: Any
+    border: Any
+    begins: Any
+    hv: Any
+    column: Any
+    steps: Any
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -175,39 +202,48 @@ def wyfold_summary_gluon(
     K: gl.constexpr,
     V: gl.constexpr,
     BT: gl.constexpr,
+    BV: gl.constexpr,
+    PARTS: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns ROWS value rows of H or M; the tiles of a head are neighbours, so that they share k in L2."""
-    NV: gl.constexpr = V // ROWS
-    TILES: gl.constexpr = NV + K // ROWS
+    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2."""
+    NV: gl.constexpr = V // BV
+    TILES: gl.constexpr = NV + K // BV
+    BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, gl.load(p_leading + pid // (TILES * HV))
     i_h = i_hv // (HV // H)
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
-    if (i_n == N) | (ends != 0):
-        return
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
     of_H = (i_v < NV).to(gl.int32)
-    column = (gl.where(of_H != 0, i_v, i_v - NV) * ROWS).to(gl.int32)
+    asked = ((i_n < N) & (ends == 0)).to(gl.int32)
+    column = (gl.where(of_H != 0, i_v, i_v - NV) * BV).to(gl.int32)
     # Of M of a sequence's first segment nobody asks.
-    steps = (length // BT).to(gl.int32) * gl.where(begins, of_H, 1)
+    steps = (length // BT).to(gl.int32) * asked * gl.where(begins, of_H, 1)
 
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
-    v = gl.allocate_shared_memory(x_v.dtype, [STAGES, BT, ROWS], x_v.layout)
+    v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
     write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
-    total = rows
-    if CHANNEL:
-        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
+    total = gl.allocate_shared_memory(gl.float32, [STAGES, x_total.block_shape[0]], x_total.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=PARTS)
+    if of_H == 0:
+        # Nobody brings any.
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+        for s in gl.static_range(STAGES * PARTS):
+            v.index(s).store(gl.zeros([BT, BW], x_v.dtype, L))
     fence_async_shared()
     barrier()
-    tiles = Tiles(k, v, rows, total, write, full)
+
+    tiles = Tiles(k, v, rows, total, write, full, free)
+    memory = Memory(p_S0, s_S0, p_H, s_H, p_M, s_M)
     source = Source(
         x_k,
         x_v,
@@ -219,65 +255,122 @@ def wyfold_summary_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_v).to(gl.int32) + column,
     )
-    for s in gl.static_range(STAGES):
-        if s < steps:
-            _bring(source, tiles, of_H, s, s, HV, K, BT, CHANNEL)
+    at = Place(of_H, asked, i_n, i_border, begins, i_hv, column, steps)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 1, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    o_v = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LS))
-    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
-    S = gl.zeros([ROWS, K], gl.float32, LS)
-    if of_H == 0:
-        # Nothing, where the sequence begins: so no map is applied to its first state twice.
-        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(begins, K, 0))).to(gl.float32)
-    elif begins:
-        if p_S0 is not None:
-            S = gl.load(p_S0 + _state_offsets(s_S0, i_n, i_hv, o_v, o_k)).to(gl.float32)
-    decay = 0.0
-    if not CHANNEL:
-        decay = gl.load(x_total + i_tile, mask=steps > 0, other=0.0)
+
+@gluon.jit
+def _bring(
+    source,
+    tiles,
+    of_H,
+    count,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
+    BYTES: gl.constexpr = (
+        source.k.block_type.nbytes
+        + source.rows.block_type.nbytes
+        + source.total.block_type.nbytes
+        + source.write.block_type.nbytes
+    )
+    tile, token = source.tile, source.token
     stage = 0
-    phase = 0
-    for i in range(steps):
-        next_decay = decay
-        if not CHANNEL:
-            next_decay = gl.load(x_total + i_tile + (i + 1) * HV, mask=i + 1 < steps, other=0.0)
-        mbarrier.wait(full.index(stage), phase)
-        S = _step(S, decay, source, tiles, of_H, stage, i, steps, HV, K, BT, CHANNEL, FOLDED, STAGES)
-        decay = next_decay
+    phase = 1
+    for _ in range(count):
+        full = tiles.full.index(stage)
+        mbarrier.wait(tiles.free.index(stage), phase)
+        if of_H != 0:
+            mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+        else:
+            mbarrier.expect(full, BYTES)
+        if CHANNEL:
+            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+        else:
+            tma_load(source.total, [tile], full, tiles.total.index(stage))
+            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+        if of_H != 0:
+            for part in gl.static_range(PARTS):
+                tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+        tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        tile += HV
+        token += BT
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if of_H != 0:
-        gl.store(p_H + _state_offsets(s_H, i_border, i_hv, o_v, o_k), S)
-    else:
-        gl.store(p_M + _state_offsets(s_M, i_border, i_hv, o_v, o_k), S)
 
 
 @gluon.jit
-def _bring(source, tiles, of_H, i, stage, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, CHANNEL: gl.constexpr):
-    """Ask for the tiles of chunk i; for v where H is made."""
-    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
-    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
-    tile, token, full = source.tile + i * HV, source.token + i * BT, tiles.full.index(stage)
-    if of_H != 0:
-        mbarrier.expect(full, BYTES + source.v.block_type.nbytes)
-        tma_load(source.v, [token, source.column_v], full, tiles.v.index(stage))
-    else:
-        mbarrier.expect(full, BYTES)
-    if CHANNEL:
-        tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
-        tma_load(source.total, [tile * K], full, tiles.total.index(stage))
-    else:
-        tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-    tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
-    tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+def _recur(
+    memory,
+    tiles,
+    at,
+    part,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
+    S = gl.zeros([BW, K], gl.float32, LS)
+    if at.of_H == 0:
+        # Nothing, where the sequence begins: so no map is applied to its first state twice.
+        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(at.begins, K, 0))).to(gl.float32)
+    elif at.begins:
+        if memory.S0 is not None:
+            S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    stage = 0
+    phase = 0
+    for i in range(at.steps):
+        mbarrier.wait(tiles.full.index(stage), phase)
+        S = _step(S, tiles, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if at.asked != 0:
+        if at.of_H != 0:
+            gl.store(memory.H + _state_offsets(memory.s_H, at.border, at.hv, o_v, o_k), S)
+        else:
+            gl.store(memory.M + _state_offsets(memory.s_M, at.border, at.hv, o_v, o_k), S)
 
 
 @gluon.jit
 def _state_offsets(strides, i_n, i_h, o_v, o_k):
-    """Offsets of value rows o_v of a state in [N, HV, K, V].   [ROWS, K]"""
+    """Offsets of value rows o_v of a state in [N, HV, K, V].   [BW, K]"""
     first = i_n * strides[0] + i_h * strides[1]
     return first + (o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2])
 
@@ -285,50 +378,40 @@ def _state_offsets(strides, i_n, i_h, o_v, o_k):
 @gluon.jit
 def _step(
     S,
-    total,
-    source,
     tiles,
-    of_H,
+    part,
     stage,
     i,
-    steps,
-    HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """State leaving a chunk, all of whose rows are tokens; the stage of the one before is asked for again."""
+    """State leaving a chunk, all of whose rows are tokens."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = tiles.k.dtype
-    nothing = gl.zeros([ROWS, BT], gl.float32, LC)
+    nothing = gl.zeros([BW, BT], gl.float32, LC)
     key, number = tiles.k.index(stage), tiles.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
     Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
     fence_async_shared()
-    barrier()
-    after = i + STAGES - 1
-    if (i > 0) & (after < steps):
-        _bring(source, tiles, of_H, after, gl.where(stage == 0, STAGES, stage) - 1, HV, K, BT, CHANNEL)
-    # Nobody brought any where M is made, and what lies there may be no number.
-    v = tiles.v.index(stage).permute((1, 0)).load(LC).to(gl.float32)
-    there = gl.arange(0, BT, layout=ROW) < of_H * BT
-    v = gl.where(there[None, :], v, 0.0)
+    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
+    v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     beta = number.slice(3 * BT, BT).load(ROW)
+    S = S * decay(tiles.total.index(stage), LS, CHANNEL)
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
-        S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk
     else:
         in_k = number.slice(0, BT).load(ROW)
-        S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk * in_k[None, :]
     if FOLDED:
