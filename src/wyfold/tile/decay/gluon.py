@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LEAST = 4
-"""Numbers that the copy engine brings at least: of a gate with one a chunk, the first counts.
+LEAST = 32
+"""Numbers that the copy engine brings at least, of which the first counts where a gate has one a chunk: what it writes
+to shared memory begins at a multiple of 128 bytes.
 
 They are not loaded into registers a chunk ahead: a number that all threads have alike goes to a register of the whole
 warp as soon as it is there, which stops the warp until then, in every chunk (docs/facts.md, SASS-5).
