@@ -44,7 +44,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
-from wyfold.tile.decay.gluon import LEAST, decay
+from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_rows, clear_tokens, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
@@ -152,7 +152,7 @@ def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: in
         tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K if channel else LEAST),
+        number_boxes(total, K) if channel else total,
         tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
         tile_boxes(F, C, C),
         token_boxes(o, C, BW),
@@ -195,8 +195,9 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the parts reach by themselves: output by boxes and by address, states."""
+    """What the parts reach by themselves: decays of a scalar gate, output by boxes and by address, states."""
 
+    total: Any
     x_o: Any
     S0: Any
     s_S0: Any
@@ -209,11 +210,12 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: number of the state that enters, and of the one that leaves (None: the same), border
+    """Of a program: first tile, number of the state that enters, and of the one that leaves (None: the same), border
     before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
     buffer row, first token there and in all rows, first value row, chunks that are full, and tokens of one that is
     not. Of a pool, a state is there to begin with, and there is a slot to end in."""
 
+    tile: Any
     n: Any
     to: Any
     border: Any
@@ -314,7 +316,9 @@ def wyfold_scan_gluon(
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
     write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
     F = gl.allocate_shared_memory(x_F.dtype, [STAGES, BT, BT], x_F.layout)
-    total = gl.allocate_shared_memory(gl.float32, [STAGES, x_total.block_shape[0]], x_total.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
     out = v
     if OUT > 0:
         out = gl.allocate_shared_memory(x_o.dtype, [OUT * PARTS, BT, BW], x_o.layout)
@@ -332,7 +336,7 @@ def wyfold_scan_gluon(
     barrier()
 
     tiles = Tiles(q, k, v, rows, total, write, F, out, full, free, spare)
-    memory = Memory(x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
+    memory = Memory(x_total, x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
     source = Source(
         x_q,
         x_k,
@@ -348,11 +352,11 @@ def wyfold_scan_gluon(
         (i_hv * h_v).to(gl.int32) + column,
     )
     count = steps + (rest > 0).to(gl.int32)
-    at = Place(i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
+    at = Place(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, STAGES)),
             ],
             [1],
@@ -361,8 +365,8 @@ def wyfold_scan_gluon(
     else:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_recur, (memory, tiles, at, scale, 1, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, scale, 1, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, STAGES)),
             ],
             [4, 1],
@@ -391,7 +395,6 @@ def _bring(
         + source.v.block_type.nbytes * PARTS
         + source.rows.block_type.nbytes
         + source.write.block_type.nbytes
-        + source.total.block_type.nbytes
         + source.F.block_type.nbytes
     )
     tile, token = source.tile, source.token
@@ -400,13 +403,13 @@ def _bring(
     for _ in range(count):
         full = tiles.full.index(stage)
         mbarrier.wait(tiles.free.index(stage), phase)
-        mbarrier.expect(full, BYTES)
         if CHANNEL:
+            mbarrier.expect(full, BYTES + source.total.block_type.nbytes)
             tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
             tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
             tma_load(source.total, [tile * K], full, tiles.total.index(stage))
         else:
-            tma_load(source.total, [tile], full, tiles.total.index(stage))
+            mbarrier.expect(full, BYTES)
             tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
             tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
         tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
@@ -431,6 +434,7 @@ def _recur(
     at,
     scale,
     part,
+    HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
     BW: gl.constexpr,
@@ -457,13 +461,23 @@ def _recur(
             S = _entering(memory, at, o_v, o_k)
     elif at.here:
         S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile, at.steps + at.rest > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
+        next_total = total
+        if not CHANNEL:
+            there = (i + 1) * BT < at.steps * BT + at.rest
+            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, there, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _step(
-            S, memory, tiles, at, scale, part, stage, i, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True
+            S, total, memory, tiles, at, scale, part, stage, i,
+            K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
+        total = next_total
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -471,7 +485,8 @@ def _recur(
     if at.rest > 0:
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _step(
-            S, memory, tiles, at, scale, part, stage, at.steps, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False
+            S, total, memory, tiles, at, scale, part, stage, at.steps,
+            K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
     elif at.steps > 0:
         before = gl.where(stage == 0, STAGES, stage) - 1
@@ -504,6 +519,7 @@ def _state_offsets(strides, i_n, i_h, o_v, o_k):
 @gluon.jit
 def _step(
     S,
+    total,
     memory,
     tiles,
     at,
@@ -566,7 +582,9 @@ def _step(
     if not CHANNEL:
         Sq = Sq * number.slice(BT, BT).load(ROW)[None, :]
     o = warpgroup_mma(y, tiles.F.index(stage), Sq, is_async=True)
-    S = S * decay(tiles.total.index(stage), LS, CHANNEL)
+    if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+    S = S * total
     if FOLDED:
         S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
     else:

@@ -45,7 +45,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
-from wyfold.tile.decay.gluon import LEAST, decay
+from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
@@ -161,7 +161,7 @@ def _boxes(
             token_boxes(v, C, BW),
             token_boxes(do, C, BW),
             number_boxes(rows.flatten(1), 4 * C),
-            number_boxes(total, K if channel else LEAST),
+            number_boxes(total, K) if channel else total,
             None if E is None else tile_boxes(E, C, K),
             tile_boxes(F, C, C),
             tile_boxes(W, C, C),
@@ -212,9 +212,10 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the parts reach by themselves: what a chunk leaves, by boxes, states, and those at the borders of
-    segments."""
+    """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, states, and those at
+    the borders of segments."""
 
+    total: Any
     S: Any
     dS: Any
     e: Any
@@ -334,7 +335,9 @@ def wyfold_scan_bwd_gluon(
         write = gl.allocate_shared_memory(x_E.dtype, [STAGES, BT, K], x_E.layout)
     else:
         write = gl.allocate_shared_memory(x_W.dtype, [STAGES, BT, BT], x_W.layout)
-    total = gl.allocate_shared_memory(gl.float32, [STAGES, x_total.block_shape[0]], x_total.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
     state = gl.allocate_shared_memory(x_S.dtype, [OUT * PARTS, BW, K], x_S.layout)
     tokens = gl.allocate_shared_memory(x_e.dtype, [PARTS, BT, BW], x_e.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -347,6 +350,7 @@ def wyfold_scan_bwd_gluon(
 
     tiles = Tiles(q, k, x, rows, total, square, write, state, tokens, full, free)
     memory = Memory(
+        x_total,
         x_S,
         x_dS,
         x_e,
@@ -420,7 +424,7 @@ def _bring(
     BYTES: gl.constexpr = (
         source.k.block_type.nbytes
         + source.rows.block_type.nbytes
-        + source.total.block_type.nbytes
+        + (source.total.block_type.nbytes if CHANNEL else 0)
         + (source.E.block_type.nbytes if FOLDED else 0)
     )
     FORWARD: gl.constexpr = BYTES + source.v.block_type.nbytes * PARTS + source.W.block_type.nbytes
@@ -444,7 +448,6 @@ def _bring(
             tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
             tma_load(source.total, [tile * K], full, tiles.total.index(stage))
         else:
-            tma_load(source.total, [tile], full, tiles.total.index(stage))
             tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
         if FOLDED:
             tma_load(source.E, [tile * BT, 0], full, tiles.write.index(stage))
@@ -518,28 +521,40 @@ def _reverse(
     STAGES: gl.constexpr,
 ):
     """The last chunk first, which may be the one that is not full."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     mine = at.column + part * BW
     dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
     unit = gl.where(at.steps + at.rest > 0, unit, 1.0)  # through no token a gradient passes as it is
     dS = dS * (1.0 / unit)
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile + (at.steps - 1) * HV, at.steps > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     done = 0
     if at.rest > 0:
+        last_total = total
+        if not CHANNEL:
+            last_total = chunk_decay(memory.total, at.tile + at.steps * HV, True, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
-            dS, memory, tiles, at, scale, part, stage, at.steps, done,
+            dS, last_total, memory, tiles, at, scale, part, stage, at.steps, done,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         done += 1
         stage += 1  # of two or more
     for j in range(at.steps):
         i = at.steps - 1 - j
+        next_total = total
+        if not CHANNEL:
+            next_total = chunk_decay(memory.total, at.tile + (i - 1) * HV, i > 0, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
-            dS, memory, tiles, at, scale, part, stage, i, done,
+            dS, total, memory, tiles, at, scale, part, stage, i, done,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
+        total = next_total
         done += 1
         stage += 1
         if stage == STAGES:
@@ -573,17 +588,27 @@ def _forward(
     STAGES: gl.constexpr,
 ):
     """The first chunk first; the state that leaves the last one is nobody's."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     mine = at.column + part * BW
     before = at.border - 1
     S = _entering(memory.S0, memory.s_S0, at.begins, memory.entering, memory.s_entering, before, at, mine, K, BW)
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile, at.steps + at.rest > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
+        next_total = total
+        if not CHANNEL:
+            there = (i + 1) * BT < at.steps * BT + at.rest
+            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, there, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _forward_step(
-            S, memory, tiles, at, part, stage, i,
+            S, total, memory, tiles, at, part, stage, i,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
+        total = next_total
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -592,7 +617,7 @@ def _forward(
     if at.rest > 0:
         mbarrier.wait(tiles.full.index(stage), phase)
         _forward_step(
-            S, memory, tiles, at, part, stage, at.steps,
+            S, total, memory, tiles, at, part, stage, at.steps,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         last = at.steps
@@ -604,6 +629,7 @@ def _forward(
 @gluon.jit
 def _reverse_step(
     dS,
+    total,
     memory,
     tiles,
     at,
@@ -660,7 +686,9 @@ def _reverse_step(
     )
     in_q = number.slice(BT, BT).load(ROW)
     doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
-    dS = dS * decay(tiles.total.index(stage), LS, CHANNEL)
+    if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+    dS = dS * total
     if not FOLDED:
         out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
         dY = warpgroup_mma_wait(1, deps=[dY])
@@ -687,6 +715,7 @@ def _reverse_step(
 @gluon.jit
 def _forward_step(
     S,
+    total,
     memory,
     tiles,
     at,
@@ -729,7 +758,9 @@ def _forward_step(
     )  # fmt: skip
     v = x.permute((1, 0)).load(LC)
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
-    S = S * decay(tiles.total.index(stage), LS, CHANNEL)
+    if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+    S = S * total
     Sk = warpgroup_mma_wait(0, deps=[Sk])
     R = v.to(gl.float32) - Sk * in_k[None, :]
     r = R.to(OP)

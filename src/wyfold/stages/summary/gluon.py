@@ -32,7 +32,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.stages.summary.triton import summary_bwd as summary_bwd
-from wyfold.tile.decay.gluon import LEAST, decay
+from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import (
     every_box,
@@ -117,7 +117,7 @@ def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[An
         tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K if channel else LEAST),
+        number_boxes(total, K) if channel else total,
         tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
     )
     boxes = every_box(given, found)
@@ -151,8 +151,9 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The states, which the parts reach by themselves."""
+    """What the parts reach by themselves: decays of a scalar gate, and states."""
 
+    total: Any
     S0: Any
     s_S0: Any
     H: Any
@@ -162,11 +163,12 @@ class Memory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: whether it makes H, whether anybody asks for it, sequence, border, whether the sequence
+    """Of a program: whether it makes H, whether anybody asks for it, first tile, sequence, border, whether the sequence
     begins here, value head, first value row of H or of M, and chunks."""
 
     of_H: Any
     asked: Any
+    tile: Any
     n: Any
     border: Any
     begins: Any
@@ -228,7 +230,9 @@ def wyfold_summary_gluon(
     v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
     write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
-    total = gl.allocate_shared_memory(gl.float32, [STAGES, x_total.block_shape[0]], x_total.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -243,7 +247,7 @@ def wyfold_summary_gluon(
     barrier()
 
     tiles = Tiles(k, v, rows, total, write, full, free)
-    memory = Memory(p_S0, s_S0, p_H, s_H, p_M, s_M)
+    memory = Memory(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
     source = Source(
         x_k,
         x_v,
@@ -255,11 +259,11 @@ def wyfold_summary_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_v).to(gl.int32) + column,
     )
-    at = Place(of_H, asked, i_n, i_border, begins, i_hv, column, steps)
+    at = Place(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, 0, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
             ],
             [1],
@@ -268,8 +272,8 @@ def wyfold_summary_gluon(
     else:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, 0, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_recur, (memory, tiles, at, 1, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
                 (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
             ],
             [4, 1],
@@ -292,12 +296,8 @@ def _bring(
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
-    BYTES: gl.constexpr = (
-        source.k.block_type.nbytes
-        + source.rows.block_type.nbytes
-        + source.total.block_type.nbytes
-        + source.write.block_type.nbytes
-    )
+    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
+    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
     tile, token = source.tile, source.token
     stage = 0
     phase = 1
@@ -312,7 +312,6 @@ def _bring(
             tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
             tma_load(source.total, [tile * K], full, tiles.total.index(stage))
         else:
-            tma_load(source.total, [tile], full, tiles.total.index(stage))
             tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
         tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
         if of_H != 0:
@@ -333,6 +332,7 @@ def _recur(
     tiles,
     at,
     part,
+    HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
     BW: gl.constexpr,
@@ -352,11 +352,19 @@ def _recur(
     elif at.begins:
         if memory.S0 is not None:
             S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
+        next_total = total
+        if not CHANNEL:
+            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, i + 1 < at.steps, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
-        S = _step(S, tiles, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        S = _step(S, total, tiles, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        total = next_total
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -378,6 +386,7 @@ def _state_offsets(strides, i_n, i_h, o_v, o_k):
 @gluon.jit
 def _step(
     S,
+    total,
     tiles,
     part,
     stage,
@@ -406,12 +415,14 @@ def _step(
     mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
     v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     beta = number.slice(3 * BT, BT).load(ROW)
-    S = S * decay(tiles.total.index(stage), LS, CHANNEL)
     if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk
     else:
         in_k = number.slice(0, BT).load(ROW)
+        S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk * in_k[None, :]
     if FOLDED:

@@ -1,27 +1,22 @@
-"""A chunk's whole decay in shared memory, for Hopper kernels that hold a state."""
+"""A chunk's whole decay, one number under a scalar gate, for Hopper kernels that hold a state."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LEAST = 32
-"""Numbers that the copy engine brings at least, of which the first counts where a gate has one a chunk: what it writes
-to shared memory begins at a multiple of 128 bytes.
-
-They are not loaded into registers a chunk ahead: a number that all threads have alike goes to a register of the whole
-warp as soon as it is there, which stops the warp until then, in every chunk (docs/facts.md, SASS-5).
-"""
-
 
 @gluon.jit
-def decay(total, LAYOUT: gl.constexpr, CHANNEL: gl.constexpr):
-    """What a state [value rows, K] in LAYOUT is multiplied by over a chunk: [1, K] of a channel gate, else [1, 1].
+def chunk_decay(p_total, tile, there, nothing, BW: gl.constexpr, LAYOUT: gl.constexpr):
+    """The decay of a tile's chunk, for each of BW rows of a state in LAYOUT; zeros unless it is there.   [BW, 1]
+
+    Each thread loads it for itself, from an address that is not known to be everyone's: a number known to be the warp's
+    goes to a register of the whole warp as soon as it is asked for, and the warp waits for it there, a chunk before it
+    is wanted (docs/facts.md, SASS-5).
 
     Args:
-        total: [K], or [LEAST], float32 in shared memory.
+        p_total: [tiles] float32.
+        nothing: 0, which the compiler does not know.
     """
-    if CHANNEL:
-        return total.load(gl.SliceLayout(0, LAYOUT))[None, :]
-    else:
-        return total.slice(0, 1).load(gl.SliceLayout(1, LAYOUT))[:, None]
+    o_v = gl.arange(0, BW, layout=gl.SliceLayout(1, LAYOUT)) * nothing
+    return gl.load(p_total + tile + o_v, mask=(o_v == 0) & there, other=0.0)[:, None]

@@ -69,7 +69,7 @@ def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
 
 
 def number_boxes(x: Tensor, count: int) -> Boxes | None:
-    """Boxes of so many numbers of a contiguous x, from any of them on; None as above."""
+    """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
         return None
     return Boxes(x, [x.numel()], [1], [count])
