@@ -45,7 +45,6 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
-from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
@@ -521,22 +520,20 @@ def _reverse(
     STAGES: gl.constexpr,
 ):
     """The last chunk first, which may be the one that is not full."""
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     mine = at.column + part * BW
     dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
     unit = gl.where(at.steps + at.rest > 0, unit, 1.0)  # through no token a gradient passes as it is
     dS = dS * (1.0 / unit)
-    nothing = gl.minimum(at.steps, 0)
     total = 0.0
     if not CHANNEL:
-        total = chunk_decay(memory.total, at.tile + (at.steps - 1) * HV, at.steps > 0, nothing, BW, LS)
+        total = gl.load(memory.total + at.tile + (at.steps - 1) * HV, mask=at.steps > 0, other=0.0)
     stage = 0
     phase = 0
     done = 0
     if at.rest > 0:
         last_total = total
         if not CHANNEL:
-            last_total = chunk_decay(memory.total, at.tile + at.steps * HV, True, nothing, BW, LS)
+            last_total = gl.load(memory.total + at.tile + at.steps * HV)
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
             dS, last_total, memory, tiles, at, scale, part, stage, at.steps, done,
@@ -548,7 +545,7 @@ def _reverse(
         i = at.steps - 1 - j
         next_total = total
         if not CHANNEL:
-            next_total = chunk_decay(memory.total, at.tile + (i - 1) * HV, i > 0, nothing, BW, LS)
+            next_total = gl.load(memory.total + at.tile + (i - 1) * HV, mask=i > 0, other=0.0)
         mbarrier.wait(tiles.full.index(stage), phase)
         dS = _reverse_step(
             dS, total, memory, tiles, at, scale, part, stage, i, done,
@@ -588,21 +585,20 @@ def _forward(
     STAGES: gl.constexpr,
 ):
     """The first chunk first; the state that leaves the last one is nobody's."""
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     mine = at.column + part * BW
     before = at.border - 1
     S = _entering(memory.S0, memory.s_S0, at.begins, memory.entering, memory.s_entering, before, at, mine, K, BW)
-    nothing = gl.minimum(at.steps, 0)
     total = 0.0
     if not CHANNEL:
-        total = chunk_decay(memory.total, at.tile, at.steps + at.rest > 0, nothing, BW, LS)
+        total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
     stage = 0
     phase = 0
     for i in range(at.steps):
         next_total = total
         if not CHANNEL:
-            there = (i + 1) * BT < at.steps * BT + at.rest
-            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, there, nothing, BW, LS)
+            next_total = gl.load(
+                memory.total + at.tile + (i + 1) * HV, mask=(i + 1) * BT < at.steps * BT + at.rest, other=0.0
+            )
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _forward_step(
             S, total, memory, tiles, at, part, stage, i,
