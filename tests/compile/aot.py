@@ -585,6 +585,7 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             only=("scan.gluon", "gradients.gluon"),
         ),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=1),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), only=("scan.gluon",)),
         Call(
             "chunk_kda, gate inside",
             options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
@@ -604,6 +605,14 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             wrt=("initial_state",),
             segments=4,
             only=("summary.gluon", "summary.triton", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
+        ),
+        Call(
+            "chunk_kda",
+            options=(("chunk_size", 64),),
+            heads=32,
+            wrt=("initial_state",),
+            segments=4,
+            only=("summary.gluon",),
         ),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),

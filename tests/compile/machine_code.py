@@ -41,6 +41,25 @@ def overtaken(sass: str) -> list[str]:
     return found
 
 
+def waited_for(sass: str) -> list[str]:
+    """What an innermost loop with products loads from memory and gives to a register of the whole warp, which waits."""
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);|^\s*(\.L_\w+):", sass, re.MULTILINE)
+    labels = {label: n for n, (_, label) in enumerate(lines) if label}
+    loops = []
+    for n, (instruction, _) in enumerate(lines):
+        target = re.search(r"BRA `\((\.L_\w+)\)", instruction)
+        if target and labels[target[1]] < n and any("HGMMA" in text for text, _ in lines[labels[target[1]] : n]):
+            loops.append(range(labels[target[1]], n))
+    found = []
+    for loop in loops:
+        if any(other != loop and other.start in loop and other.stop in loop for other in loops):
+            continue
+        body = [lines[n][0] for n in loop]
+        loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
+        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
+    return found
+
+
 def reused_barriers(kernel: Any) -> list[str]:
     """What takes shared memory after the last name of a barrier in Gluon, and may so be laid where that was.
 

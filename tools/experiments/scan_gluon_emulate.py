@@ -345,6 +345,7 @@ def make_gl(pid):
     gl.zeros = lambda s, d, l: torch.zeros(s, dtype=d)
     gl.arange = lambda a, b, layout=None: torch.arange(a, b)
     gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
+    gl.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     gl.fma = lambda a, b, c: torch.addcmul(c, a, b.expand_as(a))
     gl.convert_layout = lambda x, l, assert_trivial=False: x
     gl.NVMMADistributedLayout = gl.DotOperandLayout = gl.SliceLayout = gl.BlockedLayout = lambda *a: None
@@ -361,6 +362,7 @@ def clear_rows(tile, rows, BT, W):
 
 def namespace(pid):
     import wyfold.stages.scan.gluon as G
+    import wyfold.tile.decay.gluon as D
     import wyfold.tile.index.gluon as IG
     import wyfold.tile.index.triton as I
 
@@ -387,7 +389,7 @@ def namespace(pid):
         "clear_rows": clear_rows,
     }
     tl = types.SimpleNamespace(load=load, int64=torch.int64)
-    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens):
+    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens, D.chunk_decay):
         source = inspect.getsource(helper.fn)
         exec("from __future__ import annotations\n" + source[source.index("def ") :], {"tl": tl, "gl": gl}, ns)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)

@@ -44,6 +44,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
+from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_rows, clear_tokens, shared, tma_load, tma_store
 from wyfold.tile.index.triton import (
     every_box,
@@ -460,17 +461,17 @@ def _recur(
             S = _entering(memory, at, o_v, o_k)
     elif at.here:
         S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
+    nothing = gl.minimum(at.steps, 0)
     total = 0.0
     if not CHANNEL:
-        total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
+        total = chunk_decay(memory.total, at.tile, at.steps + at.rest > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
         next_total = total
         if not CHANNEL:
-            next_total = gl.load(
-                memory.total + at.tile + (i + 1) * HV, mask=(i + 1) * BT < at.steps * BT + at.rest, other=0.0
-            )
+            there = (i + 1) * BT < at.steps * BT + at.rest
+            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, there, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
         S = _step(
             S, total, memory, tiles, at, scale, part, stage, i,

@@ -32,6 +32,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.stages.summary.triton import summary_bwd as summary_bwd
+from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import (
     every_box,
@@ -237,6 +238,11 @@ def wyfold_summary_gluon(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
+    if of_H == 0:
+        # Nobody brings any.
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+        for s in gl.static_range(STAGES * PARTS):
+            v.index(s).store(gl.zeros([BT, BW], x_v.dtype, L))
     fence_async_shared()
     barrier()
 
@@ -346,17 +352,18 @@ def _recur(
     elif at.begins:
         if memory.S0 is not None:
             S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    nothing = gl.minimum(at.steps, 0)
     total = 0.0
     if not CHANNEL:
-        total = gl.load(memory.total + at.tile, mask=at.steps > 0, other=0.0)
+        total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
         next_total = total
         if not CHANNEL:
-            next_total = gl.load(memory.total + at.tile + (i + 1) * HV, mask=i + 1 < at.steps, other=0.0)
+            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, i + 1 < at.steps, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
-        S = _step(S, total, tiles, at, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        S = _step(S, total, tiles, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
         total = next_total
         stage += 1
         if stage == STAGES:
@@ -381,7 +388,6 @@ def _step(
     S,
     total,
     tiles,
-    at,
     part,
     stage,
     i,
@@ -407,10 +413,7 @@ def _step(
     Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
     fence_async_shared()
     mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
-    # Nobody brought any where M is made, and what lies there may be no number.
     v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
-    there = gl.arange(0, BT, layout=ROW) < at.of_H * BT
-    v = gl.where(there[None, :], v, 0.0)
     beta = number.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]

@@ -1,0 +1,37 @@
+"""Scans in Gluon: in a loop over chunks no warp waits for a number from memory that it wants a chunk later."""
+
+import importlib.util
+
+import pytest
+from tests.compile import aot
+from tests.compile.machine_code import read, waited_for
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+UNIFORM = """
+        /*0010*/                   LDG.E R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/                   LDG.E R6, desc[UR4][R2.64] ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R120, R180, gdesc[UR12], RZ, !UPT ;
+        /*0040*/              @!P4 R2UR UR34, {} ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize("register, waits", [("R6", True), ("R4", False)])
+def test_such_a_number_is_found(register: str, waits: bool):
+    assert bool(waited_for(UNIFORM.format(register))) is waits
+
+
+@pytest.mark.parametrize("heads, segments", [(2, 1), (96, 1), (2, 4)])
+def test_no_warp_waits_for_a_decay(heads: int, segments: int):
+    call = aot.Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=heads, segments=segments)
+    found = {}
+
+    def compiling(kernel, *arguments, **options):
+        if aot.named(kernel) in ("scan.gluon", "summary.gluon"):
+            found[kernel.fn.__name__] = waited_for(read(aot.code(kernel, *arguments, **options)[0]))
+
+    with aot.pretending("sm_90", compiling):
+        call.run()
+    assert found == {f"wyfold_{name}_gluon": [] for name in ("scan", "summary")[: 1 + (segments > 1)]}
