@@ -1,8 +1,9 @@
 """Grams under a channel gate on the device, and their adjoint.
 
-The forward's grams have anchors at the first row of every 16 (`add_channel_grams`). Their adjoint (`channel_bwd`) takes
-pairs inside 8 rows one by one and all others by halving: at level h, blocks of 2h rows pair their upper with their
-lower half, both anchored at the lower half's first row. Log gates are to base 2 here.
+The forward's grams have anchors at the first row of every 16 (`add_channel_grams`; `add_key_gram` of operands that are
+not rounded). Their adjoint (`channel_bwd`) takes pairs inside 8 rows one by one and all others by halving: at level h,
+blocks of 2h rows pair their upper with their lower half, both anchored at the lower half's first row. Log gates are to
+base 2 here.
 """
 
 from __future__ import annotations
@@ -176,8 +177,9 @@ def add_channel_grams(
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-SHIFT: tl.constexpr = tl.constexpr(56.0)
-"""Exponents of rows are this much more in `add_key_gram`, and those of what they meet less: about half of REACH."""
+SHIFT: tl.constexpr = tl.constexpr(48.0)
+"""Exponents of rows are this much more in `add_key_gram`, and those of what they meet less: half of REACH, so that
+neither factor of a decay is below float32's numbers before the decay is below 2^-78, which may count as nothing."""
 
 
 @triton.jit
@@ -185,8 +187,8 @@ def exact_sums(b_g, clamp, NB: tl.constexpr):
     """`sub_chunk_sums` and `sums_between` of log gates as given, so that nothing is lost where gates are strong.
 
     What lies between two rows is a difference of sums, which would lose what a strong gate before both has of them. So
-    a gate is a multiple of 2^-13, to base 2, and a rest, natural: sums of multiples are exact down to -2048 (fourteen
-    resets; decays to later rows are 0), and those of rests are so small that they are factors less 1.
+    a gate is a multiple of 2^-12, to base 2, and a rest, natural: sums of multiples are exact down to -4096 (even of
+    resets alone), and those of rests are so small that they are factors less 1, but for half their squares, 8e-7.
 
     Args:
         b_g: [NB, 16, BK] of any float.
@@ -198,7 +200,7 @@ def exact_sums(b_g, clamp, NB: tl.constexpr):
     """
     o_i = tl.arange(0, 16)[None, :, None]
     b_g = activated(b_g.to(tl.float32), 1.0, 0.0, 0.0, clamp, "given")
-    b_multiple = tl.fma(b_g, LOG2_E, 1536.0) - 1536.0
+    b_multiple = tl.fma(b_g, LOG2_E, 3072.0) - 3072.0
     b_P = tl.cumsum(tl.where(o_i == 0, SHIFT, b_multiple), axis=1)
     b_x = tl.cumsum(tl.where(o_i == 0, 0.0, tl.fma(b_multiple, -LN_2, b_g)), axis=1)
     b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1) * LOG2_E
@@ -242,7 +244,7 @@ def add_far_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.co
     most = SHIFT - tl.min(b_last)
     # Rounded up at a multiple of REACH, as in `add_channel_grams`.
     anchors = tl.where(most > REACH, most / REACH + 1.01, 0.0).to(tl.int32)
-    for anchor in range(0, anchors):
+    for anchor in range(anchors):
         b_p = b_P + anchor * REACH
         if anchor == 0:
             b_s = tl.where(beyond_reach(b_last)[:, None], (b_last - SHIFT)[:, None] - b_P, -1024.0)
