@@ -4,6 +4,7 @@ Inputs lie between guards of NaN, results are born as NaN.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -32,8 +33,8 @@ def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **
     eager = chunk_scaled_dot_kkt(*inputs, cu_seqlens=cu, backend="eager", **options)
     wanted = {"target": target("o", FP32)} if got.dtype == FP32 else {"yardstick": eager}
     error.require(error.judge(got.cpu(), truth, **wanted, name="L"))
-    # Decays end below 2^-126, a channel gate's below 2^-78, here and there not at one number; what is zero by definition
-    # is exactly that.
+    # Decays end below 2^-126, a channel gate's below 2^-78, here and there not at one number; what is zero by
+    # definition is exactly that.
     tiny, got = torch.finfo(FP32).tiny, got.cpu()
     least = 2.0**-77 if inputs[2] is not None and inputs[2].ndim == 4 else 2 * tiny
     nothing = got.abs() < tiny
@@ -93,6 +94,53 @@ def test_a_strong_gate_costs_decays_between_other_rows_nothing(kind: str, channe
     truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double())
     # A product of exact rows, an exponential of what is summed without it, two factors.
     assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
+
+
+STRONG = {
+    "a reset in a sub-chunk": {5: -torch.inf, 37: -torch.inf},
+    "two and a weak one": {5: -1e4, 21: -95.0, 22: -95.0, 40: -30.0},
+    "all but every seventh": {i: -1e4 for i in range(64) if i % 7},
+    "thirty everywhere": dict.fromkeys(range(64), -30.0),
+    "just what an anchor reaches": {3: -48 * math.log(2), 9: -48 * math.log(2), 25: -96.1 * math.log(2)},
+}
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("kind", STRONG)
+def test_where_a_channels_gates_are_strong_nothing_is_lost(kind: str, C: int, moved: Callable):
+    k, beta, g = drawn(64, "channel")
+    for token, gate in STRONG[kind].items():
+        g[:, token, 0] = gate
+        g[:, token, 1, ::3] = gate
+    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")
+    truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double(), chunk_size=C)
+    for head in range(2):
+        assert error.rms(got.cpu()[:, :, head], truth[:, :, head]) <= 8 * torch.finfo(FP32).eps
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("K, dtype", [(8, BF16), (40, FP16), (128, FP32), (256, BF16)], ids=str)
+def test_channels(K: int, dtype: torch.dtype, C: int, moved: Callable):
+    k, beta, g = drawn(C + 6, "channel", 1, 2, 4, K, dtype)
+    strength = torch.tensor([0.0, 0.05, 1.0, 30.0, 1e4])[torch.randint(5, g.shape)]
+    for gates in (g / 16, torch.zeros_like(g), g * strength, torch.where(strength > 1, -torch.inf, g)):
+        got = chunk_scaled_dot_kkt(*moved((k, beta, gates)), chunk_size=C, backend="triton")
+        judged((k, beta, gates), None, got, chunk_size=C)
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+@pytest.mark.parametrize("first", [3, 16, 21, 47])
+def test_rows_do_not_hang_on_later_tokens(gate: str, first: int, moved: Callable):
+    """Neither on whether those need more anchors."""
+    inputs = drawn(64, gate, dtype=BF16)
+    L = chunk_scaled_dot_kkt(*moved(inputs), backend="triton")
+    for strength in (0.0, 1.0, 200.0):
+        later = [None if x is None else x.clone() for x in inputs]
+        for x, new in zip(later, drawn(64, gate, dtype=BF16)):
+            if x is not None:
+                x[:, first:] = new[:, first:] * (strength if x is later[2] else 1.0)
+        got = chunk_scaled_dot_kkt(*moved(later), backend="triton")
+        assert torch.equal(got[:, :first], L[:, :first]) and not torch.equal(got, L)
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
