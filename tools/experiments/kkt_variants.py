@@ -3,10 +3,11 @@
     PYTHONPATH=src:. python tools/experiments/kkt_variants.py --commit HASH --out DIR --budget 90
     PYTHONPATH=src:. python tools/experiments/kkt_variants.py --cases "C64 channel" --names "r128|r168" --against FILE
 
-A case is a dtype, a chunk size and a kind of gate; what other cases take was settled (docs/facts.md, SASS-4). Every configuration is compiled first, by JOBS processes into one cache on
-disk. `kkt-variants.json` is written after every step, so that what a cut-off run found is there; nothing new is begun
-when the budget is spent. --against: such a file of another commit, whose bits are compared as well. On a CPU, with
-TRITON_INTERPRET=1 and --device cpu, sizes are tiny and times mean nothing.
+A case is a dtype, a chunk size and a kind of gate; what others take is settled (docs/facts.md, SASS-4). Every
+configuration is compiled first, by JOBS processes into one cache on disk. `kkt-variants.json` is written after every
+step, so that what a cut-off run found is there; nothing new is begun when the budget is spent. --against: such a file
+of another commit, whose bits are compared as well. On a CPU, with TRITON_INTERPRET=1 and --device cpu, sizes are tiny
+and times mean nothing.
 """
 
 import argparse
