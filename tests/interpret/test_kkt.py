@@ -160,11 +160,13 @@ def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str,
         assert (got.masked_fill((torch.arange(16, device=got.device) < row[:, None])[:, None], 0) == 0).all()
 
 
-def test_strided_is_contiguous(device: torch.device):
-    k, beta, g = (x.to(device) for x in drawn(50, "scalar", 2, 2, 4))
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
+def test_strided_is_contiguous(gate: str, device: torch.device):
+    k, beta, g = (x.to(device) for x in drawn(50, gate, 2, 2, 4))
     L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16, backend="triton")
-    head_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, beta, g)]
-    assert torch.equal(chunk_scaled_dot_kkt(*head_first, chunk_size=16, backend="triton"), L)
+    for axis in (2, -1):
+        apart = [x.transpose(1, axis).contiguous().transpose(1, axis) for x in (k, beta, g)]
+        assert torch.equal(chunk_scaled_dot_kkt(*apart, chunk_size=16, backend="triton"), L)
     shared = chunk_scaled_dot_kkt(k[:, :, :1].expand_as(k), beta, g, chunk_size=16, backend="triton")
     assert torch.equal(shared, chunk_scaled_dot_kkt(k[:, :, :1], beta, g, chunk_size=16, backend="triton"))
 

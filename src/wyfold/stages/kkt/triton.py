@@ -11,7 +11,7 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import dtype_word, tile_width, tuned
 from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
-from wyfold.tile.decay.triton import FLOOR, gate_flags, interval_decay, load_gate
+from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, interval_decay, load_gate
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, self_products, self_sum
 from wyfold.tile.index.triton import (
     chunk_span,
@@ -30,9 +30,9 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     """Write L to out, and zeros past a packed batch's last boundary.
 
     Args:
-        k: [B, T, H, K], any strides.
+        k: [B, T, H, K], any strides; with a channel gate, whose sums run along columns, rows 16 numbers can be read of.
         beta: [B, T, HV].
-        g: [B, T, HV] or [B, T, HV, K]. Natural-log decay per token, <= 0. None: no decay.
+        g: [B, T, HV] or [B, T, HV, K], as k. Natural-log decay per token, <= 0. None: no decay.
         grid: The call's chunk grid.
         out: [B, T, HV, C], any strides.
     """
@@ -40,7 +40,7 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     gates = gate_flags(g)
     # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
     held = torch.float32 if gates["CHANNEL"] else k.dtype
-    config = tuned("kkt.triton", launch_key(k.dtype, K, C, gates["GATE"]), k.device)
+    config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate_kind(g)), k.device)
     launched(
         wyfold_kkt_triton,
         grid.chunks * HV,
