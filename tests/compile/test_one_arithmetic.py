@@ -134,6 +134,31 @@ def test_gates_of_channels_that_lie_apart():
     assert factors("chunk_kda", apart) == factors("chunk_kda", rows)
 
 
+@pytest.mark.parametrize("C, K", [(16, 24), (32, 128), (64, 128)])
+def test_key_grams_under_a_gate_of_channels(C: int, K: int):
+    def gram(k: torch.Tensor, g: torch.Tensor, **options: object) -> tuple[collections.Counter[str], ...]:
+        found = []
+
+        def look(kernel, *arguments, **fixed) -> None:
+            if kernel.fn.__name__ == "wyfold_kkt_triton":
+                asm = aot.code(kernel, *arguments, **fixed)[0].asm
+                found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
+
+        with aot.pretending("sm_90", look):
+            wyfold.chunk_scaled_dot_kkt(k, torch.ones(g.shape[:3]), g, chunk_size=C, backend="triton", **options)
+        (one,) = found
+        return one
+
+    k, g = torch.zeros(1, 64, 2, K, dtype=torch.bfloat16), torch.zeros(1, 64, 4, K)
+    with aot.pretending("sm_90", lambda *_, **__: None):
+        plan = wyfold.explain(wyfold.chunk_scaled_dot_kkt, k, torch.ones(g.shape[:3]), g, backend="triton")
+        assert plan.copies == (("k", "g") if K % 16 else ())
+    dense = gram(k, g)
+    assert dense[0].total() > 100
+    assert gram(k[:, :50], g[:, :50], cu_seqlens=torch.tensor([0, 17, 50])) == dense
+    assert gram(*(x.transpose(1, -1).contiguous().transpose(1, -1) for x in (k, g))) == dense
+
+
 @pytest.mark.parametrize("step, copied", [(1, ("k",)), (8, ("k",)), (16, ())])
 def test_rows_that_lie_unaligned_are_copied_first(step: int, copied: tuple[str, ...]):
     q = torch.randn(1, 40, 2, 128)

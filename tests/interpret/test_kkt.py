@@ -4,6 +4,7 @@ Inputs lie between guards of NaN, results are born as NaN.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -32,10 +33,12 @@ def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **
     eager = chunk_scaled_dot_kkt(*inputs, cu_seqlens=cu, backend="eager", **options)
     wanted = {"target": target("o", FP32)} if got.dtype == FP32 else {"yardstick": eager}
     error.require(error.judge(got.cpu(), truth, **wanted, name="L"))
-    # Decays end below 2^-126, here and there not at one number; what is zero by definition is exactly that.
+    # Decays end below 2^-126, a channel gate's below 2^-78, here and there not at one number; what is zero by
+    # definition is exactly that.
     tiny, got = torch.finfo(FP32).tiny, got.cpu()
+    least = 2.0**-77 if inputs[2] is not None and inputs[2].ndim == 4 else 2 * tiny
     nothing = got.abs() < tiny
-    assert nothing[eager == 0].all() and not nothing[eager.abs() >= 2 * tiny].any()
+    assert nothing[eager == 0].all() and not nothing[eager.abs() >= least].any()
 
 
 @pytest.fixture
@@ -93,6 +96,53 @@ def test_a_strong_gate_costs_decays_between_other_rows_nothing(kind: str, channe
     assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
 
 
+STRONG = {
+    "a reset in a sub-chunk": {5: -torch.inf, 37: -torch.inf},
+    "two and a weak one": {5: -1e4, 21: -95.0, 22: -95.0, 40: -30.0},
+    "all but every seventh": {i: -1e4 for i in range(64) if i % 7},
+    "thirty everywhere": dict.fromkeys(range(64), -30.0),
+    "just what an anchor reaches": {3: -48 * math.log(2), 9: -48 * math.log(2), 25: -96.1 * math.log(2)},
+}
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("kind", STRONG)
+def test_where_a_channels_gates_are_strong_nothing_is_lost(kind: str, C: int, moved: Callable):
+    k, beta, g = drawn(64, "channel")
+    for token, gate in STRONG[kind].items():
+        g[:, token, 0] = gate
+        g[:, token, 1, ::3] = gate
+    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")
+    truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double(), chunk_size=C)
+    for head in range(2):
+        assert error.rms(got.cpu()[:, :, head], truth[:, :, head]) <= 8 * torch.finfo(FP32).eps
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("K, dtype", [(8, BF16), (40, FP16), (128, FP32), (256, BF16)], ids=str)
+def test_channels(K: int, dtype: torch.dtype, C: int, moved: Callable):
+    k, beta, g = drawn(C + 6, "channel", 1, 2, 4, K, dtype)
+    strength = torch.tensor([0.0, 0.05, 1.0, 30.0, 1e4])[torch.randint(5, g.shape)]
+    for gates in (g / 16, torch.zeros_like(g), g * strength, torch.where(strength > 1, -torch.inf, g)):
+        got = chunk_scaled_dot_kkt(*moved((k, beta, gates)), chunk_size=C, backend="triton")
+        judged((k, beta, gates), None, got, chunk_size=C)
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
+@pytest.mark.parametrize("first", [3, 16, 21, 47])
+def test_rows_do_not_hang_on_later_tokens(gate: str, first: int, moved: Callable):
+    """Neither on whether those need more anchors."""
+    inputs = drawn(64, gate, dtype=BF16)
+    L = chunk_scaled_dot_kkt(*moved(inputs), backend="triton")
+    for strength in (0.0, 1.0, 200.0):
+        later = [None if x is None else x.clone() for x in inputs]
+        for x, new in zip(later, drawn(64, gate, dtype=BF16)):
+            if x is not None:
+                x[:, first:] = new[:, first:] * (strength if x is later[2] else 1.0)
+        got = chunk_scaled_dot_kkt(*moved(later), backend="triton")
+        assert torch.equal(got[:, :first], L[:, :first]) and not torch.equal(got, L)
+
+
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
 def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, moved: Callable):
     inputs = drawn(40, gate)
@@ -110,11 +160,13 @@ def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str,
         assert (got.masked_fill((torch.arange(16, device=got.device) < row[:, None])[:, None], 0) == 0).all()
 
 
-def test_strided_is_contiguous(device: torch.device):
-    k, beta, g = (x.to(device) for x in drawn(50, "scalar", 2, 2, 4))
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
+def test_strided_is_contiguous(gate: str, device: torch.device):
+    k, beta, g = (x.to(device) for x in drawn(50, gate, 2, 2, 4))
     L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16, backend="triton")
-    head_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, beta, g)]
-    assert torch.equal(chunk_scaled_dot_kkt(*head_first, chunk_size=16, backend="triton"), L)
+    for axis in (2, -1):
+        apart = [x.transpose(1, axis).contiguous().transpose(1, axis) for x in (k, beta, g)]
+        assert torch.equal(chunk_scaled_dot_kkt(*apart, chunk_size=16, backend="triton"), L)
     shared = chunk_scaled_dot_kkt(k[:, :, :1].expand_as(k), beta, g, chunk_size=16, backend="triton")
     assert torch.equal(shared, chunk_scaled_dot_kkt(k[:, :, :1], beta, g, chunk_size=16, backend="triton"))
 

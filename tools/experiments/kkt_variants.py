@@ -1,13 +1,13 @@
 """Configurations of `kkt`, alone on one card: bits beside the first of each case, error, time from a CUDA graph.
 
     PYTHONPATH=src:. python tools/experiments/kkt_variants.py --commit HASH --out DIR --budget 90
-    PYTHONPATH=src:. python tools/experiments/kkt_variants.py --cases "C64 scalar" --names "w2|w4 s3" --against FILE
+    PYTHONPATH=src:. python tools/experiments/kkt_variants.py --cases "C64 channel" --names "r128|r168" --against FILE
 
-A case is a dtype, a chunk size and a kind of gate; the first configuration of each is the row that it had on sm_90
-before the gate was asked for with the keys. Every configuration is compiled first, by JOBS processes into one cache on
-disk. `kkt-variants.json` is written after every step, so that what a cut-off run found is there; nothing new is begun
-when the budget is spent. --against: such a file of another commit, whose bits are compared as well. On a CPU, with
-TRITON_INTERPRET=1 and --device cpu, sizes are tiny and times mean nothing.
+A case is a dtype, a chunk size and a kind of gate; what others take is settled (docs/facts.md, SASS-4). Every
+configuration is compiled first, by JOBS processes into one cache on disk. `kkt-variants.json` is written after every
+step, so that what a cut-off run found is there; nothing new is begun when the budget is spent. --against: such a file
+of another commit, whose bits are compared as well. On a CPU, with TRITON_INTERPRET=1 and --device cpu, sizes are tiny
+and times mean nothing.
 """
 
 import argparse
@@ -35,34 +35,18 @@ ROUNDS, REPLAYS, CALLS = 7, 3, 4
 HEADS, WIDTH, TOKENS, SOME = 96, 128, 8192, 200
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-CHANNEL = ("k32 w8 s1 r0", "k32 w4 s1 r0", "k64 w4 s1 r0", "k16 w4 s1 r0")
-WIDE = (
-    *("k64 w4 s1 r0", "k64 w4 s1 r168", "k64 w4 s2 r168", "k64 w4 s3 r168", "k128 w4 s1 r168"),
-    *("k32 w4 s1 r0", "k32 w4 s2 r128", "k16 w4 s2 r0", "k32 w2 s4 r0"),
-)
-
 CASES = {
-    "bf16 C64 none": ("k128 w4 s1 r0", "k128 w4 s1 r80", "k64 w4 s3 r0", "k64 w2 s3 r0", "k64 w2 s3 r96"),
-    "bf16 C64 scalar": (
-        *("k128 w4 s1 r0", "k64 w4 s3 r0", "k64 w4 s3 r80", "k64 w4 s2 r0"),
-        *("k64 w2 s3 r0", "k64 w2 s3 r96", "k32 w2 s4 r0"),
-    ),
-    "fp32 C64 none": (*WIDE, "k16 w2 s6 r0"),
-    "fp32 C64 scalar": (*WIDE, "k32 w2 s4 r200", "k16 w2 s6 r200"),
-    "bf16 C32 none": ("k64 w1 s3 r0", "k64 w1 s3 r80", "k128 w1 s1 r0"),
-    "bf16 C32 scalar": ("k64 w1 s3 r0", "k64 w1 s3 r80", "k128 w1 s1 r0", "k64 w2 s3 r0"),
-    "fp32 C32 none": ("k32 w2 s4 r0", "k32 w2 s4 r80", "k32 w1 s4 r0", "k64 w1 s2 r0"),
-    "fp32 C32 scalar": ("k32 w2 s4 r0", "k32 w2 s4 r80", "k32 w1 s4 r0", "k64 w1 s2 r0"),
-    "bf16 C16 none": ("k64 w1 s3 r0", "k128 w1 s1 r0"),
-    "bf16 C16 scalar": ("k64 w1 s3 r0", "k128 w1 s1 r0", "k32 w1 s4 r0"),
-    "fp32 C16 none": ("k32 w1 s4 r0", "k64 w1 s2 r0", "k64 w1 s2 r72"),
-    "fp32 C16 scalar": ("k32 w1 s4 r0", "k32 w1 s4 r64", "k64 w1 s2 r0", "k64 w1 s2 r72"),
-    "bf16 C64 channel": CHANNEL,
-    "fp32 C64 channel": CHANNEL,
-    "bf16 C32 channel": ("k32 w4 s1 r0", "k32 w2 s1 r0", "k32 w1 s1 r0"),
-    "fp32 C32 channel": ("k32 w4 s1 r0", "k32 w2 s1 r0", "k32 w1 s1 r0"),
-    "bf16 C16 channel": ("k32 w2 s1 r0", "k32 w1 s1 r0", "k64 w1 s1 r0"),
-    "fp32 C16 channel": ("k32 w2 s1 r0", "k32 w1 s1 r0", "k64 w1 s1 r0"),
+    "bf16 C64 channel": ("k32 w4 s1 r0", "k32 w4 s1 r168", "k32 w4 s1 r128", "k16 w4 s1 r128"),
+    "fp32 C64 channel": ("k32 w4 s1 r0", "k32 w4 s1 r168", "k32 w4 s1 r128"),
+    "bf16 C32 channel": ("k32 w2 s1 r0", "k32 w2 s1 r168", "k32 w2 s1 r128", "k64 w2 s1 r0"),
+    "fp32 C32 channel": ("k32 w2 s1 r0", "k32 w2 s1 r168", "k32 w2 s1 r128"),
+    "bf16 C16 channel": ("k32 w1 s1 r0", "k32 w1 s1 r128", "k64 w1 s1 r168", "k64 w1 s1 r0"),
+    "fp32 C16 channel": ("k32 w1 s1 r0", "k32 w1 s1 r128", "k64 w1 s1 r168"),
+    "bf16 C64 none": ("k128 w4 s1 r0",),
+    "bf16 C64 scalar": ("k64 w4 s3 r0", "k64 w2 s3 r0"),
+    "fp32 C64 none": ("k64 w4 s1 r0", "k32 w2 s4 r0"),
+    "fp32 C64 scalar": ("k64 w4 s1 r0", "k32 w2 s4 r0", "k16 w2 s6 r200"),
+    "fp32 C32 scalar": ("k32 w2 s4 r0", "k32 w1 s4 r0"),
 }
 """Channels of a slice, warps, stages, most registers (r0: no limit). In 16 bits no slice of fewer than 64 channels has
 four warps in chunks of 64 (docs/facts.md, H200-4)."""

@@ -14,7 +14,7 @@ from wyfold.ops.delta_cuts import chunk_size_of, cut_of
 from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.delta_parts import chunks_per_part
-from wyfold.pipelines.rows import vectors
+from wyfold.pipelines.rows import copied
 from wyfold.runtime import check, launch
 from wyfold.runtime.chunks import Cut, likely_segments
 from wyfold.runtime.options import DeltaOptions
@@ -88,7 +88,7 @@ def _plan(
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
         sizes=() if recurrent else launch_sizes(q, chunk_size),
-        kernel_copies=_copied(q=q, k=k, g=g if call.gate.channel else None) if explaining() and not recurrent else (),
+        kernel_copies=copied(q=q, k=k, g=g if call.gate.channel else None) if explaining() and not recurrent else (),
         keys=keys,
     )
 
@@ -154,8 +154,3 @@ def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
         return ()
     key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
     return ("prepare", key), ("scan", key)
-
-
-def _copied(**rows: Tensor | None) -> tuple[str, ...]:
-    """Names of those whose rows kernels cannot read as they lie."""
-    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])

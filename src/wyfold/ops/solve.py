@@ -11,10 +11,11 @@ from torch import Tensor
 from wyfold.ops.decisions import decided, decision_key
 from wyfold.parallel import split
 from wyfold.parallel.split import Part
+from wyfold.pipelines.rows import aligned, copied
 from wyfold.runtime import check
 from wyfold.runtime.chunks import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
-from wyfold.runtime.plan import Plan
+from wyfold.runtime.plan import Plan, explaining
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call, register
 from wyfold.stages import table
@@ -165,7 +166,8 @@ def chunk_scaled_dot_kkt(
         def key(it: Any) -> str:
             return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
 
-        plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), stored), key)
+        copies = copied(k=k, g=g) if channel and explaining() else ()
+        plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), stored), key, copies)
         return stored, plan.backend
 
     def run() -> Tensor:
@@ -213,8 +215,9 @@ def _plan(
     backend: str | None,
     dtypes: tuple[torch.dtype, ...],
     key: Callable[[Any], str],
+    copies: tuple[str, ...] = (),
 ) -> Plan:
-    """key: gives what the launch depends on, from the module of its kernel."""
+    """key: gives what the launch depends on, from the module of its kernel. copies: arguments that kernels copy."""
     N = None if cu is None else cu.shape[0] - 1
     parts = split.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
@@ -226,6 +229,7 @@ def _plan(
         dtypes=dtypes,
         chunk_size=chunk_size,
         parts=parts,
+        kernel_copies=copies,
         keys=lambda: [(stage, key(table.launches(stage, "triton")))],
     )
 
@@ -279,6 +283,8 @@ def _kkt(
 ) -> Tensor:
     if backend != "eager":
         L = k.new_empty(*beta.shape, chunk_size, dtype=output_dtype)
+        if g is not None and g.ndim == 4:
+            k, g = aligned(k), aligned(g)
         table.launches("kkt", backend).kkt(k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size, backend), L)
         return L
     L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)

@@ -18,6 +18,11 @@ def vectors(x: Tensor) -> bool:
     return first % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
 
 
+def copied(**rows: Tensor | None) -> tuple[str, ...]:
+    """Names of those whose rows kernels cannot read as they lie."""
+    return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
+
+
 Rows = TypeVar("Rows", Tensor, Tensor | None)
 
 

@@ -1,8 +1,7 @@
 """The gate on the device, in the one place that knows its kind.
 
 GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction, which `channel` splits for the forward's grams and for their adjoint; `kkt` halves down to single rows
-here. Nothing is subtracted on any of these ways, so weak factors keep their relative accuracy.
+the contraction, which `channel` splits, for grams and for their adjoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, mm_exact, self_product, self_products, self_sum, settled
+from wyfold.tile.dot.triton import mm, mm_exact, settled
 from wyfold.tile.index.triton import (
     load_token_number,
     load_token_row,
@@ -195,35 +194,6 @@ def running_sum(b_g, GATE: tl.constexpr):
 
 
 @triton.jit
-def spans(o_interval, b_g, EXACT: tl.constexpr):
-    """Sums of a channel gate over the token intervals of a 0/1 matrix: o_interval @ g.   [BT, BK]
-
-    bfloat16 pairs keep 16 bits of each gate, far more than a factor rounded to 16 bits needs; float32 takes three TF32
-    products.
-    """
-    if EXACT == "bf16x3":
-        b_m = o_interval.to(tl.bfloat16)
-        b_high = b_g.to(tl.bfloat16)
-        b_low = (b_g - b_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(b_m, b_high, tl.dot(b_m, b_low))
-    else:
-        return tl.dot(o_interval.to(tl.float32), b_g, input_precision=EXACT)
-
-
-@triton.jit
-def to_anchor(h, BT: tl.constexpr):
-    """Intervals between each row and the first row of its block's lower half, at level h.   [BT, BT] 0/1
-
-    Row i of a lower half: after the anchor, up to i. Row i of an upper half: after i, up to the anchor.
-    """
-    o = tl.arange(0, BT)
-    anchor = (o // (2 * h)) * (2 * h) + h
-    low = tl.minimum(o, anchor)[:, None]
-    high = tl.maximum(o, anchor)[:, None]
-    return (o[None, :] > low) & (o[None, :] <= high)
-
-
-@triton.jit
 def decayed_grams_transposed(
     b_q, b_k, b_rq, b_rk, b_g, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -249,50 +219,6 @@ def decayed_grams_transposed(
     # An exact product takes it apart.
     b_PT = tl.where(o[:, None] <= o[None, :], settled(b_PT * b_factor), 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
-
-
-def gram_levels(gate: str, chunk_size: int) -> int:
-    """How many partial grams `add_key_gram` makes J of: the dyadic levels of a channel gate, else one."""
-    return chunk_size.bit_length() - 1 if gate == "channel" else 1
-
-
-@triton.jit
-def add_key_gram(
-    b_J, b_rest, b_k, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
-):
-    """`self_products`' two sums plus what some of the channels give to a level of J, for keys as they are.   [BT, BT]
-
-    `level` is a number of the running program, so that one level's tiles are held at a time. OP holds the rows exactly,
-    and is float32 for a channel gate, whose decays stand in the rows; beside them a second sum would be spilled.
-    """
-    if GATE == "channel":
-        h = BT >> (level + 1)
-        b_k = b_k.to(tl.float32) * tl.exp(spans(to_anchor(h, BT), b_g, PRECISION))
-        return self_product(b_k, b_J, OP, PRECISION), b_rest
-    else:
-        return self_products(b_k, b_J, b_rest, OP, PRECISION)
-
-
-@triton.jit
-def decay_key_gram(
-    b_J, b_rest, b_g, level, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
-):
-    """A level summed over all channels, as a part of J below the diagonal, anything elsewhere.   [BT, BT], [r, s]"""
-    if GATE == "channel":
-        h = BT >> (level + 1)
-        return tl.where(meets_transposed(h, BT), b_J, 0.0)
-    else:
-        b_J = self_sum(b_J, b_rest, OP, PRECISION)
-        if GATE == "scalar":
-            b_J = b_J * interval_decay(b_g, BT)
-        return b_J
-
-
-@triton.jit
-def meets_transposed(h, BT: tl.constexpr):
-    """Pairs [r, s] that level h serves: s in the upper, r in the lower half of one block of 2h rows."""
-    o = tl.arange(0, BT) // h
-    return ((o % 2) == 0)[None, :] & (o[:, None] == o[None, :] + 1)
 
 
 @triton.jit

@@ -148,20 +148,8 @@ def bf16_thirds(x):
 
 
 @triton.jit
-def self_product(a, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a a^T, operands rounded to OP. Three TF32 products take float32 rows apart once for both sides."""
-    if OP == tl.float32 and PRECISION == "tf32x3":
-        high, low = tf32_parts(a)
-        acc = tl.dot(low, tl.trans(high), acc, input_precision="tf32")
-        acc = tl.dot(high, tl.trans(low), acc, input_precision="tf32")
-        return tl.dot(high, tl.trans(high), acc, input_precision="tf32")
-    else:
-        return mm(a, tl.trans(a), acc, OP, PRECISION)
-
-
-@triton.jit
 def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """`self_product` in two sums, which `self_sum` joins behind the last slice: for whom there are registers for both.
+    """acc + a a^T, operands rounded to OP, in two sums, which `self_sum` joins behind the last slice.
 
     Three TF32 products are two here: of low high^T and high low^T either is the other's transpose. That sum stays by
     itself, since a product cuts what it adds to the last bit of what it adds to.
@@ -171,7 +159,7 @@ def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
         rest = tl.dot(low, tl.trans(high), rest, input_precision="tf32")
         return tl.dot(high, tl.trans(high), acc, input_precision="tf32"), rest
     else:
-        return self_product(a, acc, OP, PRECISION), rest
+        return mm(a, tl.trans(a), acc, OP, PRECISION), rest
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Grams under a channel gate on the device, and their adjoint.
 
-The forward's grams have anchors at the first row of every 16 (`add_channel_grams`). Their adjoint (`channel_bwd`) takes
-pairs inside 8 rows one by one and all others by halving: at level h, blocks of 2h rows pair their upper with their
-lower half, both anchored at the lower half's first row. Log gates are to base 2 here.
+The forward's grams have anchors at the first row of every 16 (`add_channel_grams`; `add_key_gram` of operands that are
+not rounded). Their adjoint (`channel_bwd`) takes pairs inside 8 rows one by one and all others by halving: at level h,
+blocks of 2h rows pair their upper with their lower half, both anchored at the lower half's first row. Log gates are to
+base 2 here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.tile.decay.triton import NEAR, log_gate
-from wyfold.tile.dot.triton import mm, nearest_tf32
+from wyfold.tile.decay.triton import NEAR, activated, log_gate
+from wyfold.tile.dot.triton import mm, mm_exact, nearest_tf32
 from wyfold.tile.index.triton import load_sub_chunks, to_sub_chunks
 
 
@@ -151,14 +152,13 @@ def add_channel_grams(
     anchors = tl.where(most > 0.0, most / REACH + 0.01, 0.0).to(tl.int32) + 1
     if anchors > 1:
         b_s = tl.where(b_P < -REACH, -1024.0, b_s)
-    b_ks = ((b_k * tl.exp2(b_s))[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK)
-    b_ks = gram_operand(b_ks, OP, PRECISION)
+    b_ks = gram_operand(over_sub_chunks(b_k * tl.exp2(b_s), b_on, NB), OP, PRECISION)
     b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
     b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
     if anchors > 1:
         b_s = tl.exp2(tl.where(b_P < -REACH, b_rest[:, None] - b_P, -1024.0)) * NEAREST
         b_on = tl.where(i_n < i_i, tl.exp2(b_between), 0.0)
-        b_ks = gram_operand(((b_k * b_s)[None] * b_on[:, :, None]).reshape(NB, 16 * NB, BK), OP, PRECISION)
+        b_ks = gram_operand(over_sub_chunks(b_k * b_s, b_on, NB), OP, PRECISION)
         b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
         b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
         for anchor in range(1, anchors):
@@ -172,6 +172,108 @@ def add_channel_grams(
             b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
             b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
     return b_JT, b_PT, b_qf, b_kf
+
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+SHIFT: tl.constexpr = tl.constexpr(48.0)
+"""Exponents of rows are this much more in `add_key_gram`, and those of what they meet less: half of REACH, so that
+neither factor of a decay is below float32's numbers before the decay is below 2^-78, which may count as nothing."""
+
+
+@triton.jit
+def exact_sums(b_g, clamp, NB: tl.constexpr):
+    """`sub_chunk_sums` and `sums_between` of log gates as given, so that nothing is lost where gates are strong.
+
+    What lies between two rows is a difference of sums, which would lose what a strong gate before both has of them. So
+    a gate is a multiple of 2^-12, to base 2, and a rest, natural: sums of multiples are exact down to -4096 (even of
+    resets alone), and those of rests are so small that they are factors less 1, but for half their squares, 8e-7.
+
+    Args:
+        b_g: [NB, 16, BK] of any float.
+        clamp: Least of a log gate.
+
+    Returns:
+        [NB, 16, BK] of multiples, from SHIFT at a sub-chunk's first row on, and of rests; [NB, BK] both at its last
+        row; and [NB, NB, BK] between sub-chunks.
+    """
+    o_i = tl.arange(0, 16)[None, :, None]
+    b_g = activated(b_g.to(tl.float32), 1.0, 0.0, 0.0, clamp, "given")
+    b_multiple = tl.fma(b_g, LOG2_E, 3072.0) - 3072.0
+    b_P = tl.cumsum(tl.where(o_i == 0, SHIFT, b_multiple), axis=1)
+    b_x = tl.cumsum(tl.where(o_i == 0, 0.0, tl.fma(b_multiple, -LN_2, b_g)), axis=1)
+    b_first = tl.sum(tl.where(o_i == 0, b_g, 0.0), axis=1) * LOG2_E
+    b_last, b_x_last = tl.sum(tl.where(o_i == 15, b_P, 0.0), axis=1), tl.sum(tl.where(o_i == 15, b_x, 0.0), axis=1)
+    return b_P, b_x, b_last, b_x_last, sums_between(b_first, (b_last - SHIFT) + b_x_last * LOG2_E, NB)
+
+
+@triton.jit
+def add_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.constexpr, EXACT: tl.constexpr):
+    """Transposed key gram plus what some channels give, inside the reach of a sub-chunk's first row.   [NB, BT, 16]
+
+    As `add_channel_grams`, whose anchors these are, but of operands that are not rounded, and without the pairs that
+    further anchors serve: those are `add_far_key_gram`'s, so that nothing of them stands in the usual way. A row s is
+    met in its own sub-chunk if it is in reach, and by later ones in the channels whose last row is.
+
+    Args:
+        b_k: [NB, 16, BK] keys.
+        b_P, b_x, b_last, b_x_last, b_between: From `exact_sums`.
+    """
+    i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    b_end = tl.where(b_last >= SHIFT - REACH, tl.exp2(b_last - SHIFT) * (1.0 + b_x_last), 0.0)
+    b_on = tl.where(i_n < i_i, tl.exp2(b_between) * b_end, tl.where(i_n == i_i, 1.0, 0.0))
+    b_s = tl.exp2(tl.where(b_P >= SHIFT - REACH, -b_P, -1024.0))
+    return _add_decayed_keys(b_JT, b_k, b_x, tl.exp2(b_P), b_s, b_on, NB, EXACT)
+
+
+@triton.jit
+def beyond_reach(b_last):
+    """Whether a sub-chunk has rows that `add_key_gram` leaves out, by the least of its last rows' sums."""
+    return b_last < SHIFT - REACH
+
+
+@triton.jit
+def add_far_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.constexpr, EXACT: tl.constexpr):
+    """Transposed key gram plus what `add_key_gram` leaves out of some channels; zeros for what it has.
+
+    First the sub-chunks whose last row is out of reach, each with later ones: their rows decay to that last row. Then,
+    inside a sub-chunk, the rows s that each further anchor has in its reach.
+    """
+    i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
+    most = SHIFT - tl.min(b_last)
+    # Rounded up at a multiple of REACH, as in `add_channel_grams`.
+    anchors = tl.where(most > REACH, most / REACH + 1.01, 0.0).to(tl.int32)
+    for anchor in range(anchors):
+        b_p = b_P + anchor * REACH
+        if anchor == 0:
+            b_s = tl.where(beyond_reach(b_last)[:, None], (b_last - SHIFT)[:, None] - b_P, -1024.0)
+            b_on = tl.where(i_n < i_i, tl.exp2(b_between) * (1.0 + b_x_last), 0.0)
+        else:
+            b_s = tl.where((b_p < SHIFT) & (b_p >= SHIFT - REACH), -b_p, -1024.0)
+            b_on = tl.broadcast_to(tl.where(i_n == i_i, 1.0, 0.0), b_between.shape)
+        b_r = tl.exp2(tl.where(b_p > SHIFT, SHIFT, b_p))
+        b_JT = _add_decayed_keys(b_JT, b_k, b_x, b_r, tl.exp2(b_s), b_on, NB, EXACT)
+    return b_JT
+
+
+@triton.jit
+def _add_decayed_keys(b_JT, b_k, b_x, b_r, b_s, b_on, NB: tl.constexpr, EXACT: tl.constexpr):
+    """Transposed gram plus the keys, times factors of rows, with the keys, times factors of what those meet."""
+    b_r, b_s = b_k * b_r, b_k * b_s
+    b_r, b_s = tl.fma(b_r, b_x, b_r), tl.fma(b_s, -b_x, b_s)
+    return mm_exact(over_sub_chunks(b_s, b_on, NB), b_r.permute(0, 2, 1), b_JT, EXACT)
+
+
+@triton.jit
+def over_sub_chunks(b_s, b_on, NB: tl.constexpr):
+    """Rows, for each sub-chunk i that they meet times a number of sub-chunk n's channels.   [NB, 16 NB, BK], [i, s]
+
+    Args:
+        b_s: [NB, 16, BK] rows.
+        b_on: [NB, NB, BK], [i, n].
+    """
+    return (b_s[None] * b_on[:, :, None]).reshape(NB, 16 * NB, b_s.shape[2])
 
 
 CUT_TO_NEAREST: tl.constexpr = tl.constexpr(1.0 + 2.0**-11.5)
