@@ -213,7 +213,7 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    from wyfold.cli import checkpoint, speed
+    from wyfold.cli import checkpoint, results, speed
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
@@ -223,6 +223,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
 
     source, digest, about = _source(args)
+    results.ready(folder)
     team = _team(args)
     own = ("data", "replicas")
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
