@@ -11,7 +11,7 @@ from wyfold.ops.decisions import decided, decision_key, keeps_gradients
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
 from wyfold.ops.delta_cuts import best_chunk_size
-from wyfold.ops.delta_plan import launch_keys, launch_sizes, token_keys
+from wyfold.ops.delta_plan import launch_keys, launch_sizes
 from wyfold.pipelines.serving import Serving, serve
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
@@ -177,8 +177,9 @@ def _decide(call: _Call) -> DeltaOptions:
 
     def keys() -> list[tuple[str, str]]:
         if not chunked:
-            alone = cu is None and not slots.each and sizes["T"] == 1
-            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False, alone=alone)
+            recurrent: Any = table.launches("recurrent", "triton")
+            order = {"v_first": slots.v_first, "alone": cu is None and not slots.each and sizes["T"] == 1}
+            return [("recurrent", recurrent.served_key(slots.pool, sizes["K"], sizes["V"], g, **order))]
         found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
         return [("slots", ""), *found] if every else found
 
