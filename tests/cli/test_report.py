@@ -19,9 +19,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A run of a task and the table of it."""
+    """A run of a task and the table of it; of a session, since long tests come first and the others much later."""
     folder = tmp_path_factory.mktemp("runs")
     assert train(folder / "parity <&>", "parity", f"{TINY} --length 8 --eval-lengths 12") == 0
     found = json.loads((folder / "parity <&>" / "result.json").read_text())
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def page(runs):
     """The report of them, and of everything the project keeps."""
     file = runs.parent / "report.html"
