@@ -40,11 +40,13 @@ demo: $(VENV)/.wyfold
 
 # Two workers of one thread: the suite is made of many small cases, and threads inside them only wait for each other.
 # Where a test wants two threads, they wait asleep: spinning, they take their core from the other worker.
+# Bytecode is written: each of the workers would make that of all tests anew, 4 s.
 # Two processes: Triton reads at its import whether it compiles kernels or interprets them. A choice of tests that has
 # none for the interpreter is no failure there (5: nothing was collected).
 PYTEST = $(BIN)/python -m pytest -q -n 2 --dist worksteal
 test: $(VENV)/.wyfold
-	@status=0; export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive CUBLAS_WORKSPACE_CONFIG=:4096:8; set -x; \
+	@status=0; export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive CUBLAS_WORKSPACE_CONFIG=:4096:8; \
+	unset PYTHONDONTWRITEBYTECODE; set -x; \
 	$(PYTEST) $(ARGS) || status=1; \
 	TRITON_INTERPRET=1 $(PYTEST) $(ARGS) || test $$? = 5 || status=1; \
 	exit $$status

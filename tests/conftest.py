@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process hands tests out and runs none
     gc.set_threshold(YOUNG)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -163,7 +165,8 @@ def fresh_process_state():
 
     recall.forget()  # a test may plant what no call depends on by value
     random.seed(SEED)
-    torch.manual_seed(SEED)
+    # `torch.manual_seed` keeps, of every kind of device that is not there yet, the stack it was called from.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(SEED)
     yield
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

@@ -13,13 +13,15 @@ from wyfold.cli import main
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 
+from wyfold.cli import figures
+
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A run of a task and the table of it."""
+    """A run of a task and the table of it; of a session, since long tests come first and the others much later."""
     folder = tmp_path_factory.mktemp("runs")
     assert train(folder / "parity <&>", "parity", f"{TINY} --length 8 --eval-lengths 12") == 0
     found = json.loads((folder / "parity <&>" / "result.json").read_text())
@@ -27,7 +29,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def page(runs):
     """The report of them, and of everything the project keeps."""
     file = runs.parent / "report.html"
@@ -80,3 +82,13 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
         assert main(["report", str(tmp_path / name), "--out", str(tmp_path / "x.html")]) == 2
         assert complaint in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_it_is_drawn(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "kind_of", lambda record: pytest.fail("something was drawn"))
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["report", str(runs), "--out", str(file / "x.html")]) == 2
+    assert f"--out: cannot write into {file}: File exists" in capsys.readouterr().err
+    assert main(["report", str(runs), "--out", str(tmp_path)]) == 2
+    assert f"--out: cannot write {tmp_path}: it is a folder" in capsys.readouterr().err

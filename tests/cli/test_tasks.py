@@ -1,11 +1,13 @@
 """Runs of known tasks learn what they can and not what they cannot; their table names what it was run by."""
 
+import argparse
 import json
 
 import pytest
 from tests.cli.test_train import history, stop_after, weights
 
 from wyfold.cli import main
+from wyfold.cli.train import add_arguments, settle
 from wyfold.cli.trainer import Trainer
 
 PARITY = "--length 8 --batch 32 --width 32 --heads 1 --steps 120 --eval-every 120 --eval-bytes 4096 --eval-lengths 12"
@@ -35,7 +37,7 @@ def test_parity_needs_and_gets_negative_eigenvalues(tmp_path, capsys):
 
 
 def test_a_task_interrupted_continues_with_the_very_numbers(tmp_path, monkeypatch):
-    words = f"{TINY} --length 32 --pairs 4 --vocabulary 64 --eval-lengths 40"
+    words = f"{TINY} --length 32 --pairs 4 --vocabulary 64 --eval-lengths 40 --curriculum 2"
     assert train(tmp_path / "whole", "mqar", words) == 0
     with monkeypatch.context() as patched:
         stop_after(patched, step=2)
@@ -66,6 +68,8 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
         ("--task mqar --length 24 --pairs 4", "--curriculum: rows begin at an eighth of --length"),
         ("--task parity --curriculum 9", "--curriculum: is for --task mqar, got parity"),
         ("--curriculum 9", "--curriculum: is for a --task"),
+        ("--task mqar --curriculum 7 --steps 7", "--curriculum 7: must be less than --steps 7"),
+        ("--task mqar --curriculum 4001", "--curriculum 4001: must be less than --steps 4000"),
         ("--task parity --packed", "--packed: rows of a task are independent already"),
         ("--task parity --layers attention --neg-eigval", "--neg-eigval: there is no delta-rule layer"),
         ("--pairs 3", "--pairs: is for a --task"),
@@ -75,6 +79,40 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
 def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, complaint):
     assert main(["train", "--out", str(tmp_path / "run"), *words.split()]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "curriculum"),
+    [("", 1200), ("--steps 4001", 1200), ("--steps 1200", 360), ("--steps 9", 2), ("--steps 3", 0)]
+    + [("--steps 1200 --curriculum 1199", 1199), ("--curriculum 0", 0), ("--minutes 1", 1200)],
+)
+def test_recall_always_has_steps_of_whole_rows(words, curriculum):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--task", "mqar", *words.split()])
+    settle(args)
+    assert args.curriculum == curriculum
+    assert args.minutes or args.curriculum < args.steps
+
+
+def test_a_run_says_its_curriculum_and_its_command_repeats_it(tmp_path, capsys):
+    tiny = f"{TINY} --length 32 --pairs 4 --vocabulary 64"
+    assert train(tmp_path / "some", "mqar", tiny.replace("--steps 3", "--steps 4")) == 0
+    assert "curriculum: the first 1 of 4 steps have shorter rows" in capsys.readouterr().out
+    assert result(tmp_path / "some")["recipe"]["curriculum"] == 1
+    assert "--curriculum 1" in result(tmp_path / "some")["command"]
+    assert train(tmp_path / "none", "mqar", f"{tiny} --curriculum 0 --lr-end 0") == 0
+    assert "shorter rows" not in capsys.readouterr().out
+    command = result(tmp_path / "none")["command"]
+    assert "--curriculum 0" in command and "--lr-end 0" in command and "--neg-eigval" not in command
+
+
+def test_a_run_by_the_clock_that_ends_within_its_curriculum_says_so(tmp_path, capsys):
+    words = f"{TINY} --length 32 --pairs 4 --vocabulary 64".replace("--steps 3", "--minutes 1e-9")
+    assert train(tmp_path / "run", "mqar", words) == 0
+    said = capsys.readouterr().out
+    assert "curriculum: the first 1,200 steps have shorter rows" in said
+    assert "curriculum: the run ended within it, at step 1: it was trained on no whole row" in said
 
 
 def test_a_run_of_a_task_is_not_taken_up_as_another_and_does_not_speak(tmp_path, capsys):

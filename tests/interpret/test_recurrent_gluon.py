@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wyfold import serving
+from wyfold import explain, serving
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
@@ -189,3 +189,19 @@ def test_what_a_copy_of_16_bytes_cannot_reach_is_left_to_triton(in_gluon: Any, d
     o = serving.decode(**a, pool=expected)
     found = in_gluon()
     assert torch.equal(serving.decode(**a, pool=pool), o) and found.launches == 0 and torch.equal(pool, expected)
+
+
+def test_explain_names_the_launch_that_is_made(in_gluon: Any, device: torch.device):
+    """The same pool but for where it begins, or for the room between its slots."""
+    a = drawn("gated_delta_rule", device)
+    state = 2 * 128 * 128
+    room = torch.zeros(5 * (state + 16) + 1, device=device, dtype=torch.bfloat16)
+    found, steps = in_gluon(), (128 * 128, 128, 1)
+    placed = {(state, 0): "gluon", (state, 1): "triton", (state, 8): "gluon"}
+    placed |= {(state + 16, 0): "gluon", (state + 8, 0): "triton"}
+    for (step, begin), language in placed.items():
+        pool = room.as_strided((5, 2, 128, 128), (step, *steps), begin)
+        plan, before = explain(serving.decode, **a, pool=pool), found.launches
+        assert plan.forward == (f"recurrent (wyfold.stages.recurrent.{language})",)
+        serving.decode(**a, pool=pool)
+        assert found.launches - before == (language == "gluon")

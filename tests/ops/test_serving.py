@@ -570,6 +570,31 @@ def test_checked_looks_into_the_slots():
         serving.decode(**nobody, pool=pool, state_indices=slots, output_state_indices=slots, state_v_first=False)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_checked_looks_whether_states_between_share_a_slot(packed: bool):
+    """Of what is stored: not in a skipped row, not past the last state of a packing, not where there is no slot."""
+    device = torch.device("cpu")
+    a, pool = drawn("kda", device, "eager", N=3, T=32), a_pool(device)
+    flags: Call = {"state_v_first": False, "checkpoint_every": 16, "checkpoint_pool": a_pool(device, 5)}
+    slots, rows = index(6, -1, 3, device=device), 6
+    cases = [((0, 1, 2, 2, 3, 4), True), ((0, 1, 1, 4, 3, 4), True), ((-1, -1, 7, 7, 5, 5), True)]
+    cases += [((0, 1, 2, 3, 4, 1), False), ((2, 2, 0, 0, 3, 4), False)]
+    if packed:
+        a |= {name: a[name].reshape(1, -1, *a[name].shape[2:]) for name in TOKENS if a[name] is not None}
+        flags["cu_seqlens"] = index(0, 40, 65, 96, device=device)  # two, one and one of them
+        cases = [((0, 1, 2, 3, 3, 3), True), ((0, 1, 1, 4, 4, 4), True), ((-1, 7, 7, -1, 2, 2), True)]
+        cases += [((0, 1, 3, 1, 2, 4), False), ((2, 2, 0, 1, 3, 4), False)]
+    for named, right in cases:
+        where = index(*named, device=device) if packed else index(*named, device=device).view(3, rows // 3)
+        refused = pytest.raises(ValueError, match=r"^prefill: checkpoint_indices must hold")
+        with wyfold.checked(), contextlib.nullcontext() if right else refused:
+            serving.prefill(**a, **flags, pool=pool, state_indices=slots, checkpoint_indices=where)
+    everyone = index(0, 0, 1, 2, 3, 4, device=device)
+    where = everyone if packed else everyone.view(3, 2)
+    with wyfold.checked(), pytest.raises(ValueError, match="prefill: checkpoint_indices must hold distinct slots"):
+        serving.prefill(**a, **flags, pool=pool, checkpoint_indices=where)
+
+
 @pytest.mark.parametrize("op", [serving.decode, serving.prefill])
 def test_checked_looks_whether_states_cross(op: Any):
     """A state may stay, or go to a slot that nobody starts from: a skipped row does not, nor one without a state."""

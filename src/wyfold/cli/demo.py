@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Train or continue, sample, check; 0 when the check holds, 1 when it does not, 130 when interrupted."""
     import torch
 
-    from wyfold.cli import corpus
+    from wyfold.cli import corpus, results
     from wyfold.cli.generate import Sampling, speak
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.train import finish
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(args.out / CHECKPOINTS, ignore_errors=True)
         for name in (CURVE, HISTORY):
             (args.out / name).unlink(missing_ok=True)
+    results.ready(args.out)
     text = corpus.read(None)
     try:
         trainer = Trainer(Recipe(data=text.digest(), **RECIPE), text, args.out, torch.device("cpu"))

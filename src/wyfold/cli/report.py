@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
-    from wyfold.cli import figures
+    from wyfold.cli import figures, results
 
     for path in args.paths:
         if not path.exists():
@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     found = dict(_found(args.paths or [path for path in USUAL if path.is_dir()]))
     if not found:
         raise UsageError("nothing to report: no finished part of a run and no result in what was given")
+    if args.out.is_dir():
+        raise UsageError(f"--out: cannot write {args.out}: it is a folder, and the page is one file")
+    results.ready(args.out.parent)
     sections, contents = [], []
     for number, (name, record) in enumerate(found.items()):
         parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
@@ -91,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
         contents="\n".join(contents),
         sections="\n".join(sections),
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = args.out.with_name(f".{args.out.name}")
     unfinished.write_text(page, encoding="utf-8")
     unfinished.replace(args.out)

@@ -43,7 +43,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "parity": TRACKING | {"length": 32, "width": 64, "heads": 2, "steps": 400, "eval_lengths": (128, 512)},
     "s5": TRACKING | {"length": 24, "width": 96, "head_dim": 16, "lr": 5e-3, "steps": 1500, "eval_lengths": (48, 96)},
 }
-"""Of each task, where it differs from TEXT."""
+"""Of each task, where it differs from TEXT. Of other steps the curriculum is the same part (`train.settle`)."""
 
 SETTINGS: dict[str | None, dict[str, Any]] = {None: TEXT}
 SETTINGS |= {name: TEXT | settings for name, settings in TASKS.items()}

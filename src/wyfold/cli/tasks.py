@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.cli import results
 
     cells = list(_cells(args))
+    results.ready(args.out)
     where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
     runs = []
     for number, cell in enumerate(cells, 1):

@@ -118,8 +118,8 @@ def _task_options(task: argparse._ActionsContainer) -> None:
         "--curriculum",
         type=whole(0),
         metavar="STEPS",
-        help="of mqar: first steps, in a third of them each the rows have an eighth, a quarter and a half of --length "
-        "and --pairs, and there are as many more of them (default: 1200)",
+        help="of mqar: first steps, fewer than --steps; in a third of them each the rows have an eighth, a quarter and "
+        "a half of --length and --pairs, and there are as many more of them (default: 30 %% of --steps, at most 1200)",
     )
     task.add_argument(
         "--eval-lengths",
@@ -213,7 +213,7 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    from wyfold.cli import checkpoint, speed
+    from wyfold.cli import checkpoint, results, speed
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
@@ -223,6 +223,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
 
     source, digest, about = _source(args)
+    results.ready(folder)
     team = _team(args)
     own = ("data", "replicas")
     asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
@@ -256,7 +257,7 @@ def settle(args: argparse.Namespace) -> None:
     """Give options that were left out what the text or the task takes.
 
     Raises:
-        UsageError: an option that the source has no use for.
+        UsageError: an option that the source has no use for, or a curriculum that leaves no step for whole rows.
     """
     for_tasks = ("pairs", "vocabulary", "curriculum", "eval_lengths", "stop_at")
     for option in for_tasks if args.task is None else ():
@@ -264,9 +265,17 @@ def settle(args: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')}: is for a --task")
     if args.task is not None and args.packed:
         raise UsageError("--packed: rows of a task are independent already")
-    for setting, value in SETTINGS[args.task].items():
+    own = SETTINGS[args.task]
+    if args.curriculum is None and args.steps is not None:
+        # A shorter run has the same part of it; a longer one needs no more than what is known to be enough.
+        args.curriculum = min(own["curriculum"], args.steps * own["curriculum"] // own["steps"])
+    for setting, value in own.items():
         if getattr(args, setting) is None and not (setting == "steps" and args.minutes is not None):
             setattr(args, setting, value)
+    if own["curriculum"] and args.steps is not None and args.curriculum >= args.steps:
+        raise UsageError(
+            f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"
+        )
 
 
 def _source(args: argparse.Namespace) -> tuple[Corpus | Task, str, str]:
@@ -299,6 +308,9 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
     print(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
+    if recipe.curriculum:
+        of = "" if recipe.steps is None else f" of {recipe.steps:,}"
+        print(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
     if trainer.complete:
         print(f"{trainer.folder}: this run is already finished, at step {trainer.step}")
         return DONE
@@ -315,6 +327,8 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         f"validation: {trainer.lesson.verdict(looks[0])} at step {looks[0]['step']}, "
         f"{trainer.lesson.verdict(looks[-1])} at step {looks[-1]['step']}, after {trainer.elapsed:.0f} s of training"
     )
+    if recipe.curriculum and trainer.step <= recipe.curriculum:
+        print(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
     steps = [entry for entry in trainer.history if "loss" in entry]
     speed = f"speed: {statistics.median(entry['tokens_per_second'] for entry in steps):,.0f} tokens/s"
     shares = [entry["mfu"] for entry in steps if "mfu" in entry]
@@ -334,7 +348,9 @@ def _write_result(trainer: Trainer, parameters: int, entry: dict[str, Any]) -> P
     recipe = dataclasses.asdict(trainer.recipe)
     words = []
     for field, value in recipe.items():
-        if field not in ("data", "replicas") and value not in (None, False, ()):
+        # Of a number, zero may be a choice; but a task that has no such choice takes none at all.
+        chosen = value != 0 if field in ("pairs", "vocabulary") else value not in (None, ()) and value is not False
+        if field not in ("data", "replicas") and chosen:
             given = [] if value is True else value if isinstance(value, tuple) else [value]
             words += [f"--{field.replace('_', '-')}", *map(str, given)]
     record = {

@@ -119,22 +119,12 @@ def launch_keys(
     return [*keys.items(), *back]
 
 
-def token_keys(
-    q: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    stored: torch.dtype,
-    *,
-    v_first: bool,
-    backward: bool = True,
-    alone: bool = False,
-) -> list[tuple[str, str]]:
+def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool) -> list[tuple[str, str]]:
     """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
     module: Any = table.launches("recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
     walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
-    there = module.launch_key(stored, K, V, g, v_first=v_first, alone=alone)
-    return [("recurrent", there), *(walk_back if backward else [])]
+    return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *walk_back]
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

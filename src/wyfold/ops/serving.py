@@ -326,7 +326,8 @@ def prefill(
         checkpoint_pool: Another pool of that layout.
         checkpoint_indices: [B, T // checkpoint_every] int32 or int64 slot of each such state in checkpoint_pool; packed
             [T // checkpoint_every], a sequence's first at `SequenceLayout.checkpoint_offsets`. One that is no slot is
-            not stored, nor is any of a skipped row. Those that are stored are distinct, which nothing looks for.
+            not stored, nor is any of a skipped row. Those that are stored must be distinct: which of two that go to one
+            slot comes last is not said. `checked` looks for it.
 
     All other arguments, results and errors: `decode`.
 

@@ -11,7 +11,7 @@ from wyfold.ops.decisions import decided, decision_key, keeps_gradients
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
 from wyfold.ops.delta_cuts import best_chunk_size
-from wyfold.ops.delta_plan import launch_keys, launch_sizes, token_keys
+from wyfold.ops.delta_plan import launch_keys, launch_sizes
 from wyfold.pipelines.serving import Serving, serve
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
@@ -172,11 +172,14 @@ def _decide(call: _Call) -> DeltaOptions:
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
     chunk_size = best_chunk_size(q, v, channel_gate=gate.channel) if chunked else 1 if slots.each else 64
     every = _check_checkpoints(op, q, slots, chunk_size, sizes, packed=cu is not None) if chunked else int(slots.each)
+    if check.checking_contents() and chunked:
+        _check_distinct_between(op, q, slots, cu, every, {**sizes, "N": N})
 
     def keys() -> list[tuple[str, str]]:
         if not chunked:
-            alone = cu is None and not slots.each and sizes["T"] == 1
-            return token_keys(q, v, g, slots.pool.dtype, v_first=slots.v_first, backward=False, alone=alone)
+            recurrent: Any = table.launches("recurrent", "triton")
+            order = {"v_first": slots.v_first, "alone": cu is None and not slots.each and sizes["T"] == 1}
+            return [("recurrent", recurrent.served_key(slots.pool, sizes["K"], sizes["V"], g, **order))]
         found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
         return [("slots", ""), *found] if every else found
 
@@ -254,14 +257,14 @@ def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, siz
     rows = torch.arange(N, device=q.device)
     source, target = (None if x is None else x.to(torch.int64).view(N, x.shape[1:].numel()) for x in indices)
     source = rows[:, None] if source is None else source
-    _check_numbers(op, "state_indices", source, _are_slots(source, slots))
+    _check_numbers(op, "state_indices", source, _are_slots(source, slots.pool, slots))
     if target is None:
         return
     column = rows * 0 if accepted is None else (accepted.to(torch.int64) - 1).clamp(0, source.shape[1] - 1)
     entry = source.gather(1, column[:, None])
-    live = _are_slots(entry, slots)
+    live = _are_slots(entry, slots.pool, slots)
     tokens = (rows * 0 + sizes["T"] if cu is None else cu.diff())[:, None]
-    written = live & _are_slots(target, slots)
+    written = live & _are_slots(target, slots.pool, slots)
     if slots.each:
         written &= torch.arange(target.shape[1], device=q.device) < tokens
     _check_numbers(op, "output_state_indices", target, written)
@@ -271,9 +274,28 @@ def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, siz
         raise ValueError(f"{op}: output_state_indices must name no slot that another row starts from, {got}")
 
 
-def _are_slots(x: Tensor, slots: SlotFlags) -> Tensor:
-    """Which numbers are a live slot."""
-    return (x > slots.pad_slot_id) & (x < slots.pool.shape[0])
+def _check_distinct_between(
+    op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, every: int, sizes: dict[str, int]
+) -> None:
+    """That no two states between go to one slot. What skipped rows name, and rows past the last state of a packing, is
+    not looked at."""
+    source, between, pool = slots.state_indices, slots.checkpoint_indices, slots.checkpoint_pool
+    if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu)):
+        return
+    rows = torch.arange(sizes["N"], device=q.device)
+    live = _are_slots(rows if source is None else source, slots.pool, slots)
+    states = rows * 0 + sizes["T"] // every if cu is None else cu.diff() // every
+    of_live = live.repeat_interleave(states)
+    between = between.flatten()[:, None]
+    written = _are_slots(between, pool, slots)
+    written[: of_live.numel()] &= of_live[:, None]
+    written[of_live.numel() :] = False
+    _check_numbers(op, "checkpoint_indices", between, written)
+
+
+def _are_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
+    """Which numbers are a live slot of a pool."""
+    return (x > slots.pad_slot_id) & (x < pool.shape[0])
 
 
 def _check_numbers(op: str, name: str, x: Tensor, those: Tensor) -> None:

@@ -108,7 +108,7 @@ def _key(s: Serving, options: DeltaOptions) -> str:
     keys: Any = table.launches("recurrent", "triton")
     (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
     order = {"v_first": options.state_v_first, "alone": alone and T == 1}
-    return str(keys.launch_key(s.pool.dtype, K, s.v.shape[3], s.g, **order))
+    return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
 
 
 def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:

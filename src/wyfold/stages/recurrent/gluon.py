@@ -8,6 +8,8 @@ BV is V, and are read there twice: for the sums over K, and to be written.
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +20,6 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Slots
-from wyfold.stages.recurrent import triton
 from wyfold.stages.recurrent.triton import launch_key
 from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
@@ -40,8 +41,7 @@ def recurrent(
     options: DeltaOptions,
     o: Tensor,
 ) -> None:
-    """Give every sequence its one token. Arguments as of the Triton launch, to which calls are left whose states do not
-    begin at multiples of 16 numbers.
+    """Give every sequence its one token. Arguments as of the Triton launch.
 
     Args:
         q, k: [B, 1, H, K], any strides.
@@ -49,15 +49,13 @@ def recurrent(
         g: [B, 1, HV] or [B, 1, HV, K] or None, as the caller gave it.
         beta: [B, 1, HV] or None (1), as the caller gave it.
         A_log, dt_bias: Gate parameters, contiguous, or None.
-        slots: A pool to read and one to write, bfloat16, one slot of each for a sequence.
+        slots: A pool to read and one to write, bfloat16, one slot of each for a sequence; states begin at multiples of
+            16 bytes, slots and heads are multiples of 16 numbers apart (`served_key`).
         grid: The call's boundaries; its chunks are not looked at.
         options: Those that the Triton launch uses.
         o: [B, 1, HV, V] written, zero where a sequence has no live slot.
     """
-    entering, leaving = slots.entering, slots.leaving
-    if entering is None or leaving is None or not (_aligned(entering) and _aligned(leaving)):
-        triton.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, o)
-        return
+    entering, leaving = cast(Tensor, slots.entering), cast(Tensor, slots.leaving)
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     key = launch_key(entering.dtype, K, V, g, v_first=options.state_v_first, alone=True)
     config = tuned("recurrent.gluon", key, q.device)
@@ -106,11 +104,6 @@ def recurrent(
         **gate_flags(g),
         **config.options(contract=False),
     )
-
-
-def _aligned(pool: Tensor) -> bool:
-    """Whether every head's state begins where copies of 16 bytes may, as far as the compiler is told."""
-    return pool.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in pool.stride()[:2])
 
 
 NUMBERS = "slots slots_left pad scale lower_bound clamp beta_most".split()

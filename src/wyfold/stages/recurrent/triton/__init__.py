@@ -14,7 +14,7 @@ from __future__ import annotations
 from wyfold.stages.recurrent.triton.backward import recurrent_bwd, wyfold_recurrent_bwd_triton
 from wyfold.stages.recurrent.triton.forward import recurrent, wyfold_recurrent_triton
 from wyfold.stages.recurrent.triton.gather import gather, wyfold_recurrent_gather_triton
-from wyfold.stages.recurrent.triton.tokens import WIDE, launch_key, launch_key_bwd
+from wyfold.stages.recurrent.triton.tokens import WIDE, launch_key, launch_key_bwd, served_key
 
 BLOCK, RUN = 64, 8
 """Tokens between the states the backward starts from, and between those it rebuilds from them first."""
@@ -29,6 +29,7 @@ __all__ = [
     "launch_key_bwd",
     "recurrent",
     "recurrent_bwd",
+    "served_key",
     "wyfold_recurrent_bwd_triton",
     "wyfold_recurrent_gather_triton",
     "wyfold_recurrent_triton",

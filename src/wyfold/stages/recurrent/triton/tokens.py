@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import Parameter
 
 from wyfold.runtime.launch import dtype_word
 from wyfold.tile.activation.triton import sigmoid
@@ -26,6 +27,18 @@ def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first
     """
     order = "VK" if v_first else "KV"
     return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}{' alone' * alone}"
+
+
+def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool) -> str:
+    """`launch_key` of a call whose states lie in the slots of a pool.
+
+    Where they do not begin at multiples of 16 bytes, as far as a compiler is told, no token is alone: other launches
+    than this one copy states by as much.
+    """
+    # A fake tensor, of which a plan is asked, has no address.
+    first = pool.data_ptr() if type(pool) in (Tensor, Parameter) else pool.storage_offset() * pool.itemsize
+    reached = first % 16 == 0 and all(step % 16 == 0 for step in pool.stride()[:2])
+    return launch_key(pool.dtype, K, V, g, v_first=v_first, alone=alone and reached)
 
 
 def launch_key_bwd(K: int, V: int) -> str:
