@@ -252,6 +252,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "solve_tril, packed": lambda: inverted(cu_seqlens=layout(), output_dtype=torch.bfloat16),
     "chunk_scaled_dot_kkt": grams,
     "chunk_scaled_dot_kkt, packed": lambda: grams(g=-torch.rand(B, T, HV), cu_seqlens=layout()),
+    "chunk_scaled_dot_kkt, copied rows": lambda: grams(g=-torch.rand(B, T, HV, D + 1)[..., :D]),
     "fused_gdn_gate": lambda: gated("gdn"),
     "fused_kda_gate": lambda: gated("kda", lower_bound=-5.0),
     "fused_beta_sigmoid": strengths,
