@@ -3,11 +3,11 @@
     PYTHONPATH=src:. python tools/experiments/launch_times.py --commit HASH --out DIR --budget 120 [--cases EXPRESSION]
         [--row KERNEL NAME JSON]... [--against FILE]
 
-bfloat16, K = V = 128, no norm inside. --row puts a row into a kernel's table, such as
-`--row fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must
-have one in the file. --segments forces a count. --against names such a file of another run, whose digests are compared.
-`launch-times.json` is written after every case; nothing new is begun when the budget is spent. With --device cpu and
-TRITON_INTERPRET=1 sizes are tiny, and nothing is timed.
+bfloat16, K = V = 128, no norm inside. --row puts a row into a kernel's table, such as `--row fold.triton default
+'{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have one in the file.
+--segments forces a count. --against names such a file of another run, whose digests are compared. `launch-times.json`
+is written after every case; nothing new is begun when the budget is spent. With --device cpu and TRITON_INTERPRET=1
+sizes are tiny, and nothing is timed.
 """
 
 import argparse
