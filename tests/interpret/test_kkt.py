@@ -143,21 +143,44 @@ def test_rows_do_not_hang_on_later_tokens(gate: str, first: int, moved: Callable
         assert torch.equal(got[:, :first], L[:, :first]) and not torch.equal(got, L)
 
 
-@pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
-def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, moved: Callable):
-    inputs = drawn(40, gate)
-    L = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=16, backend="triton")
+@pytest.mark.parametrize("gate, C", [("none", 16), ("scalar", 16), ("channel", 16), ("channel", 32), ("channel", 64)])
+def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, C: int, moved: Callable):
+    """And is lost nowhere: where the row loop has NaN, the kernel has."""
+    inputs = drawn(80, gate)
+    L = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=C, backend="triton")
+    chunk = slice(20 // C * C, 20 // C * C + C)
     for x in inputs:
         if x is None:
             continue
         broken = x.clone()
         broken[:, 20] = torch.nan
         changed = [broken if y is x else y for y in inputs]
-        got = chunk_scaled_dot_kkt(*moved(changed), chunk_size=16, backend="triton")
-        assert got[:, 20].isnan().any()
-        assert torch.equal(got[:, :16], L[:, :16]) and torch.equal(got[:, 32:], L[:, 32:])
-        row = torch.arange(40, device=got.device) % 16
-        assert (got.masked_fill((torch.arange(16, device=got.device) < row[:, None])[:, None], 0) == 0).all()
+        got = chunk_scaled_dot_kkt(*moved(changed), chunk_size=C, backend="triton")
+        truth = reference.chunk_scaled_dot_kkt(*(None if y is None else y.double() for y in changed), chunk_size=C)
+        assert truth.isnan().any() and got.cpu()[truth.isnan()].isnan().all()
+        assert torch.equal(got[:, : chunk.start], L[:, : chunk.start])
+        assert torch.equal(got[:, chunk.stop :], L[:, chunk.stop :])
+        row = torch.arange(80, device=got.device) % C
+        assert (got.masked_fill((torch.arange(C, device=got.device) < row[:, None])[:, None], 0) == 0).all()
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_nothing_passes_a_reset_however_large_keys_are(C: int, moved: Callable):
+    k, beta, g = drawn(64, "channel")
+    g[:, 6] = -torch.inf
+    got = chunk_scaled_dot_kkt(*moved((k * 1e15, beta, g)), chunk_size=C, backend="triton")
+    assert not got[:, 6:C, :, :6].any() and got[:, 8].any()
+
+
+@pytest.mark.parametrize("C", [16, 64])
+@pytest.mark.parametrize("each", [-8.4e-5, -0.0846, -0.5, -5.0])
+def test_gates_alike_are_as_exact_as_others(each: float, C: int, moved: Callable):
+    """What is left of each beside a multiple has one sign, and adds up."""
+    k, beta, g = drawn(64, "channel", K=128, dtype=BF16)
+    g.fill_(each)
+    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")
+    truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double(), chunk_size=C)
+    assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
 
 
 @pytest.mark.parametrize("gate", ["scalar", "channel"])

@@ -120,16 +120,24 @@ def main():
         from tests import triton_bf16
 
         triton_bf16.repair()  # of the interpreter
-    for case in (case for case in CASES if re.search(args.cases, case)):
+    chosen = [case for case in CASES if re.search(args.cases, case)]
+    if not chosen:
+        parser.error(f"--cases {args.cases!r}: none of {', '.join(CASES)}")
+
+    def keep():
+        (args.out / "launch-times.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    for case in chosen:
         if time.monotonic() > ends:
             found["cut off"] = f"before {case}"
+            keep()
             break
         try:
             row = measured(case, args)
         except Exception as reason:
             row = {"case": case, "refused": f"{type(reason).__name__}: {reason}"[:300]}
         found["rows"].append(row)
-        (args.out / "launch-times.json").write_text(json.dumps(found, indent=1) + "\n")
+        keep()
         if "refused" in row:
             print(f"{case:20} refused: {row['refused'][:150]}", flush=True)
             continue

@@ -83,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     # Threads would save part of the minute on idle cores. On busy ones they spin while they wait for each other, and
     # a step takes twenty times as long; and sums cut among threads differ from machine to machine. So one.
     torch.set_num_threads(1)
+    results.ready(args.out)
     if args.fresh:
         shutil.rmtree(args.out / CHECKPOINTS, ignore_errors=True)
         for name in (CURVE, HISTORY):
             (args.out / name).unlink(missing_ok=True)
-    results.ready(args.out)
     text = corpus.read(None)
     try:
         trainer = Trainer(Recipe(data=text.digest(), **RECIPE), text, args.out, torch.device("cpu"))

@@ -119,7 +119,8 @@ def chunk_scaled_dot_kkt(
         beta: [B, T, HV] any float. Write strength, no logit. HV is a multiple of H; value head j reads key head
             j // (HV // H).
         g: [B, T, HV] or [B, T, HV, K] any float. Natural-log decay per token, not yet summed, <= 0; -inf forgets all
-            before. None: no decay.
+            before. None: no decay. Beside gates of channels, kernels copy k and g first where K is no multiple of 16
+            or rows cannot be read 16 bytes at a time; `explain` says so.
         chunk_size: C, 16, 32 or 64. The grid starts at each sequence's first token.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
         output_dtype: Any float. None: float32, float64 if an input is float64.

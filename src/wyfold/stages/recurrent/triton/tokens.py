@@ -32,8 +32,8 @@ def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first
 def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool) -> str:
     """`launch_key` of a call whose states lie in the slots of a pool.
 
-    Where they do not begin at multiples of 16 bytes, as far as a compiler is told, no token is alone: other launches
-    than this one copy states by as much.
+    Where they do not begin at multiples of 16 bytes, or slots and heads are no multiples of 16 numbers apart, which is
+    what a compiler is told, no token is alone: other launches than this one copy states by as much.
     """
     # A fake tensor, of which a plan is asked, has no address.
     first = pool.data_ptr() if type(pool) in (Tensor, Parameter) else pool.storage_offset() * pool.itemsize

@@ -177,9 +177,12 @@ def add_channel_grams(
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
+RESET: tl.constexpr = tl.constexpr(-180.0)
+"""Natural log gate of a token that forgets all."""
+
 SHIFT: tl.constexpr = tl.constexpr(48.0)
 """Exponents of rows are this much more in `add_key_gram`, and those of what they meet less: half of REACH, so that
-neither factor of a decay is below float32's numbers before the decay is below 2^-78, which may count as nothing."""
+neither factor is below float32's numbers before the decay, times a key, is below 2^-78, which may count as nothing."""
 
 
 @triton.jit
@@ -187,8 +190,8 @@ def exact_sums(b_g, clamp, NB: tl.constexpr):
     """`sub_chunk_sums` and `sums_between` of log gates as given, so that nothing is lost where gates are strong.
 
     What lies between two rows is a difference of sums, which would lose what a strong gate before both has of them. So
-    a gate is a multiple of 2^-12, to base 2, and a rest, natural: sums of multiples are exact down to -4096 (even of
-    resets alone), and those of rests are so small that they are factors less 1, but for half their squares, 8e-7.
+    a gate is a multiple of 2^-12, to base 2, and a rest, natural: sums of multiples are exact down to -4096, even of
+    resets alone, and those of rests are small.
 
     Args:
         b_g: [NB, 16, BK] of any float.
@@ -200,6 +203,8 @@ def exact_sums(b_g, clamp, NB: tl.constexpr):
     """
     o_i = tl.arange(0, 16)[None, :, None]
     b_g = activated(b_g.to(tl.float32), 1.0, 0.0, 0.0, clamp, "given")
+    # A reset is nothing times any key, though two factors share it; fifteen are still summed exactly.
+    b_g = tl.where(b_g <= clamp, RESET, b_g)
     b_multiple = tl.fma(b_g, LOG2_E, 3072.0) - 3072.0
     b_P = tl.cumsum(tl.where(o_i == 0, SHIFT, b_multiple), axis=1)
     b_x = tl.cumsum(tl.where(o_i == 0, 0.0, tl.fma(b_multiple, -LN_2, b_g)), axis=1)
@@ -221,7 +226,8 @@ def add_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.conste
         b_P, b_x, b_last, b_x_last, b_between: From `exact_sums`.
     """
     i_i, i_n = tl.arange(0, NB)[:, None, None], tl.arange(0, NB)[None, :, None]
-    b_end = tl.where(b_last >= SHIFT - REACH, tl.exp2(b_last - SHIFT) * (1.0 + b_x_last), 0.0)
+    # A comparison that NaN fails: it must stay NaN.
+    b_end = tl.where(beyond_reach(b_last), 0.0, tl.exp2(b_last - SHIFT) * (1.0 + _expm1(b_x_last)))
     b_on = tl.where(i_n < i_i, tl.exp2(b_between) * b_end, tl.where(i_n == i_i, 1.0, 0.0))
     b_s = tl.exp2(tl.where(b_P >= SHIFT - REACH, -b_P, -1024.0))
     return _add_decayed_keys(b_JT, b_k, b_x, tl.exp2(b_P), b_s, b_on, NB, EXACT)
@@ -248,7 +254,7 @@ def add_far_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.co
         b_p = b_P + anchor * REACH
         if anchor == 0:
             b_s = tl.where(beyond_reach(b_last)[:, None], (b_last - SHIFT)[:, None] - b_P, -1024.0)
-            b_on = tl.where(i_n < i_i, tl.exp2(b_between) * (1.0 + b_x_last), 0.0)
+            b_on = tl.where(i_n < i_i, tl.exp2(b_between) * (1.0 + _expm1(b_x_last)), 0.0)
         else:
             b_s = tl.where((b_p < SHIFT) & (b_p >= SHIFT - REACH), -b_p, -1024.0)
             b_on = tl.broadcast_to(tl.where(i_n == i_i, 1.0, 0.0), b_between.shape)
@@ -261,8 +267,14 @@ def add_far_key_gram(b_JT, b_k, b_P, b_x, b_last, b_x_last, b_between, NB: tl.co
 def _add_decayed_keys(b_JT, b_k, b_x, b_r, b_s, b_on, NB: tl.constexpr, EXACT: tl.constexpr):
     """Transposed gram plus the keys, times factors of rows, with the keys, times factors of what those meet."""
     b_r, b_s = b_k * b_r, b_k * b_s
-    b_r, b_s = tl.fma(b_r, b_x, b_r), tl.fma(b_s, -b_x, b_s)
+    b_r, b_s = tl.fma(b_r, _expm1(b_x), b_r), tl.fma(b_s, _expm1(-b_x), b_s)
     return mm_exact(over_sub_chunks(b_s, b_on, NB), b_r.permute(0, 2, 1), b_JT, EXACT)
+
+
+@triton.jit
+def _expm1(b_x):
+    """exp of sums of rests less 1: they are so small that a third power is nothing beside 1."""
+    return tl.fma(0.5 * b_x, b_x, b_x)
 
 
 @triton.jit
