@@ -108,7 +108,9 @@ def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
     assert "unknown verb 'nonsense'" in ended.stderr
 
 
-@pytest.mark.parametrize("words", ["bench gdn", "verify", "train --task parity", "train", "tasks", "demo", "demo --fresh"])
+@pytest.mark.parametrize(
+    "words", ["bench gdn", "verify", "train --task parity", "train", "tasks", "demo", "demo --fresh"]
+)
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(words, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
