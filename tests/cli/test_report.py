@@ -84,6 +84,12 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
     assert not (tmp_path / "x.html").exists()
 
 
+def test_a_machine_may_be_a_name(tmp_path):
+    (tmp_path / "one.json").write_text('{"date": "2026-11-23", "hardware": "a card by name", "rows": []}')
+    assert main(["report", str(tmp_path / "one.json"), "--out", str(tmp_path / "x.html")]) == 0
+    assert "a card by name" in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
 def test_a_page_that_cannot_be_written_is_refused_before_it_is_drawn(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "kind_of", lambda record: pytest.fail("something was drawn"))
     file = tmp_path / "file"

@@ -147,6 +147,7 @@ ORIGIN = ("date", "command", "hardware", "versions", "commit", "modified")
 def _origin(record: dict[str, Any]) -> str:
     """Where, when and by what command a record came to be, as far as it says."""
     hardware = record.get("hardware") or {}
+    hardware = hardware if isinstance(hardware, dict) else {"gpus": hardware}
     machine = hardware.get("gpus") or record.get("gpu") or hardware.get("processor")
     versions = record.get("versions") or {}
     tools = [
