@@ -71,5 +71,11 @@ def columns(x, BT: gl.constexpr, LB: gl.constexpr):
 @gluon.jit
 def joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
     """The tile of these columns; nothing moves."""
+    return gl.convert_layout(beside(x_0, x_1, x_2, x_3), LC, assert_trivial=True)
+
+
+@gluon.jit
+def beside(x_0, x_1, x_2, x_3):
+    """Four tiles side by side, in whatever layout that is."""
     x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
-    return gl.convert_layout(gl.permute(x, (0, 3, 2, 1)).reshape((BT, BT)), LC, assert_trivial=True)
+    return gl.permute(x, (0, 3, 2, 1)).reshape((x_0.shape[0], 4 * x_0.shape[1]))

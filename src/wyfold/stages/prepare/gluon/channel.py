@@ -49,7 +49,7 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
-from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes
 from wyfold.tile.inverse.gluon import add_exact, invert_near, joined, times_own
@@ -344,8 +344,8 @@ def wyfold_prepare_channel_gluon(
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
         barrier()
-        sent.index(c).store(_above(kd, qd, BT))
-        pairs.index(c).store(_above(high, low, BT))
+        sent.index(c).store(above(kd, qd))
+        pairs.index(c).store(above(high, low))
         fence_async_shared()
         barrier()
         tma_store(x_kd, [pid * BT, BK * c], sent.index(c).slice(0, BT))
@@ -372,8 +372,8 @@ def wyfold_prepare_channel_gluon(
     p_2, p_3 = _up_to(kq, kq_2, qk, 2, BT, LB), _up_to(kq, kq_3, qk, 3, BT, LB)
     tma.store_wait(pendings=0)
     barrier()
-    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC), BT))
+    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC)))
+    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
@@ -581,12 +581,6 @@ def _reciprocal_norm(
         x = _piece(pieces, 2 * c + which, rows, FULL, LB)
         squares = gl.fma(x, x, squares)
     return gl.rsqrt(gl.sum(squares, axis=1) + 1e-6)
-
-
-@gluon.jit
-def _above(x, y, BT: gl.constexpr):
-    """x above y.   [2 BT, BK]"""
-    return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * BT, BK))
 
 
 @gluon.jit

@@ -35,10 +35,10 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
 from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
-from wyfold.tile.inverse.gluon import add_exact, columns, invert_near, joined, times_own
+from wyfold.tile.inverse.gluon import add_exact, beside, columns, invert_near, joined, times_own
 from wyfold.tile.inverse.triton import divisor
 
 
@@ -201,7 +201,6 @@ def wyfold_prepare_gluon(
 
     k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
     q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
-    W = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], WIDE)
     D = gl.allocate_shared_memory(gl.bfloat16, [2 * BT, 16], SLIM)
     near = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     numbers = Numbers(
@@ -216,13 +215,16 @@ def wyfold_prepare_gluon(
     if BOXED:
         mbarrier.init(come_k, count=1)
         mbarrier.init(come_q, count=1)
+        mbarrier.expect(come_k, x_k.block_type.nbytes)
+        mbarrier.expect(come_q, x_q.block_type.nbytes)
         fence_async_shared()
         barrier()
-        token = (b * T + t).to(gl.int32)
-        mbarrier.expect(come_k, x_k.block_type.nbytes)
+        # Where every chunk is full, a chunk's number is its place: no copy waits for a division.
+        token = (i_c * BT).to(gl.int32) if FULL else (b * T + t).to(gl.int32)
         tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
-        mbarrier.expect(come_q, x_q.block_type.nbytes)
         tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
+        # Without a barrier the assembler asks for q when the gate, loaded below, has come (docs/facts.md, SASS-6).
+        barrier()
     else:
         k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
         q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
@@ -258,35 +260,27 @@ def wyfold_prepare_gluon(
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
         barrier()
-    w_0, w_1, w_2, w_3 = _weights(numbers, SCALAR, NORM, BT, LB)
+    _store_rows(p_rows, p_total, numbers, beta, i_tile, rows, FULL, SCALAR, NORM, BT, ONE)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
     # The places of q and of k are free: -U takes that of q, P^T that of k, both as bfloat16 pairs.
     U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-    o_s = gl.arange(0, BT, layout=ROW)
+    block = (gl.arange(0, BT, layout=ROW) // 16)[:, None]
     kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
-    u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, LB)
-    u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, LB)
-    u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, LB)
-    u_3 = _strictly_before(kk_3, w_3, numbers, rows, 3, FULL, NORM, LB)
-    block = (o_s // 16)[:, None]
-    own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
+    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
+    own, _, p_0 = _pairs(kk_0, kq_0, kk_0, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
+    own, u_1, p_1 = _pairs(kk_1, kq_1, own, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    own, u_2, p_2 = _pairs(kk_2, kq_2, own, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
+    own, u_3, p_3 = _pairs(kk_3, kq_3, own, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
+    U.store(beside(u_1, u_1, u_2, u_3))  # no product reads -U's first columns
+    PT.store(beside(p_0, p_1, p_2, p_3))
+    o_s = gl.arange(0, BT, layout=ROW)
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
     near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
-    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
-    PT = joined(
-        _up_to(kq_0, w_0, numbers, rows, 0, FULL, NORM, BT, LB),
-        _up_to(kq_1, w_1, numbers, rows, 1, FULL, NORM, BT, LB),
-        _up_to(kq_2, w_2, numbers, rows, 2, FULL, NORM, BT, LB),
-        _up_to(kq_3, w_3, numbers, rows, 3, FULL, NORM, BT, LB),
-        BT,
-        LC,
-    )
-    k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(PT, BT))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
@@ -296,67 +290,42 @@ def wyfold_prepare_gluon(
     d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
     d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
     d = d_high.to(gl.float32) + d_low.to(gl.float32)
-    nothing = gl.zeros([BT, 16], gl.float32, LB)
-    x_0 = gl.where(block == 0, d, 0.0)
-    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    F = _add_factor(high_0, low_0, P, 0, none, False, AC)
-    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x_1)
-    F = _add_factor(high_1, low_1, P, 1, F, True, AC)
-    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
-    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x_2)
-    F = _add_factor(high_2, low_2, P, 2, F, True, AC)
-    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
-    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
-    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x_3)
-    F = _add_factor(high_3, low_3, P, 3, F, True, AC)
-
+    # A column's share of all columns after it is taken off as soon as it is known: three chains side by side.
     over_s = numbers.over.load(ROW)[:, None]
-    W.store(
-        joined(
-            _weighed(x_0, over_s, numbers, 0, BT, LB),
-            _weighed(x_1, over_s, numbers, 1, BT, LB),
-            _weighed(x_2, over_s, numbers, 2, BT, LB),
-            _weighed(x_3, over_s, numbers, 3, BT, LB),
-            BT,
-            LC,
-        )
-    )
-    fence_async_shared()
-    barrier()
-    tma_store(x_W, [pid * BT, 0], W)
-    F = warpgroup_mma_wait(0, deps=[F])
-    # Every warp is past its last -U.
-    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE).index(0)
-    out.store(F.to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    tma_store(x_F, [pid * BT, 0], out)
+    nothing = gl.zeros([BT, 16], gl.float32, LB)
+    x = gl.where(block == 0, d, 0.0)
+    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
+    y_1 = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
+    y_2 = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
+    w_0 = _weighed(x, over_s, numbers, 0, BT, LB)
+    x = times_own(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
+    high_1, low_1 = parts(x)
+    y_2 = add_exact(high_1, low_1, U, 2, 1, y_2, LB)
+    y_3 = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
+    y_3 = add_exact(high_1, low_1, U, 3, 1, y_3, LB)
+    w_1 = _weighed(x, over_s, numbers, 1, BT, LB)
+    x = times_own(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
+    high_2, low_2 = parts(x)
+    y_3 = add_exact(high_2, low_2, U, 3, 2, y_3, LB)
+    w_2 = _weighed(x, over_s, numbers, 2, BT, LB)
+    x = times_own(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
+    high_3, low_3 = parts(x)
+    F = _add_factor(high_0, low_0, P, 0, none, False, AC)
+    F = _add_factor(high_1, low_1, P, 1, F, True, AC)
+    F = _add_factor(high_2, low_2, P, 2, F, True, AC)
+    F = _add_factor(high_3, low_3, P, 3, F, True, AC)
+    w_3 = _weighed(x, over_s, numbers, 3, BT, LB)
 
-    p_row = p_rows + i_tile * (4 * BT) + o
-    r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
-    if NORM:
-        r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
-        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
-            r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
-    if SCALAR:
-        last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
-        before, after = gl.exp(G), gl.exp(last - G)
-        gl.store(p_row, before * r_k)
-        gl.store(p_row + BT, before * r_q)
-        gl.store(p_row + 2 * BT, after * r_k)
-        gl.store(p_total + i_tile, gl.exp(last))
-    else:
-        gl.store(p_row, r_k)
-        gl.store(p_row + BT, r_q)
-        gl.store(p_row + 2 * BT, r_k)
-        gl.store(p_total + i_tile, 1.0)
-    gl.store(p_row + 3 * BT, beta)
+    # Every warp is past its last -U, whose place F and W take.
+    barrier()
+    W = joined(w_0, w_1, w_2, w_3, BT, LC)
+    F = warpgroup_mma_wait(0, deps=[F])
+    q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(above(F.to(gl.bfloat16), W))
+    fence_async_shared()
+    barrier()
+    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE)
+    tma_store(x_F, [pid * BT, 0], out.index(0))
+    tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_k._keep_alive()
@@ -372,15 +341,63 @@ def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(numbers, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """What products of rows s and r have in common, four tiles of 16 columns r: the decay from s to r, right where s is
-    not after r, and key s's reciprocal norm.   4 x [BT, 16], or what becomes that"""
-    return (
-        _weight(numbers, 0, SCALAR, NORM, BT, LB),
-        _weight(numbers, 1, SCALAR, NORM, BT, LB),
-        _weight(numbers, 2, SCALAR, NORM, BT, LB),
-        _weight(numbers, 3, SCALAR, NORM, BT, LB),
-    )
+def _store_rows(
+    p_rows,
+    p_total,
+    numbers,
+    beta,
+    i_tile,
+    rows,
+    FULL: gl.constexpr,
+    SCALAR: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    ONE: gl.constexpr,
+):
+    """What the scans multiply rows by: their decays from the chunk's start and to its end, norms, beta."""
+    o = gl.arange(0, BT, layout=ONE)
+    p_row = p_rows + i_tile * (4 * BT) + o
+    r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
+    if NORM:
+        r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
+        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
+            r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
+    if SCALAR:
+        G = numbers.G.load(ONE)
+        last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
+        before, after = gl.exp(G), gl.exp(last - G)
+        gl.store(p_row, before * r_k)
+        gl.store(p_row + BT, before * r_q)
+        gl.store(p_row + 2 * BT, after * r_k)
+        gl.store(p_total + i_tile, gl.exp(last))
+    else:
+        gl.store(p_row, r_k)
+        gl.store(p_row + BT, r_q)
+        gl.store(p_row + 2 * BT, r_k)
+        gl.store(p_total + i_tile, 1.0)
+    gl.store(p_row + 3 * BT, beta)
+
+
+@gluon.jit
+def _pairs(
+    kk,
+    kq,
+    own,
+    numbers,
+    rows,
+    j: gl.constexpr,
+    FULL: gl.constexpr,
+    SCALAR: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    LB: gl.constexpr,
+):
+    """16 columns of -U where they lie on the diagonal, beside those before; then theirs and those of P^T, as pairs."""
+    weight = _weight(numbers, j, SCALAR, NORM, BT, LB)
+    u = _strictly_before(kk, weight, numbers, rows, j, FULL, NORM, LB)
+    p = _up_to(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
+    block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
+    return gl.where(block == j, u, own), pair(u), pair(p)
 
 
 @gluon.jit
