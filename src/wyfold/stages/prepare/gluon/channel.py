@@ -52,7 +52,7 @@ from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
 from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes
-from wyfold.tile.inverse.gluon import add_exact, invert_near, joined, times_own
+from wyfold.tile.inverse.gluon import invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
 BK: gl.constexpr = gl.constexpr(32)
@@ -248,7 +248,8 @@ def wyfold_prepare_channel_gluon(
         mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
-        token = (b * T + t).to(gl.int32)
+        # Where every chunk is full, a chunk's number is its place: no copy waits for a division.
+        token = (i_c * BT).to(gl.int32) if FULL else (b * T + t).to(gl.int32)
         mbarrier.expect(come_g, x_g.block_type.nbytes)
         mbarrier.expect(come, NB * (x_k.block_type.nbytes + x_q.block_type.nbytes))
         tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
@@ -379,32 +380,13 @@ def wyfold_prepare_channel_gluon(
     invert_near(near, D, BT)
     barrier()
 
-    # Columns of A^T, and their share of F.
+    # F and E by products with A^T.
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
-    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d = d_high.to(gl.float32) + d_low.to(gl.float32)
-    nothing = gl.zeros([BT, 16], gl.float32, LB)
-    x_0 = gl.where(block == 0, d, 0.0)
-    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    F = mm_pairs_async(high_0, low_0, PT.index(8), PT.index(12), gl.zeros([BT, BT], gl.float32, LC), False, AC)
-    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x_1)
-    F = mm_pairs_async(high_1, low_1, PT.index(9), PT.index(13), F, True, AC)
-    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
-    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x_2)
-    F = mm_pairs_async(high_2, low_2, PT.index(10), PT.index(14), F, True, AC)
-    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
-    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
-    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x_3)
-    F = mm_pairs_async(high_3, low_3, PT.index(11), PT.index(15), F, True, AC)
-
-    highs, lows = (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
+    columns_A, highs, lows = invert_columns(D, U, BT, LB)
+    F = gl.zeros([BT, BT], gl.float32, LC)
+    F = mm_pairs_async(highs[0], lows[0], PT.index(8), PT.index(12), F, False, AC)
+    for m in gl.static_range(1, 4):
+        F = mm_pairs_async(highs[m], lows[m], PT.index(8 + m), PT.index(12 + m), F, True, AC)
     keys = gates._reinterpret(gl.bfloat16, [8 * NB, 16, BK], HALF)
     E_0 = _fold(highs, lows, keys, 0, LE, BT)
     E_1 = _fold(highs, lows, keys, 1, LE, BT)
@@ -420,8 +402,8 @@ def wyfold_prepare_channel_gluon(
     folded.store(E.to(gl.bfloat16))
     if with_w:
         over_s = over.load(ROW)[:, None]
-        w_0, w_1 = _weighed(x_0, over_s, under, 0, LB), _weighed(x_1, over_s, under, 1, LB)
-        w_2, w_3 = _weighed(x_2, over_s, under, 2, LB), _weighed(x_3, over_s, under, 3, LB)
+        w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
+        w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
         out.index(1).store(joined(w_0, w_1, w_2, w_3, BT, LC))
     fence_async_shared()
     barrier()

@@ -35,10 +35,10 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair
 from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
-from wyfold.tile.inverse.gluon import add_exact, beside, columns, invert_near, joined, times_own
+from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
 
@@ -286,40 +286,23 @@ def wyfold_prepare_gluon(
     invert_near(near, D, BT)
     barrier()
 
-    # Columns of A^T, and their share of F.
-    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d = d_high.to(gl.float32) + d_low.to(gl.float32)
-    # A column's share of all columns after it is taken off as soon as it is known: three chains side by side.
+    # W by scaling of A^T, F by products with it; registers for F are needed no earlier than here.
+    columns_A, highs, lows = invert_columns(D, U, BT, LB)
     over_s = numbers.over.load(ROW)[:, None]
-    nothing = gl.zeros([BT, 16], gl.float32, LB)
-    x = gl.where(block == 0, d, 0.0)
-    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    y_1 = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    y_2 = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    w_0 = _weighed(x, over_s, numbers, 0, BT, LB)
-    x = times_own(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x)
-    y_2 = add_exact(high_1, low_1, U, 2, 1, y_2, LB)
-    y_3 = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y_3 = add_exact(high_1, low_1, U, 3, 1, y_3, LB)
-    w_1 = _weighed(x, over_s, numbers, 1, BT, LB)
-    x = times_own(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x)
-    y_3 = add_exact(high_2, low_2, U, 3, 2, y_3, LB)
-    w_2 = _weighed(x, over_s, numbers, 2, BT, LB)
-    x = times_own(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x)
-    F = _add_factor(high_0, low_0, P, 0, none, False, AC)
-    F = _add_factor(high_1, low_1, P, 1, F, True, AC)
-    F = _add_factor(high_2, low_2, P, 2, F, True, AC)
-    F = _add_factor(high_3, low_3, P, 3, F, True, AC)
-    w_3 = _weighed(x, over_s, numbers, 3, BT, LB)
-
+    W = joined(
+        _weighed(columns_A[0], over_s, numbers, 0, BT, LB),
+        _weighed(columns_A[1], over_s, numbers, 1, BT, LB),
+        _weighed(columns_A[2], over_s, numbers, 2, BT, LB),
+        _weighed(columns_A[3], over_s, numbers, 3, BT, LB),
+        BT,
+        LC,
+    )
+    F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), none, False, AC)
+    for m in gl.static_range(1, 4):
+        F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
+    F = warpgroup_mma_wait(0, deps=[F])
     # Every warp is past its last -U, whose place F and W take.
     barrier()
-    W = joined(w_0, w_1, w_2, w_3, BT, LC)
-    F = warpgroup_mma_wait(0, deps=[F])
     q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(above(F.to(gl.bfloat16), W))
     fence_async_shared()
     barrier()
@@ -445,12 +428,6 @@ def _up_to(
     if NORM:
         x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
-
-
-@gluon.jit
-def _add_factor(high, low, P, m: gl.constexpr, F, ADD: gl.constexpr, AC: gl.constexpr):
-    """F + A^T[:, m] P^T[m, :], under way."""
-    return mm_pairs_async(high, low, P.index(m), P.index(4 + m), F, ADD, AC)
 
 
 @gluon.jit
