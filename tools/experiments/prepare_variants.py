@@ -52,23 +52,24 @@ ASK = (
 """One thread asks for a box in the second-level cache. Where a box's map lies is only known by the parameter's name,
 as Triton has no such copy: good for an experiment."""
 
-AFTER = {
-    scalar: "        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)\n",
-    channel: "            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))\n",
+BEFORE = {
+    scalar: "    if BOXED:\n        mbarrier.wait(come_k, 0)\n",
+    channel: "    if BOXED:\n        mbarrier.wait(come_g, 0)\n",
 }
+"""Where the first copy is waited for: what is asked for ahead is so behind what is asked for now."""
 
 
 def asked(module):
     """Lines that ask for the boxes of a later tile: each of q's, of k's, and of the gate's."""
     kernel = "wyfold_prepare_gluon" if module is scalar else "wyfold_prepare_channel_gluon"
     columns = {"q": 64, "k": 64} if module is scalar else {"q": 32, "k": 32, "g": 32}
-    lines, thread = [f"        later = token + BT * (({RESIDENT} + HV - 1) // HV)\n"], 64
+    lines, thread = [f"    later = token + BT * (({RESIDENT} + HV - 1) // HV)\n"], 64
     for place, (x, width) in enumerate(columns.items()):
         head = "i_hv" if x == "g" else "i_h"
         for column in range(0, 128, width):
             text = ASK.format(thread=thread, kernel=kernel, place=5 * place)
             at = f"({head} * s_{x}[2]).to(gl.int32) + {column}"
-            lines.append(f'        gl.inline_asm_elementwise("{text}", "=r,r,r", [{at}, later], gl.int32, False, 1)\n')
+            lines.append(f'    gl.inline_asm_elementwise("{text}", "=r,r,r", [{at}, later], gl.int32, False, 1)\n')
             thread = thread + 1 if thread < 127 else 64
     return "".join(lines)
 
@@ -80,11 +81,11 @@ def variant(gate, name, out):
     row = Config(4, 1, {}, int(registers[1])) if registers else None
     if "ahead" not in name:
         return module, row
-    text, after = Path(module.__file__).read_text(), AFTER[module]
-    if text.count(after) != 1:
-        raise ValueError("the copies are written otherwise here")
+    text, before = Path(module.__file__).read_text(), BEFORE[module]
+    if text.count(before) != 1:
+        raise ValueError("copies are waited for otherwise here")
     file = out / f"{module.__name__.rpartition('.')[2]}_ahead_{os.getpid()}.py"
-    file.write_text(text.replace(after, after + asked(module)))
+    file.write_text(text.replace(before, asked(module) + before))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     made = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = made

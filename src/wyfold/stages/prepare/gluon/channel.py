@@ -256,6 +256,7 @@ def wyfold_prepare_channel_gluon(
         for c in gl.static_range(NB):
             tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c))
             tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))
+        barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
     else:
         G = gates
         G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))

@@ -271,10 +271,10 @@ def wyfold_prepare_gluon(
     block = (gl.arange(0, BT, layout=ROW) // 16)[:, None]
     kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
     kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
-    own, _, p_0 = _pairs(kk_0, kq_0, kk_0, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
-    own, u_1, p_1 = _pairs(kk_1, kq_1, own, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    own, u_3, p_3 = _pairs(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
     own, u_2, p_2 = _pairs(kk_2, kq_2, own, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
-    own, u_3, p_3 = _pairs(kk_3, kq_3, own, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
+    own, u_1, p_1 = _pairs(kk_1, kq_1, own, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    own, _, p_0 = _pairs(kk_0, kq_0, own, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
     U.store(beside(u_1, u_1, u_2, u_3))  # no product reads -U's first columns
     PT.store(beside(p_0, p_1, p_2, p_3))
     o_s = gl.arange(0, BT, layout=ROW)
@@ -377,8 +377,8 @@ def _pairs(
 ):
     """16 columns of -U where they lie on the diagonal, beside those before; then theirs and those of P^T, as pairs."""
     weight = _weight(numbers, j, SCALAR, NORM, BT, LB)
-    u = _strictly_before(kk, weight, numbers, rows, j, FULL, NORM, LB)
     p = _up_to(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
+    u = _strictly_before(kk, weight, numbers, rows, j, FULL, NORM, LB)
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
     return gl.where(block == j, u, own), pair(u), pair(p)
 
