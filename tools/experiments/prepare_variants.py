@@ -1,4 +1,4 @@
-"""Variants of `prepare` in Gluon, alone on one card: bits beside the shipped one, us from a CUDA graph, times its bytes.
+"""Variants of `prepare` in Gluon, alone on one card: bits beside the shipped one, us in CUDA graphs, times its bytes.
 
     PYTHONPATH=src:. python tools/experiments/prepare_variants.py --commit HASH --out DIR --budget 60
     PYTHONPATH=src:. python tools/experiments/prepare_variants.py --cases "scalar" --names "r128" --against FILE

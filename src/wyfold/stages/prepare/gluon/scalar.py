@@ -229,37 +229,39 @@ def wyfold_prepare_gluon(
         k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
         q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
         fence_async_shared()
+        barrier()
 
-    # One number a row, two of them in each lane of every warp.
+    # One number a row, two of them in each lane of every warp; what is made of them does not hold up the products.
     o = gl.arange(0, BT, layout=ONE)
-    beta = gl.where(o < rows, 1.0, 0.0)
+    beta, x = gl.where(o < rows, 1.0, 0.0), 0.0
     if p_beta is not None:
         at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
         beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
-        if LOGIT:
-            beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
-    over = divisor(beta)
-    numbers.over.store(over)
-    numbers.under.store(1.0 / over)
     if SCALAR:
         at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
-        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
-        G = gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add)
-        numbers.G.store(G)
-    barrier()
 
     none = gl.zeros([BT, BT], gl.float32, LC)
     if BOXED:
         mbarrier.wait(come_k, 0)
     kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
-    if BOXED:
-        mbarrier.wait(come_q, 0)
-    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     if NORM:
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
+    if BOXED:
+        mbarrier.wait(come_q, 0)
+    if NORM:  # before the second product, as there are no registers for its result beside those for these rows
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
-        barrier()
+    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+
+    if LOGIT and p_beta is not None:
+        beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    over = divisor(beta)
+    numbers.over.store(over)
+    numbers.under.store(1.0 / over)
+    if SCALAR:
+        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
+        numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
+    barrier()
     _store_rows(p_rows, p_total, numbers, beta, i_tile, rows, FULL, SCALAR, NORM, BT, ONE)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
@@ -268,7 +270,6 @@ def wyfold_prepare_gluon(
     U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     PT = k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-    block = (gl.arange(0, BT, layout=ROW) // 16)[:, None]
     kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
     kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
     own, u_3, p_3 = _pairs(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
