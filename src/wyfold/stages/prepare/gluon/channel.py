@@ -225,7 +225,10 @@ def wyfold_prepare_channel_gluon(
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
+    PLACED: gl.constexpr = FULL and BOXED
+    if not PLACED:
+        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             if clear:
@@ -248,8 +251,7 @@ def wyfold_prepare_channel_gluon(
         mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
-        # Where every chunk is full, a chunk's number is its place: no copy waits for a division.
-        token = (i_c * BT).to(gl.int32) if FULL else (b * T + t).to(gl.int32)
+        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         mbarrier.expect(come_g, x_g.block_type.nbytes)
         mbarrier.expect(come, NB * (x_k.block_type.nbytes + x_q.block_type.nbytes))
         tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
@@ -263,6 +265,9 @@ def wyfold_prepare_channel_gluon(
         for c in gl.static_range(NB):
             pieces.index(2 * c).store(token_tile(x_k + BK * c * s_k[3], s_k, b, t, i_h, rows, BK, BT))
             pieces.index(2 * c + 1).store(token_tile(x_q + BK * c * s_q[3], s_q, b, t, i_h, rows, BK, BT))
+    if PLACED:
+        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        rows = BT
 
     # One number a row, two of them in each lane of every warp.
     o = gl.arange(0, BT, layout=ONE)

@@ -192,7 +192,10 @@ def wyfold_prepare_gluon(
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
+    PLACED: gl.constexpr = FULL and BOXED
+    if not PLACED:
+        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             if clear:
@@ -219,8 +222,7 @@ def wyfold_prepare_gluon(
         mbarrier.expect(come_q, x_q.block_type.nbytes)
         fence_async_shared()
         barrier()
-        # Where every chunk is full, a chunk's number is its place: no copy waits for a division.
-        token = (i_c * BT).to(gl.int32) if FULL else (b * T + t).to(gl.int32)
+        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
         tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
         # Without a barrier the assembler asks for q when the gate, loaded below, has come (docs/facts.md, SASS-6).
@@ -230,6 +232,9 @@ def wyfold_prepare_gluon(
         q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
         fence_async_shared()
         barrier()
+    if PLACED:
+        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        rows = BT
 
     # One number a row, two of them in each lane of every warp; what is made of them does not hold up the products.
     o = gl.arange(0, BT, layout=ONE)
