@@ -3,7 +3,7 @@
 A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
 leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
 What differs is that k and q are both under way before anything is waited for, that products are no larger than what
-they are for, and that so little is held that four programs share a multiprocessor.
+they are for, and that so little is held that five programs share a multiprocessor (docs/facts.md, SASS-6).
 
 All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
 16 rows, of A^T as of everything before it.
