@@ -166,6 +166,8 @@ def compared(gate, shape, names, out):
             runs[name] = partial(repeatedly, gate, made, given)
         except Exception as reason:
             row["refused"][name] = f"{type(reason).__name__}: {reason}"[:200]
+    if not runs:
+        return row | {"us": {}, "bytes": 0}
     moved = sum(x.numel() * x.element_size() for x in (*given[:4], *found[0]) if x is not None)
     taken = _medians({name: _graph(run) for name, run in runs.items()}, ROUNDS, REPLAYS)
     return row | {"us": {name: ms / CALLS * 1e3 for name, ms in taken.items()}, "bytes": moved}
