@@ -120,7 +120,7 @@ def test_a_place_brought_back_is_found(kind: str, found: int):
     "call", [call for call in aot.OWN["sm_90"] if isinstance(call, aot.Call) and call.heads == 1], ids=str
 )
 def test_operands_are_not_overtaken_nor_their_places_brought_back(call: aot.Call):
-    """Constants are put in place late: facts.md, PTXAS-2. What turns of a loop have alike is kept: SASS-6."""
+    """Constants are put in place late: facts.md, PTXAS-2. What turns of a loop have alike is kept: SASS-7."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:

@@ -457,7 +457,7 @@ def _anew(tile, same):
     """A tile in shared memory whose place is worked out once more; `same` is 0, of which no compiler knows.
 
     What is alike in every turn of a loop a compiler works out before it. Places of tiles, as products want them, are
-    two registers for every 16 columns: kept, they go to local memory and come back in every turn (facts.md, SASS-6).
+    two registers for every 16 columns: kept, they go to local memory and come back in every turn (facts.md, SASS-7).
     """
     return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(same)
 
