@@ -216,7 +216,7 @@ def wyfold_prepare_channel_gluon(
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 8])
-    LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LB)
     NB: gl.constexpr = K // BK
@@ -393,19 +393,15 @@ def wyfold_prepare_channel_gluon(
     F = mm_pairs_async(highs[0], lows[0], PT.index(8), PT.index(12), F, False, AC)
     for m in gl.static_range(1, 4):
         F = mm_pairs_async(highs[m], lows[m], PT.index(8 + m), PT.index(12 + m), F, True, AC)
-    keys = gates._reinterpret(gl.bfloat16, [8 * NB, 16, BK], HALF)
-    E_0 = _fold(highs, lows, keys, 0, LE, BT)
-    E_1 = _fold(highs, lows, keys, 1, LE, BT)
-    E_2 = _fold(highs, lows, keys, 2, LE, BT)
-    E_3 = _fold(highs, lows, keys, 3, LE, BT)
-    F, E_0, E_1, E_2, E_3 = warpgroup_mma_wait(0, deps=[F, E_0, E_1, E_2, E_3])
+    # A tile of all channels has those of each slice in one piece, as they were stored.
+    keys = gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF)
+    E = _fold(highs, lows, keys, LE, BT, K)
+    F, E = warpgroup_mma_wait(0, deps=[F, E])
     barrier()
     # Every warp is past its last -U, and every product has been.
     out = tokens._reinterpret(gl.bfloat16, [4, BT, BT], WIDE)
     out.index(0).store(F.to(gl.bfloat16))
-    E = gl.permute(gl.join(gl.join(E_0, E_1), gl.join(E_2, E_3)), (3, 2, 0, 1)).reshape((NB, BT, BK))
-    folded = gates._reinterpret(gl.bfloat16, [NB, BT, BK], gl.NVMMASharedLayout(64, 16, 3))
-    folded.store(E.to(gl.bfloat16))
+    gates._reinterpret(gl.bfloat16, [BT, K], HALF).store(E.to(gl.bfloat16))
     if with_w:
         over_s = over.load(ROW)[:, None]
         w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
@@ -646,13 +642,13 @@ def _up_to(near, later, qk, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr)
 
 
 @gluon.jit
-def _fold(highs, lows, keys, c: gl.constexpr, LE: gl.constexpr, BT: gl.constexpr):
-    """A^T times keys decayed to the chunk's end, some channels of them, under way."""
+def _fold(highs, lows, keys, LE: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
+    """A^T times keys decayed to the chunk's end, under way."""
     A: gl.constexpr = gl.DotOperandLayout(0, LE, 2)
-    E = gl.zeros([BT, BK], gl.float32, LE)
-    E = mm_pairs_async(highs[0], lows[0], keys.index(8 * c), keys.index(8 * c + 4), E, False, A)
+    E = gl.zeros([BT, K], gl.float32, LE)
+    E = mm_pairs_async(highs[0], lows[0], keys.slice(0, 16), keys.slice(BT, 16), E, False, A)
     for m in gl.static_range(1, 4):
-        E = mm_pairs_async(highs[m], lows[m], keys.index(8 * c + m), keys.index(8 * c + 4 + m), E, True, A)
+        E = mm_pairs_async(highs[m], lows[m], keys.slice(16 * m, 16), keys.slice(BT + 16 * m, 16), E, True, A)
     return E
 
 
