@@ -85,18 +85,39 @@ class Shared:
 
     def _reinterpret(self, dtype, shape, layout):
         whole = self.t.view(-1).view(dtype)
-        return Shared(whole[: torch.Size(shape).numel()].view(shape))
+        whole = whole[: torch.Size(shape).numel()]
+        width = shape[-1] if layout is None else min(layout // whole.itemsize, shape[-1])
+        if len(shape) == 2 and width < shape[1]:
+            return Pieces(whole.view(-1, shape[0], width))
+        return Shared(whole.view(shape))
+
+
+class Pieces(Shared):
+    """A tile whose rows are wider than the swizzle: so many columns of all rows lie together."""
+
+    shape = property(lambda s: (s.t.shape[1], s.t.shape[0] * s.t.shape[2]))
+
+    def slice(self, start, n, dim=0):
+        assert dim == 0 and start % n == 0
+        return Pieces(self.t.narrow(1, start, n))
+
+    def load(self, layout):
+        return self.t.permute(1, 0, 2).reshape(self.shape)
+
+    def store(self, x):
+        assert x.shape == self.shape and x.dtype == self.t.dtype, (x.shape, self.shape, x.dtype, self.t.dtype)
+        self.t.copy_(x.view(x.shape[0], -1, self.t.shape[2]).permute(1, 0, 2))
 
 
 class Product:
     def __init__(self, a, b, acc, use):
         self.a, self.b, self.use, self.out = a, b, use, None
         self.acc = acc
-        self.seen = [(x.t if isinstance(x, Shared) else x).clone() for x in (a, b)]
+        self.seen = [(x.load(None) if isinstance(x, Shared) else x).clone() for x in (a, b)]
 
     def finish(self):
         for x, seen in zip((self.a, self.b), self.seen, strict=True):
-            now = x.t if isinstance(x, Shared) else x
+            now = x.load(None) if isinstance(x, Shared) else x
             assert torch.equal(bits(now), bits(seen)), "an operand changed while a product read it"
         before = self.acc.out if isinstance(self.acc, Product) else self.acc
         self.out = cut(self.seen[0]) @ cut(self.seen[1]) + (before if self.use else 0)
@@ -155,10 +176,10 @@ def tma_load(box, at, bar, to):
     x = torch.zeros(box.b.block_shape, dtype=box.dtype)
     x[: here.shape[0], : here.shape[1]] = here
     assert to.shape == tuple(x.shape) and to.dtype == x.dtype
-    to.t.fill_(float("nan"))
+    to.store(torch.full_like(x, float("nan")))
 
     def land():
-        to.t.copy_(x)
+        to.store(x)
         bar.tx -= box.block_type.nbytes
         bar.check()
 
@@ -248,10 +269,10 @@ def language(pid):
     )  # fmt: skip
     layouts = (
         "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout",
-        "NVMMASharedLayout",
     )  # fmt: skip
     for name in layouts:
         setattr(gl, name, lambda *a: None)
+    gl.NVMMASharedLayout = lambda swizzle, *_: swizzle
     return gl
 
 

@@ -215,7 +215,7 @@ def wyfold_prepare_channel_gluon(
     # Rows of a warp's own sub-chunk; accumulators of 16 columns, of E's slices, of a whole tile.
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 8])
+    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 8])
     LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LB)
@@ -235,6 +235,7 @@ def wyfold_prepare_channel_gluon(
                 clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
             return
 
+    come_in = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
     gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
     tokens = gl.allocate_shared_memory(gl.bfloat16, [4 * BT, BT], WIDE)
     table = gl.allocate_shared_memory(gl.float32, [NB, 16, BK], CUBE)
@@ -246,7 +247,7 @@ def wyfold_prepare_channel_gluon(
     # 32 channels of k, then of q, for each slice.
     pieces = tokens._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
     if BOXED:
-        G = gates if x_g.dtype == gl.float32 else gates._reinterpret(x_g.dtype, [BT, K], WIDE)
+        G = come_in if x_g.dtype == gl.float32 else come_in._reinterpret(x_g.dtype, [BT, K], WIDE)
         mbarrier.init(come_g, count=1)
         mbarrier.init(come, count=1)
         fence_async_shared()
@@ -260,7 +261,7 @@ def wyfold_prepare_channel_gluon(
             tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))
         barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
     else:
-        G = gates
+        G = come_in
         G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
         for c in gl.static_range(NB):
             pieces.index(2 * c).store(token_tile(x_k + BK * c * s_k[3], s_k, b, t, i_h, rows, BK, BT))
@@ -318,13 +319,12 @@ def wyfold_prepare_channel_gluon(
     barrier()
 
     # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
-    far = gates._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
-    asked = tokens._reinterpret(gl.float32, [4 * NB, 16, BK], FULL32)
+    later = come_in._reinterpret(gl.float32, [2, 2 * BT, BK], FULL32)
+    blocks = come_in._reinterpret(gl.float32, [8, 32, BK], FULL32)
     sent = tokens._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
-    kk_1, kk_2, kk_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
-    kq_1, kq_2, kq_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+    both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
     qk = gl.zeros([BT], gl.float32, ROW)
     for c in range(NB):
         sums = P.index(c).load(LB)
@@ -338,25 +338,31 @@ def wyfold_prepare_channel_gluon(
         numbers = table._reinterpret(gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
         rest = rests._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
         kt = b_k * exp2(_over_rows(rest, 0, 4, LB, LN) - sums)
-        barrier()
-        gates._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(kf, BT))
-        tokens._reinterpret(gl.float32, [NB, BT, BK], FULL32).index(c).store(_by_steps(qf, BT))
+        later.index(c % 2).store(_beside(_by_steps(kf, BT), _by_steps(qf, BT)))
         before = _over_rows(numbers, 8, 4, LB, LN)
         kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
         fence_async_shared()
         barrier()
-        kk_1, kq_1 = _add_far(kk_1, kq_1, kt * _over_rows(numbers, 2, 1, LB, LN), far, asked, 4 * c + 1, LJ, BT)
-        kk_2, kq_2 = _add_far(kk_2, kq_2, kt * _over_rows(numbers, 0, 4, LB, LN), far, asked, 4 * c + 2, LJ, BT)
-        kk_3, kq_3 = _add_far(kk_3, kq_3, kt * _over_rows(numbers, 4, 4, LB, LN), far, asked, 4 * c + 3, LJ, BT)
+        # The slice before this one, for whose stores this fence is as well.
+        if c > 0:
+            tma_store(x_kd, [pid * BT, BK * (c - 1)], sent.index(c - 1).slice(0, BT))
+            tma_store(x_qd, [pid * BT, BK * (c - 1)], sent.index(c - 1).slice(BT, BT))
+        i = 4 * (c % 2)
+        both_1 = _add_far(both_1, kt * _over_rows(numbers, 2, 1, LB, LN), blocks, i + 1, LJ, BT)
+        both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks, i + 2, LJ, BT)
+        both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks, i + 3, LJ, BT)
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
-        kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
-        barrier()
+        both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
         sent.index(c).store(above(kd, qd))
         pairs.index(c).store(above(high, low))
-        fence_async_shared()
         barrier()
-        tma_store(x_kd, [pid * BT, BK * c], sent.index(c).slice(0, BT))
-        tma_store(x_qd, [pid * BT, BK * c], sent.index(c).slice(BT, BT))
+    fence_async_shared()
+    barrier()
+    tma_store(x_kd, [pid * BT, BK * (NB - 1)], sent.index(NB - 1).slice(0, BT))
+    tma_store(x_qd, [pid * BT, BK * (NB - 1)], sent.index(NB - 1).slice(BT, BT))
+    kk_1, kq_1 = _halves(both_1, LB, BT)
+    kk_2, kq_2 = _halves(both_2, LB, BT)
+    kk_3, kq_3 = _halves(both_3, LB, BT)
 
     # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
     U = tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(0)
@@ -454,7 +460,6 @@ def _sum_gates(
     P_1, f_1, r_1 = _sub_chunk(G, 1, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     P_2, f_2, r_2 = _sub_chunk(G, 2, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     P_3, f_3, r_3 = _sub_chunk(G, 3, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
-    barrier()
     x = gl.permute(gl.join(gl.join(P_0, P_1), gl.join(P_2, P_3)), (3, 2, 0, 1)).reshape((4 * 16, K // BK, BK))
     P.store(gl.permute(x, (1, 0, 2)))
     t_0, t_1, t_2, t_3 = f_0 + r_0, f_1 + r_1, f_2 + r_2, f_3 + r_3
@@ -603,23 +608,35 @@ def _add_own(kk, kq, ks, kf, qf, LN: gl.constexpr):
 
 
 @gluon.jit
-def _nothing(LJ: gl.constexpr, BT: gl.constexpr):
-    return gl.zeros([BT, 16], gl.float32, LJ)
+def _beside(x, y):
+    """Each sub-chunk's rows of x, then of y.   [2 BT, BK]"""
+    both = gl.join(x, y).reshape((4, 16, BK, 2))
+    return gl.permute(both, (0, 3, 1, 2)).reshape((2 * x.shape[0], BK))
 
 
 @gluon.jit
-def _add_far(kk, kq, ks, far, asked, i, LJ: gl.constexpr, BT: gl.constexpr):
-    """Grams of all rows s with the rows r of a later sub-chunk plus what some channels give, under way."""
+def _nothing(LJ: gl.constexpr, BT: gl.constexpr):
+    return gl.zeros([BT, 32], gl.float32, LJ)
+
+
+@gluon.jit
+def _add_far(both, ks, blocks, i, LJ: gl.constexpr, BT: gl.constexpr):
+    """Grams of all rows s with a later sub-chunk's rows r, keys and then queries, plus what some channels give, under
+    way."""
     a = gl.convert_layout(_by_steps(ks, BT), gl.DotOperandLayout(0, LJ, 1), assert_trivial=True)
-    kk = warpgroup_mma(a, far.index(i).permute((1, 0)), kk, is_async=True)
-    kq = warpgroup_mma(a, asked.index(i).permute((1, 0)), kq, is_async=True)
-    return kk, kq
+    return warpgroup_mma(a, blocks.index(i).permute((1, 0)), both, is_async=True)
+
+
+@gluon.jit
+def _halves(both, LB: gl.constexpr, BT: gl.constexpr):
+    """Its first 16 columns and its others; nothing moves."""
+    kk, kq = gl.split(gl.permute(both.reshape((BT, 2, 16)), (0, 2, 1)))
+    return gl.convert_layout(kk, LB, assert_trivial=True), gl.convert_layout(kq, LB, assert_trivial=True)
 
 
 @gluon.jit
 def _gram(near, later, j: gl.constexpr, LB: gl.constexpr):
     """Columns j of a gram, from the products of every sub-chunk with itself and those with sub-chunk j."""
-    later = gl.convert_layout(later, LB, assert_trivial=True)
     o_s = gl.arange(0, near.shape[0], layout=gl.SliceLayout(1, LB))
     return gl.where((o_s // 16 == j)[:, None], near, later)
 
