@@ -187,11 +187,11 @@ def tma_load(box, at, bar, to):
 
 
 def tma_store(box, at, x):
-    seen, where = x.t.clone(), box.region(at)
+    seen, where = x.load(None), box.region(at)
 
     def land():
-        assert torch.equal(bits(seen), bits(x.t)), "a result changed while it was stored"
-        box.view[where] = x.t
+        assert torch.equal(bits(seen), bits(x.load(None))), "a result changed while it was stored"
+        box.view[where] = seen
 
     STORES.append(land)
 
@@ -257,7 +257,7 @@ def language(pid):
         arange=lambda a, b, layout=None: torch.arange(a, b),
         allocate_shared_memory=lambda dtype, shape, layout: Bars(shape[0])
         if layout == "bars"
-        else Shared(torch.full(shape, float("nan"), dtype=dtype)),
+        else Shared(torch.full(shape, float("nan"), dtype=dtype))._reinterpret(dtype, shape, layout),
         static_range=range, zeros=lambda s, d, layout: torch.zeros(s, dtype=d),
         full=lambda s, x, d, layout: torch.full(s, x, dtype=d),
         where=lambda c, a, b: torch.where(T(c), T(a), T(b)), convert_layout=lambda x, layout, assert_trivial=False: x,

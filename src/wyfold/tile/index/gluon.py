@@ -29,23 +29,28 @@ ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 class SharedBoxes(TensorDescriptor):
     """`Boxes`, and how one lies in shared memory."""
 
-    def __init__(self, boxes: Boxes):
+    def __init__(self, boxes: Boxes, span: int):
         self.base, self.shape, self.strides, self.block_shape = (
             boxes.base,
             boxes.shape,
             boxes.strides,
             boxes.block_shape,
         )
-        self.layout = _layout(tuple(boxes.block_shape), boxes.base.dtype)
+        self.layout = _layout(tuple(boxes.block_shape), boxes.base.dtype, span)
 
 
-def shared(boxes: Sequence[Any]) -> list[Any]:
-    """Each box as a Gluon kernel takes it; all else as it is."""
-    return [SharedBoxes(x) if isinstance(x, Boxes) else x for x in boxes]
+def shared(boxes: Sequence[Any], span: int = 0) -> list[Any]:
+    """Each box as a Gluon kernel takes it; all else as it is.
+
+    Of longer rows so many bytes of all of them lie together: as many as the engine can, 128, if it is not said.
+    """
+    return [SharedBoxes(x, span) if isinstance(x, Boxes) else x for x in boxes]
 
 
 @functools.cache
-def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, span: int) -> gl.NVMMASharedLayout:
+    if span:
+        return gl.NVMMASharedLayout(span, 8 * dtype.itemsize, len(shape))
     return gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
 
 

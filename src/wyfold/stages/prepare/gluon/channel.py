@@ -103,11 +103,11 @@ def prepare(
             if x is not None:
                 x.zero_()
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
-    rows = every_box((q, k, g), [token_boxes(q, C, BK.value), token_boxes(k, C, BK.value), _gate_boxes(g, C)])
+    rows = every_box((q, k, g), [token_boxes(q, C, K), token_boxes(k, C, K), _gate_boxes(g, C)])
     launched(
         wyfold_prepare_channel_gluon,
         tiles,
-        *shared(rows or (q, k, g)),
+        *(shared(rows[:2], 2 * BK.value) + shared(rows[2:]) if rows else (q, k, g)),
         q.stride(),
         k.stride(),
         strides(g),
@@ -119,7 +119,8 @@ def prepare(
         o.stride(),
         found.rows,
         found.total,
-        *shared(factors),
+        *shared(factors[:3], 2 * BK.value),
+        *shared(factors[3:]),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -150,7 +151,7 @@ def prepare(
 
 def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     """Of decayed q and k, E, F and W."""
-    widths = (BK.value, BK.value, BK.value, C, C)
+    widths = (BK.value, BK.value, found.E.shape[2], C, C)
     return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
 
 
@@ -237,15 +238,16 @@ def wyfold_prepare_channel_gluon(
 
     come_in = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
     gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
-    tokens = gl.allocate_shared_memory(gl.bfloat16, [4 * BT, BT], WIDE)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [BT, K], HALF)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [BT, K], HALF)
     table = gl.allocate_shared_memory(gl.float32, [NB, 16, BK], CUBE)
     rests = gl.allocate_shared_memory(gl.float32, [NB, 4, BK], CUBE)
     over = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
     under = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
     come_g = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     come = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # 32 channels of k, then of q, for each slice.
-    pieces = tokens._reinterpret(gl.bfloat16, [2 * NB, BT, BK], HALF)
+    k_pieces = keys._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
+    q_pieces = queries._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
     if BOXED:
         G = come_in if x_g.dtype == gl.float32 else come_in._reinterpret(x_g.dtype, [BT, K], WIDE)
         mbarrier.init(come_g, count=1)
@@ -254,18 +256,16 @@ def wyfold_prepare_channel_gluon(
         barrier()
         token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         mbarrier.expect(come_g, x_g.block_type.nbytes)
-        mbarrier.expect(come, NB * (x_k.block_type.nbytes + x_q.block_type.nbytes))
+        mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
         tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
-        for c in gl.static_range(NB):
-            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c))
-            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))
+        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come, keys)
+        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come, queries)
         barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
     else:
         G = come_in
         G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
-        for c in gl.static_range(NB):
-            pieces.index(2 * c).store(token_tile(x_k + BK * c * s_k[3], s_k, b, t, i_h, rows, BK, BT))
-            pieces.index(2 * c + 1).store(token_tile(x_q + BK * c * s_q[3], s_q, b, t, i_h, rows, BK, BT))
+        keys.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
+        queries.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
     if PLACED:
         i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
         rows = BT
@@ -314,21 +314,20 @@ def wyfold_prepare_channel_gluon(
     if BOXED:
         mbarrier.wait(come, 0)
     if NORM:
-        r_k = _reciprocal_norm(pieces, 0, rows, BT, NB, FULL, LB)
-        r_q = _reciprocal_norm(pieces, 1, rows, BT, NB, FULL, LB)
+        r_k = _reciprocal_norm(k_pieces, rows, BT, NB, FULL, LB)
+        r_q = _reciprocal_norm(q_pieces, rows, BT, NB, FULL, LB)
     barrier()
 
     # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
     later = come_in._reinterpret(gl.float32, [2, 2 * BT, BK], FULL32)
     blocks = come_in._reinterpret(gl.float32, [8, 32, BK], FULL32)
-    sent = tokens._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
     qk = gl.zeros([BT], gl.float32, ROW)
     for c in range(NB):
         sums = P.index(c).load(LB)
-        b_k, b_q = _piece(pieces, 2 * c, rows, FULL, LB), _piece(pieces, 2 * c + 1, rows, FULL, LB)
+        b_k, b_q = _piece(k_pieces, c, rows, FULL, LB), _piece(q_pieces, c, rows, FULL, LB)
         if NORM:
             b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
         qk += gl.sum(gl.fma(b_q, b_k, 0.0), axis=1)
@@ -345,28 +344,29 @@ def wyfold_prepare_channel_gluon(
         barrier()
         # The slice before this one, for whose stores this fence is as well.
         if c > 0:
-            tma_store(x_kd, [pid * BT, BK * (c - 1)], sent.index(c - 1).slice(0, BT))
-            tma_store(x_qd, [pid * BT, BK * (c - 1)], sent.index(c - 1).slice(BT, BT))
+            tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
+            tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
         i = 4 * (c % 2)
         both_1 = _add_far(both_1, kt * _over_rows(numbers, 2, 1, LB, LN), blocks, i + 1, LJ, BT)
         both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks, i + 2, LJ, BT)
         both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks, i + 3, LJ, BT)
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
-        sent.index(c).store(above(kd, qd))
+        k_pieces.index(c).store(kd)
+        q_pieces.index(c).store(qd)
         pairs.index(c).store(above(high, low))
         barrier()
     fence_async_shared()
     barrier()
-    tma_store(x_kd, [pid * BT, BK * (NB - 1)], sent.index(NB - 1).slice(0, BT))
-    tma_store(x_qd, [pid * BT, BK * (NB - 1)], sent.index(NB - 1).slice(BT, BT))
+    tma_store(x_kd, [pid * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
+    tma_store(x_qd, [pid * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
     kk_1, kq_1 = _halves(both_1, LB, BT)
     kk_2, kq_2 = _halves(both_2, LB, BT)
     kk_3, kq_3 = _halves(both_3, LB, BT)
 
     # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
-    U = tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(0)
-    PT = tokens._reinterpret(gl.bfloat16, [16, 16, BT], WIDE)
+    U = keys._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = queries._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
     near = table._reinterpret(gl.float32, [4, 16, 16], CUBE)
     D = table._reinterpret(gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
     o_s = gl.arange(0, BT, layout=ROW)
@@ -386,7 +386,7 @@ def wyfold_prepare_channel_gluon(
     tma.store_wait(pendings=0)
     barrier()
     U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC)))
-    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
+    queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
@@ -396,30 +396,30 @@ def wyfold_prepare_channel_gluon(
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     columns_A, highs, lows = invert_columns(D, U, BT, LB)
     F = gl.zeros([BT, BT], gl.float32, LC)
-    F = mm_pairs_async(highs[0], lows[0], PT.index(8), PT.index(12), F, False, AC)
+    F = mm_pairs_async(highs[0], lows[0], PT.index(0), PT.index(4), F, False, AC)
     for m in gl.static_range(1, 4):
-        F = mm_pairs_async(highs[m], lows[m], PT.index(8 + m), PT.index(12 + m), F, True, AC)
+        F = mm_pairs_async(highs[m], lows[m], PT.index(m), PT.index(4 + m), F, True, AC)
     # A tile of all channels has those of each slice in one piece, as they were stored.
-    keys = gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF)
-    E = _fold(highs, lows, keys, LE, BT, K)
+    E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
     F, E = warpgroup_mma_wait(0, deps=[F, E])
     barrier()
     # Every warp is past its last -U, and every product has been.
-    out = tokens._reinterpret(gl.bfloat16, [4, BT, BT], WIDE)
-    out.index(0).store(F.to(gl.bfloat16))
-    gates._reinterpret(gl.bfloat16, [BT, K], HALF).store(E.to(gl.bfloat16))
+    out_F = keys._reinterpret(gl.bfloat16, [BT, BT], WIDE)
+    out_W = queries._reinterpret(gl.bfloat16, [BT, BT], WIDE)
+    out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
+    out_F.store(F.to(gl.bfloat16))
+    out_E.store(E.to(gl.bfloat16))
     if with_w:
         over_s = over.load(ROW)[:, None]
         w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
         w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
-        out.index(1).store(joined(w_0, w_1, w_2, w_3, BT, LC))
+        out_W.store(joined(w_0, w_1, w_2, w_3, BT, LC))
     fence_async_shared()
     barrier()
-    tma_store(x_F, [pid * BT, 0], out.index(0))
-    for c in gl.static_range(NB):
-        tma_store(x_E, [pid * BT, BK * c], gates._reinterpret(gl.bfloat16, [NB, BT, BK], HALF).index(c))
+    tma_store(x_F, [pid * BT, 0], out_F)
+    tma_store(x_E, [pid * BT, 0], out_E)
     if with_w:
-        tma_store(x_W, [pid * BT, 0], out.index(1))
+        tma_store(x_W, [pid * BT, 0], out_W)
     tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_g._keep_alive()
@@ -555,19 +555,11 @@ def _piece(pieces, i, rows, FULL: gl.constexpr, LB: gl.constexpr):
 
 
 @gluon.jit
-def _reciprocal_norm(
-    pieces,
-    which: gl.constexpr,
-    rows,
-    BT: gl.constexpr,
-    NB: gl.constexpr,
-    FULL: gl.constexpr,
-    LB: gl.constexpr,
-):
+def _reciprocal_norm(pieces, rows, BT: gl.constexpr, NB: gl.constexpr, FULL: gl.constexpr, LB: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of each row of k or q.   [BT]"""
     squares = gl.zeros([BT, BK], gl.float32, LB)
     for c in gl.static_range(NB):
-        x = _piece(pieces, 2 * c + which, rows, FULL, LB)
+        x = _piece(pieces, c, rows, FULL, LB)
         squares = gl.fma(x, x, squares)
     return gl.rsqrt(gl.sum(squares, axis=1) + 1e-6)
 
