@@ -319,8 +319,8 @@ def wyfold_prepare_channel_gluon(
     barrier()
 
     # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
-    later = come_in._reinterpret(gl.float32, [2, 2 * BT, BK], FULL32)
-    blocks = come_in._reinterpret(gl.float32, [8, 32, BK], FULL32)
+    later = come_in._reinterpret(gl.float32, [2 * BT, BK], FULL32)
+    blocks = come_in._reinterpret(gl.float32, [4, 32, BK], FULL32)
     pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
@@ -337,25 +337,25 @@ def wyfold_prepare_channel_gluon(
         numbers = table._reinterpret(gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
         rest = rests._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
         kt = b_k * exp2(_over_rows(rest, 0, 4, LB, LN) - sums)
-        later.index(c % 2).store(_beside(_by_steps(kf, BT), _by_steps(qf, BT)))
+        later.store(_beside(_by_steps(kf, BT), _by_steps(qf, BT)))
         before = _over_rows(numbers, 8, 4, LB, LN)
         kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
+        kt_1 = kt * _over_rows(numbers, 2, 1, LB, LN)
         fence_async_shared()
         barrier()
-        # The slice before this one, for whose stores this fence is as well.
-        if c > 0:
-            tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
-            tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
-        i = 4 * (c % 2)
-        both_1 = _add_far(both_1, kt * _over_rows(numbers, 2, 1, LB, LN), blocks, i + 1, LJ, BT)
-        both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks, i + 2, LJ, BT)
-        both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks, i + 3, LJ, BT)
+        both_1 = _add_far(both_1, kt_1, blocks.index(1), LJ, BT)
+        both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
+        both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
         k_pieces.index(c).store(kd)
         q_pieces.index(c).store(qd)
         pairs.index(c).store(above(high, low))
         barrier()
+        # The slice before this one, for whose stores the fence was as well.
+        if c > 0:
+            tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
+            tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
     fence_async_shared()
     barrier()
     tma_store(x_kd, [pid * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
@@ -612,11 +612,11 @@ def _nothing(LJ: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def _add_far(both, ks, blocks, i, LJ: gl.constexpr, BT: gl.constexpr):
+def _add_far(both, ks, rows, LJ: gl.constexpr, BT: gl.constexpr):
     """Grams of all rows s with a later sub-chunk's rows r, keys and then queries, plus what some channels give, under
     way."""
     a = gl.convert_layout(_by_steps(ks, BT), gl.DotOperandLayout(0, LJ, 1), assert_trivial=True)
-    return warpgroup_mma(a, blocks.index(i).permute((1, 0)), both, is_async=True)
+    return warpgroup_mma(a, rows.permute((1, 0)), both, is_async=True)
 
 
 @gluon.jit
