@@ -151,7 +151,7 @@ def prepare(
 
 def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     """Of decayed q and k, E, F and W."""
-    widths = (BK.value, BK.value, found.E.shape[2], C, C)
+    widths = (BK.value, BK.value, found.q.shape[2], C, C)
     return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
 
 
