@@ -28,6 +28,7 @@ decayed from the chunk's start, which leave; then -U and P^T, then F and W.
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
-from wyfold.runtime.launch import tile_width, tuned
+from wyfold.runtime.launch import processors, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.prepare import triton
 from wyfold.stages.prepare.triton import empty, launch_key
@@ -60,6 +61,9 @@ BK: gl.constexpr = gl.constexpr(32)
 
 REACH: gl.constexpr = gl.constexpr(110.0)
 """Span of log2 decays that one anchor serves: with SHIFT, factors go from 2^-96 to 2^96, as of the Triton launch."""
+
+RESIDENT = 2
+"""Programs that a multiprocessor has at a time."""
 
 SHIFT: gl.constexpr = gl.constexpr(14.0)
 """Power of two that rows are given for their own sub-chunk, and keys lack."""
@@ -104,9 +108,10 @@ def prepare(
                 x.zero_()
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
     rows = every_box((q, k, g), [token_boxes(q, C, K), token_boxes(k, C, K), _gate_boxes(g, C)])
+    full = grid.cu is None and grid.tokens % C == 0
     launched(
         wyfold_prepare_channel_gluon,
-        tiles,
+        min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
         *(shared(rows[:2], 2 * BK.value) + shared(rows[2:]) if rows else (q, k, g)),
         q.stride(),
         k.stride(),
@@ -125,6 +130,7 @@ def prepare(
         grid.first,
         grid.sequence,
         grid.sequences,
+        tiles,
         grid.tokens,
         grid.per_sequence,
         options.lower_bound,
@@ -139,7 +145,7 @@ def prepare(
         BT=C,
         BV=tile_width(V),
         PACKED=grid.cu is not None,
-        FULL=grid.cu is None and grid.tokens % C == 0,
+        FULL=full,
         BOXED=rows is not None,
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
@@ -160,7 +166,9 @@ def _gate_boxes(x: Tensor | None, C: int) -> Boxes | None:
     return None if x is None or x.dtype not in ELEMENTS else token_boxes(x, C, x.shape[3])
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
+@gluon.jit(
+    do_not_specialize=["N", "tiles", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"]
+)
 def wyfold_prepare_channel_gluon(
     x_q,
     x_k,
@@ -185,6 +193,7 @@ def wyfold_prepare_channel_gluon(
     p_first,
     p_sequence,
     N,
+    tiles,
     T,
     per_sequence,
     lower_bound,
@@ -223,17 +232,15 @@ def wyfold_prepare_channel_gluon(
     NB: gl.constexpr = K // BK
 
     pid = gl.program_id(0)
-    i_tile = pid.to(gl.int64)
-    i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
-    i_h = i_hv // (HV // H)
     # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
     PLACED: gl.constexpr = FULL and BOXED
-    if not PLACED:
-        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
+        i_n, _, b, t, rows = chunk_span(
+            (pid // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
+        )
         if i_n == N:
             if clear:
-                clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+                clear_tokens(p_o, s_o, b, t, (pid % HV).to(gl.int64), rows, V, BT, BV)
             return
 
     come_in = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
@@ -254,176 +261,201 @@ def wyfold_prepare_channel_gluon(
         mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
-        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
-        mbarrier.expect(come_g, x_g.block_type.nbytes)
-        mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
-        tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
-        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come, keys)
-        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come, queries)
-        barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
+        if PLACED:
+            _ask_gates(x_g, s_g, pid, come_g, G, HV, BT)
     else:
         G = come_in
-        G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
-        keys.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
-        queries.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
-    if PLACED:
-        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-        rows = BT
+    phase = 0
+    last = tiles if PLACED else pid + 1
+    for tile in tl.range(pid, last, gl.num_programs(0), disable_licm=True):
+        i_tile = tile.to(gl.int64)
+        i_c, i_hv = (tile // HV).to(gl.int64), (tile % HV).to(gl.int64)
+        i_h = i_hv // (HV // H)
+        if not PLACED:
+            i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        if BOXED:
+            token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
+            mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
+            if not PLACED:
+                mbarrier.expect(come_g, x_g.block_type.nbytes)
+                tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
+            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come, keys)
+            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come, queries)
+            barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
+        else:
+            G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
+            keys.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
+            queries.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
+        if PLACED:
+            i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+            rows = BT
 
-    # One number a row, two of them in each lane of every warp.
-    o = gl.arange(0, BT, layout=ONE)
-    beta = gl.where(o < rows, 1.0, 0.0)
-    if p_beta is not None:
-        at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
-        beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
-        if LOGIT:
-            beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
-    apart = divisor(beta)
-    over.store(apart)
-    under.store(1.0 / apart)
-    p_row = p_rows + i_tile * (4 * BT) + o
-    gl.store(p_row, gl.full([BT], 1.0, gl.float32, ONE))
-    gl.store(p_row + BT, gl.full([BT], 1.0, gl.float32, ONE))
-    gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
-    gl.store(p_row + 3 * BT, beta)
+        # One number a row, two of them in each lane of every warp.
+        o = gl.arange(0, BT, layout=ONE)
+        beta = gl.where(o < rows, 1.0, 0.0)
+        if p_beta is not None:
+            at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
+            beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
+            if LOGIT:
+                beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
 
-    if BOXED:
-        mbarrier.wait(come_g, 0)
-    else:
-        barrier()
-    # Rows of four are 32 bytes apart in the banks, for pairs of channels of eight rows to be read at once.
-    P = gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    anchors = _sum_gates(
-        G,
-        gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
-        table,
-        rests,
-        p_A_log,
-        p_dt_bias,
-        p_total,
-        i_tile,
-        i_hv,
-        rows,
-        lower_bound,
-        clamp,
-        FULL,
-        ACTIVATION,
-        K,
-    )
-    r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
-    if BOXED:
-        mbarrier.wait(come, 0)
-    if NORM:
-        r_k = _reciprocal_norm(k_pieces, rows, BT, NB, FULL, LB)
-        r_q = _reciprocal_norm(q_pieces, rows, BT, NB, FULL, LB)
-    barrier()
-
-    # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
-    later = come_in._reinterpret(gl.float32, [2 * BT, BK], FULL32)
-    blocks = come_in._reinterpret(gl.float32, [4, 32, BK], FULL32)
-    pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
-    kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
-    both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
-    qk = gl.zeros([BT], gl.float32, ROW)
-    for c in range(NB):
-        sums = P.index(c).load(LB)
-        b_k, b_q = _piece(k_pieces, c, rows, FULL, LB), _piece(q_pieces, c, rows, FULL, LB)
+        if BOXED:
+            mbarrier.wait(come_g, phase)
+        else:
+            barrier()
+        # Rows of four are 32 bytes apart in the banks, for pairs of channels of eight rows to be read at once.
+        P = gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+        anchors = _sum_gates(
+            G,
+            gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
+            table,
+            rests,
+            p_A_log,
+            p_dt_bias,
+            p_total,
+            i_tile,
+            i_hv,
+            rows,
+            lower_bound,
+            clamp,
+            FULL,
+            ACTIVATION,
+            K,
+        )
+        apart = divisor(beta)
+        over.store(apart)
+        under.store(1.0 / apart)
+        p_row = p_rows + i_tile * (4 * BT) + o
+        gl.store(p_row, gl.full([BT], 1.0, gl.float32, ONE))
+        gl.store(p_row + BT, gl.full([BT], 1.0, gl.float32, ONE))
+        gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
+        gl.store(p_row + 3 * BT, beta)
+        r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+        if BOXED:
+            mbarrier.wait(come, phase)
         if NORM:
-            b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
-        qk += gl.sum(gl.fma(b_q, b_k, 0.0), axis=1)
-        decay = exp2(sums)
-        kf, qf = b_k * decay, b_q * decay
-        kk_own, kq_own = _add_near(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
-        numbers = table._reinterpret(gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
-        rest = rests._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
-        kt = b_k * exp2(_over_rows(rest, 0, 4, LB, LN) - sums)
-        later.store(_beside(_by_steps(kf, BT), _by_steps(qf, BT)))
-        before = _over_rows(numbers, 8, 4, LB, LN)
-        kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
-        kt_1 = kt * _over_rows(numbers, 2, 1, LB, LN)
+            r_k = _reciprocal_norm(k_pieces, rows, BT, NB, FULL, LB)
+            r_q = _reciprocal_norm(q_pieces, rows, BT, NB, FULL, LB)
+        barrier()
+
+        # Grams of keys, and of keys with queries: of each warp's sub-chunk, and of three later ones'.
+        later = come_in._reinterpret(gl.float32, [2 * BT, BK], FULL32)
+        blocks = come_in._reinterpret(gl.float32, [4, 32, BK], FULL32)
+        pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
+        kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
+        both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+        qk = gl.zeros([BT], gl.float32, ROW)
+        for c in range(NB):
+            sums = P.index(c).load(LB)
+            b_k, b_q = _piece(k_pieces, c, rows, FULL, LB), _piece(q_pieces, c, rows, FULL, LB)
+            if NORM:
+                b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
+            qk += gl.sum(gl.fma(b_q, b_k, 0.0), axis=1)
+            decay = exp2(sums)
+            kf, qf = b_k * decay, b_q * decay
+            kk_own, kq_own = _add_near(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
+            numbers = table._reinterpret(gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
+            rest = rests._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
+            kt = b_k * exp2(_over_rows(rest, 0, 4, LB, LN) - sums)
+            later.store(_beside(_by_steps(kf, BT), _by_steps(qf, BT)))
+            before = _over_rows(numbers, 8, 4, LB, LN)
+            kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
+            kt_1 = kt * _over_rows(numbers, 2, 1, LB, LN)
+            fence_async_shared()
+            barrier()
+            both_1 = _add_far(both_1, kt_1, blocks.index(1), LJ, BT)
+            both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
+            both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
+            high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
+            both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
+            k_pieces.index(c).store(kd)
+            q_pieces.index(c).store(qd)
+            pairs.index(c).store(above(high, low))
+            barrier()
+            # The slice before this one, for whose stores the fence was as well.
+            if c > 0:
+                tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
+                tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
         fence_async_shared()
         barrier()
-        both_1 = _add_far(both_1, kt_1, blocks.index(1), LJ, BT)
-        both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
-        both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
-        high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
-        both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
-        k_pieces.index(c).store(kd)
-        q_pieces.index(c).store(qd)
-        pairs.index(c).store(above(high, low))
+        tma_store(x_kd, [pid * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
+        tma_store(x_qd, [pid * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
+        if PLACED:
+            if tile + gl.num_programs(0) < tiles:
+                _ask_gates(x_g, s_g, tile + gl.num_programs(0), come_g, G, HV, BT)
+        kk_1, kq_1 = _halves(both_1, LB, BT)
+        kk_2, kq_2 = _halves(both_2, LB, BT)
+        kk_3, kq_3 = _halves(both_3, LB, BT)
+
+        # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
+        U = keys._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
+        PT = queries._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
+        near = table._reinterpret(gl.float32, [4, 16, 16], CUBE)
+        D = table._reinterpret(gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+        o_s = gl.arange(0, BT, layout=ROW)
+        block = (o_s // 16)[:, None]
+        kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
+        o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
+        u_0 = _strictly_before(kk, kk, over, 0, LB)
+        u_1 = _strictly_before(kk, kk_1, over, 1, LB)
+        u_2 = _strictly_before(kk, kk_2, over, 2, LB)
+        u_3 = _strictly_before(kk, kk_3, over, 3, LB)
+        own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
+        own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
+        near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
+        kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
+        p_0, p_1 = _up_to(kq, kq, qk, 0, BT, LB), _up_to(kq, kq_1, qk, 1, BT, LB)
+        p_2, p_3 = _up_to(kq, kq_2, qk, 2, BT, LB), _up_to(kq, kq_3, qk, 3, BT, LB)
+        tma.store_wait(pendings=0)
         barrier()
-        # The slice before this one, for whose stores the fence was as well.
-        if c > 0:
-            tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
-            tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
-    fence_async_shared()
-    barrier()
-    tma_store(x_kd, [pid * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
-    tma_store(x_qd, [pid * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
-    kk_1, kq_1 = _halves(both_1, LB, BT)
-    kk_2, kq_2 = _halves(both_2, LB, BT)
-    kk_3, kq_3 = _halves(both_3, LB, BT)
+        U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC)))
+        queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
+        fence_async_shared()
+        barrier()
+        invert_near(near, D, BT)
+        barrier()
 
-    # -U and P^T, both as bfloat16 pairs, in the place of what was sent; -U's own blocks in that of the vectors.
-    U = keys._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
-    PT = queries._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-    near = table._reinterpret(gl.float32, [4, 16, 16], CUBE)
-    D = table._reinterpret(gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
-    o_s = gl.arange(0, BT, layout=ROW)
-    block = (o_s // 16)[:, None]
-    kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
-    o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    u_0 = _strictly_before(kk, kk, over, 0, LB)
-    u_1 = _strictly_before(kk, kk_1, over, 1, LB)
-    u_2 = _strictly_before(kk, kk_2, over, 2, LB)
-    u_3 = _strictly_before(kk, kk_3, over, 3, LB)
-    own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
-    own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
-    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
-    kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
-    p_0, p_1 = _up_to(kq, kq, qk, 0, BT, LB), _up_to(kq, kq_1, qk, 1, BT, LB)
-    p_2, p_3 = _up_to(kq, kq_2, qk, 2, BT, LB), _up_to(kq, kq_3, qk, 3, BT, LB)
-    tma.store_wait(pendings=0)
-    barrier()
-    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC)))
-    queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
-    fence_async_shared()
-    barrier()
-    invert_near(near, D, BT)
-    barrier()
-
-    # F and E by products with A^T.
-    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
-    columns_A, highs, lows = invert_columns(D, U, BT, LB)
-    F = gl.zeros([BT, BT], gl.float32, LC)
-    F = mm_pairs_async(highs[0], lows[0], PT.index(0), PT.index(4), F, False, AC)
-    for m in gl.static_range(1, 4):
-        F = mm_pairs_async(highs[m], lows[m], PT.index(m), PT.index(4 + m), F, True, AC)
-    # A tile of all channels has those of each slice in one piece, as they were stored.
-    E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
-    F, E = warpgroup_mma_wait(0, deps=[F, E])
-    barrier()
-    # Every warp is past its last -U, and every product has been.
-    out_F = keys._reinterpret(gl.bfloat16, [BT, BT], WIDE)
-    out_W = queries._reinterpret(gl.bfloat16, [BT, BT], WIDE)
-    out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
-    out_F.store(F.to(gl.bfloat16))
-    out_E.store(E.to(gl.bfloat16))
-    if with_w:
-        over_s = over.load(ROW)[:, None]
-        w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
-        w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
-        out_W.store(joined(w_0, w_1, w_2, w_3, BT, LC))
-    fence_async_shared()
-    barrier()
-    tma_store(x_F, [pid * BT, 0], out_F)
-    tma_store(x_E, [pid * BT, 0], out_E)
-    if with_w:
-        tma_store(x_W, [pid * BT, 0], out_W)
-    tma.store_wait(pendings=0)
+        # F and E by products with A^T.
+        AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+        columns_A, highs, lows = invert_columns(D, U, BT, LB)
+        F = gl.zeros([BT, BT], gl.float32, LC)
+        F = mm_pairs_async(highs[0], lows[0], PT.index(0), PT.index(4), F, False, AC)
+        for m in gl.static_range(1, 4):
+            F = mm_pairs_async(highs[m], lows[m], PT.index(m), PT.index(4 + m), F, True, AC)
+        # A tile of all channels has those of each slice in one piece, as they were stored.
+        E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
+        F, E = warpgroup_mma_wait(0, deps=[F, E])
+        barrier()
+        # Every warp is past its last -U, and every product has been.
+        out_F = keys._reinterpret(gl.bfloat16, [BT, BT], WIDE)
+        out_W = queries._reinterpret(gl.bfloat16, [BT, BT], WIDE)
+        out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
+        out_F.store(F.to(gl.bfloat16))
+        out_E.store(E.to(gl.bfloat16))
+        if with_w:
+            over_s = over.load(ROW)[:, None]
+            w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
+            w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
+            out_W.store(joined(w_0, w_1, w_2, w_3, BT, LC))
+        fence_async_shared()
+        barrier()
+        tma_store(x_F, [pid * BT, 0], out_F)
+        tma_store(x_E, [pid * BT, 0], out_E)
+        if with_w:
+            tma_store(x_W, [pid * BT, 0], out_W)
+        tma.store_wait(pendings=0)
+        barrier()
+        phase = phase ^ 1
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_g._keep_alive()
     come._keep_alive()
+
+
+@gluon.jit
+def _ask_gates(x_g, s_g, tile, come_g, G, HV: gl.constexpr, BT: gl.constexpr):
+    """Ask for the gates of a tile, where every chunk is full."""
+    mbarrier.expect(come_g, x_g.block_type.nbytes)
+    tma_load(x_g, [tile // HV * BT, ((tile % HV).to(gl.int64) * s_g[2]).to(gl.int32)], come_g, G)
 
 
 @gluon.jit
