@@ -98,7 +98,8 @@ def test_two_programs_share_a_multiprocessor_and_no_left_operand_is_overtaken():
 
 
 def asked_too_late(sass: str) -> bool:
-    """Whether a copy is asked for behind a load by address, and so may wait for what that brings."""
+    """Whether a copy that is waited for first is asked for behind a load by address, and so may wait for that."""
+    sass = sass[: sass.index("SYNCS.PHASECHK")]
     asked, loaded = (sass.rfind("UTMALDG"), re.search(r"\bLDG\b", sass))
     return asked < 0 or loaded is None or loaded.start() < asked
 

@@ -250,10 +250,10 @@ def activated(x, rate, bias, lower_bound, clamp, kind):
     return torch.where(x < clamp, T(clamp), x)
 
 
-def language(pid):
+def language(pid, programs):
     gl = types.SimpleNamespace(
         constexpr=lambda x: x, int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
-        program_id=lambda axis: T(pid, dtype=torch.int32), load=load, store=store,
+        program_id=lambda axis: T(pid, dtype=torch.int32), num_programs=lambda axis: programs, load=load, store=store,
         arange=lambda a, b, layout=None: torch.arange(a, b),
         allocate_shared_memory=lambda dtype, shape, layout: Bars(shape[0])
         if layout == "bars"
@@ -276,10 +276,11 @@ def language(pid):
     return gl
 
 
-def namespace(pid):
+def namespace(pid, programs):
     names = {
         "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda f: f)),
-        "gl": language(pid),
+        "gl": language(pid, programs),
+        "tl": types.SimpleNamespace(range=lambda *ends, **_: torch.arange(*map(int, ends), dtype=torch.int32)),
         "mbarrier": mbarrier,
         "tma": types.SimpleNamespace(store_wait=store_wait),
         "tma_load": tma_load,
@@ -322,7 +323,7 @@ def launched(kernel, programs, *arguments, **fixed):
     ]
     for pid in range(programs):
         UNDER_WAY.clear()
-        namespace(pid)[kernel.fn.__name__](*given, **fixed)
+        namespace(pid, programs)[kernel.fn.__name__](*given, **fixed)
         assert not STORES and not UNDER_WAY
 
 
@@ -388,7 +389,8 @@ def case(B=1, T=128, H=1, HV=2, gate="mid", norm=False, cu=None, strided=False, 
         "x", False, 1.0, norm, inside, 0.0, 0.0, False, 1.0, False, torch.float32, True, 64, 0, True, True, "triton"
     )
     o = torch.full((B, T, HV, 128), 7.0).bfloat16()
-    with aot.pretending("sm_90", lambda *a, **b: None), mock.patch.object(channel, "launched", launched):
+    here = mock.patch.multiple(channel, launched=launched, processors=lambda device: 1)
+    with aot.pretending("sm_90", lambda *a, **b: None), here:
         grid = chunk_grid.chunk_grid(B, T, 64, None if cu is None else torch.tensor(cu))
         LAST_ANCHORS.clear()
         found = channel.prepare(q, k, given, beta, A_log, dt_bias, grid, options, o, folded=True, backward=True)

@@ -234,10 +234,11 @@ def wyfold_prepare_channel_gluon(
     pid = gl.program_id(0)
     # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
     PLACED: gl.constexpr = FULL and BOXED
-    if PACKED:
+    if not PLACED:
         i_n, _, b, t, rows = chunk_span(
             (pid // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
         )
+    if PACKED:
         if i_n == N:
             if clear:
                 clear_tokens(p_o, s_o, b, t, (pid % HV).to(gl.int64), rows, V, BT, BV)
@@ -271,8 +272,6 @@ def wyfold_prepare_channel_gluon(
         i_tile = tile.to(gl.int64)
         i_c, i_hv = (tile // HV).to(gl.int64), (tile % HV).to(gl.int64)
         i_h = i_hv // (HV // H)
-        if not PLACED:
-            i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
         if BOXED:
             token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
             mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
@@ -374,12 +373,12 @@ def wyfold_prepare_channel_gluon(
             barrier()
             # The slice before this one, for whose stores the fence was as well.
             if c > 0:
-                tma_store(x_kd, [pid * BT, BK * (c - 1)], k_pieces.index(c - 1))
-                tma_store(x_qd, [pid * BT, BK * (c - 1)], q_pieces.index(c - 1))
+                tma_store(x_kd, [tile * BT, BK * (c - 1)], k_pieces.index(c - 1))
+                tma_store(x_qd, [tile * BT, BK * (c - 1)], q_pieces.index(c - 1))
         fence_async_shared()
         barrier()
-        tma_store(x_kd, [pid * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
-        tma_store(x_qd, [pid * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
+        tma_store(x_kd, [tile * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
+        tma_store(x_qd, [tile * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
         if PLACED:
             if tile + gl.num_programs(0) < tiles:
                 _ask_gates(x_g, s_g, tile + gl.num_programs(0), come_g, G, HV, BT)
@@ -439,10 +438,10 @@ def wyfold_prepare_channel_gluon(
             out_W.store(joined(w_0, w_1, w_2, w_3, BT, LC))
         fence_async_shared()
         barrier()
-        tma_store(x_F, [pid * BT, 0], out_F)
-        tma_store(x_E, [pid * BT, 0], out_E)
+        tma_store(x_F, [tile * BT, 0], out_F)
+        tma_store(x_E, [tile * BT, 0], out_E)
         if with_w:
-            tma_store(x_W, [pid * BT, 0], out_W)
+            tma_store(x_W, [tile * BT, 0], out_W)
         tma.store_wait(pendings=0)
         barrier()
         phase = phase ^ 1
