@@ -349,7 +349,7 @@ def wyfold_prepare_channel_gluon(
             b_k, b_q = _piece(k_pieces, c, rows, FULL, LB), _piece(q_pieces, c, rows, FULL, LB)
             if NORM:
                 b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
-            qk += gl.sum(gl.fma(b_q, b_k, 0.0), axis=1)
+            lanes = _over_lanes(gl.fma(b_q, b_k, 0.0))
             decay = exp2(sums)
             kf, qf = b_k * decay, b_q * decay
             kk_own, kq_own = _add_near(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
@@ -365,6 +365,7 @@ def wyfold_prepare_channel_gluon(
             both_1 = _add_far(both_1, kt_1, blocks.index(1), LJ, BT)
             both_2 = _add_far(both_2, kt * _over_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
             both_3 = _add_far(both_3, kt * _over_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
+            qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
             high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
             both_1, both_2, both_3 = warpgroup_mma_wait(0, deps=[both_1, both_2, both_3])
             k_pieces.index(c).store(kd)
@@ -593,6 +594,13 @@ def _reciprocal_norm(pieces, rows, BT: gl.constexpr, NB: gl.constexpr, FULL: gl.
         x = _piece(pieces, c, rows, FULL, LB)
         squares = gl.fma(x, x, squares)
     return gl.rsqrt(gl.sum(squares, axis=1) + 1e-6)
+
+
+@gluon.jit
+def _over_lanes(x):
+    """What each of the four lanes that hold a row has of its sum.   [BT, 4]"""
+    x = gl.permute(x.reshape((x.shape[0], BK // 8, 4, 2)), (0, 2, 1, 3))
+    return gl.sum(x.reshape((x.shape[0], 4, BK // 4)), axis=2)
 
 
 @gluon.jit
