@@ -59,15 +59,16 @@ class Bars:
 
 
 class Shared:
-    def __init__(self, t):
-        self.t = t
+    def __init__(self, t, width=0):
+        self.t, self.width = t, width
 
     dtype = property(lambda s: s.t.dtype)
     shape = property(lambda s: tuple(s.t.shape))
 
     def index(self, i):
         assert 0 <= int(i) < self.t.shape[0], i
-        return Shared(self.t[int(i)])
+        t = self.t[int(i)]
+        return Pieces(t.view(-1, t.shape[0], self.width)) if 0 < self.width < t.shape[-1] else Shared(t)
 
     def permute(self, order):
         return Shared(self.t.permute(order))
@@ -89,7 +90,7 @@ class Shared:
         width = shape[-1] if layout is None else min(layout // whole.itemsize, shape[-1])
         if len(shape) == 2 and width < shape[1]:
             return Pieces(whole.view(-1, shape[0], width))
-        return Shared(whole.view(shape))
+        return Shared(whole.view(shape), width)
 
 
 class Pieces(Shared):

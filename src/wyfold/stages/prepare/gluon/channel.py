@@ -124,8 +124,7 @@ def prepare(
         o.stride(),
         found.rows,
         found.total,
-        *shared(factors[:3], 2 * BK.value),
-        *shared(factors[3:]),
+        *shared(factors, 2 * BK.value),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -262,31 +261,24 @@ def wyfold_prepare_channel_gluon(
         mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
-        if PLACED:
-            _ask_gates(x_g, s_g, pid, come_g, G, HV, BT)
+        token, head = pid // HV * BT if PLACED else (b * T + t).to(gl.int32), pid % HV
+        _ask_gates(x_g, s_g, token, head, come_g, G)
+        _ask_tokens(x_k, s_k, x_q, s_q, token, head // (HV // H), come, keys, queries)
+        barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
     else:
+        head = (pid % HV).to(gl.int64)
         G = come_in
+        G.store(token_tile(x_g, s_g, b, t, head, rows, K, BT).to(gl.float32))
+        keys.store(token_tile(x_k, s_k, b, t, head // (HV // H), rows, K, BT))
+        queries.store(token_tile(x_q, s_q, b, t, head // (HV // H), rows, K, BT))
     phase = 0
     last = tiles if PLACED else pid + 1
     for tile in tl.range(pid, last, gl.num_programs(0), disable_licm=True):
-        i_tile = tile.to(gl.int64)
-        i_c, i_hv = (tile // HV).to(gl.int64), (tile % HV).to(gl.int64)
-        i_h = i_hv // (HV // H)
-        if BOXED:
-            token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
-            mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
-            if not PLACED:
-                mbarrier.expect(come_g, x_g.block_type.nbytes)
-                tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
-            tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come, keys)
-            tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come, queries)
-            barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
-        else:
-            G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
-            keys.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
-            queries.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
+        i_tile, i_hv = tile.to(gl.int64), (tile % HV).to(gl.int64)
         if PLACED:
-            i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+            i_n, _, b, t, _ = chunk_span(
+                (tile // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
+            )
             rows = BT
 
         # One number a row, two of them in each lane of every warp.
@@ -380,9 +372,10 @@ def wyfold_prepare_channel_gluon(
         barrier()
         tma_store(x_kd, [tile * BT, BK * (NB - 1)], k_pieces.index(NB - 1))
         tma_store(x_qd, [tile * BT, BK * (NB - 1)], q_pieces.index(NB - 1))
+        after = tile + gl.num_programs(0)
         if PLACED:
-            if tile + gl.num_programs(0) < tiles:
-                _ask_gates(x_g, s_g, tile + gl.num_programs(0), come_g, G, HV, BT)
+            if after < tiles:
+                _ask_gates(x_g, s_g, after // HV * BT, after % HV, come_g, G)
         kk_1, kq_1 = _halves(both_1, LB, BT)
         kk_2, kq_2 = _halves(both_2, LB, BT)
         kk_3, kq_3 = _halves(both_3, LB, BT)
@@ -426,36 +419,46 @@ def wyfold_prepare_channel_gluon(
         E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
         F, E = warpgroup_mma_wait(0, deps=[F, E])
         barrier()
-        # Every warp is past its last -U, and every product has been.
-        out_F = keys._reinterpret(gl.bfloat16, [BT, BT], WIDE)
-        out_W = queries._reinterpret(gl.bfloat16, [BT, BT], WIDE)
-        out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
-        out_F.store(F.to(gl.bfloat16))
-        out_E.store(E.to(gl.bfloat16))
+        # Every product has been. All that leaves does so from where the pairs of keys were: k and q of the next tile come.
+        nothing = gl.zeros([BT, 16], gl.bfloat16, LB)
+        w_0, w_1, w_2, w_3 = nothing, nothing, nothing, nothing
         if with_w:
             over_s = over.load(ROW)[:, None]
             w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
             w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
-            out_W.store(joined(w_0, w_1, w_2, w_3, BT, LC))
+        W = joined(w_0, w_1, w_2, w_3, BT, LC)
+        squares = gl.convert_layout(_side_by_side(F.to(gl.bfloat16), W), LE, assert_trivial=True)
+        gates._reinterpret(gl.bfloat16, [BT, 2 * K], HALF).store(_side_by_side(E.to(gl.bfloat16), squares))
+        out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
+        out = gates._reinterpret(gl.bfloat16, [4, BT, BT], HALF)
         fence_async_shared()
         barrier()
-        tma_store(x_F, [tile * BT, 0], out_F)
+        if PLACED:
+            if after < tiles:
+                i_h = after % HV // (HV // H)
+                _ask_tokens(x_k, s_k, x_q, s_q, after // HV * BT, i_h, come, keys, queries)
+        tma_store(x_F, [tile * BT, 0], out.index(2))
         tma_store(x_E, [tile * BT, 0], out_E)
         if with_w:
-            tma_store(x_W, [tile * BT, 0], out_W)
-        tma.store_wait(pendings=0)
-        barrier()
+            tma_store(x_W, [tile * BT, 0], out.index(3))
         phase = phase ^ 1
+    tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_g._keep_alive()
     come._keep_alive()
 
 
 @gluon.jit
-def _ask_gates(x_g, s_g, tile, come_g, G, HV: gl.constexpr, BT: gl.constexpr):
-    """Ask for the gates of a tile, where every chunk is full."""
+def _ask_gates(x_g, s_g, token, i_hv, come_g, G):
     mbarrier.expect(come_g, x_g.block_type.nbytes)
-    tma_load(x_g, [tile // HV * BT, ((tile % HV).to(gl.int64) * s_g[2]).to(gl.int32)], come_g, G)
+    tma_load(x_g, [token, (i_hv.to(gl.int64) * s_g[2]).to(gl.int32)], come_g, G)
+
+
+@gluon.jit
+def _ask_tokens(x_k, s_k, x_q, s_q, token, i_h, come, keys, queries):
+    mbarrier.expect(come, x_k.block_type.nbytes + x_q.block_type.nbytes)
+    tma_load(x_k, [token, (i_h.to(gl.int64) * s_k[2]).to(gl.int32)], come, keys)
+    tma_load(x_q, [token, (i_h.to(gl.int64) * s_q[2]).to(gl.int32)], come, queries)
 
 
 @gluon.jit
@@ -492,6 +495,8 @@ def _sum_gates(
     P_1, f_1, r_1 = _sub_chunk(G, 1, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     P_2, f_2, r_2 = _sub_chunk(G, 2, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
     P_3, f_3, r_3 = _sub_chunk(G, 3, rate, bias, rows, lower_bound, clamp, FULL, ACTIVATION, L)
+    tma.store_wait(pendings=0)  # what the tile before left lies where the sums go
+    barrier()
     x = gl.permute(gl.join(gl.join(P_0, P_1), gl.join(P_2, P_3)), (3, 2, 0, 1)).reshape((4 * 16, K // BK, BK))
     P.store(gl.permute(x, (1, 0, 2)))
     t_0, t_1, t_2, t_3 = f_0 + r_0, f_1 + r_1, f_2 + r_2, f_3 + r_3
@@ -643,6 +648,12 @@ def _beside(x, y):
     """Each sub-chunk's rows of x, then of y.   [2 BT, BK]"""
     both = gl.join(x, y).reshape((4, 16, BK, 2))
     return gl.permute(both, (0, 3, 1, 2)).reshape((2 * x.shape[0], BK))
+
+
+@gluon.jit
+def _side_by_side(x, y):
+    """Columns of x, then those of y."""
+    return gl.permute(gl.join(x, y), (0, 2, 1)).reshape((x.shape[0], 2 * x.shape[1]))
 
 
 @gluon.jit
