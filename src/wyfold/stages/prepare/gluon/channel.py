@@ -1,4 +1,4 @@
-"""`prepare` with a gate over channels: a program owns a chunk of one value head, and takes K 32 channels at a time.
+"""`prepare` with a gate over channels: a program takes a chunk of one value head, 32 of its channels K at a time.
 
 Sub-chunks have 16 rows, a warp each. With P the sum of a sub-chunk's log gates (base 2) after its first row up to each
 row, `first` that of its first row and `rest` all after it, the pair of rows r and s <= r decays by
@@ -17,13 +17,18 @@ range of float32 keys are left what they had with a reach of 96. REACH is 1 more
 
 What a chunk costs. 64 KiB come and 57 or 65 go (gates in float32): 0.35 ms for 12,288 chunks at 4.3 TB/s, of which each
 multiprocessor has 93, so 6,800 cycles for one at 1.8 GHz. Exponentials take 1,540 cycles of their unit; products 800 in
-TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 5,000 a warp, as
+TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 4,400 a warp, as
 many if each scheduler issued in every one. All of it may overlap: bytes are the bound if programs cover each other's
 waits, two of them on a multiprocessor: three, with at most 168 registers a thread, spill and take longer (H200-9).
 
-Shared memory: a slice of 32 channels has 8 KiB for its gates and 4 KiB each for its rows of k and q. Where the gates
-lay follow sums P, then 2^P k, then the pairs of bfloat16 that E is made of, then E; where k and q lay, 2^P q, then both
-decayed from the chunk's start, which leave; then -U and P^T, then F and W.
+Two programs cover little, so where all chunks are full there are no more of them than a card has at a time, and each
+has one tile after another: the next one's gates come while this one is inverted and folded, its k and q while results
+leave, which nothing waits for before the next sums are stored.
+
+Shared memory: gates come into a tile of their own, in which, when their sums have been taken, each sub-chunk's 2^P k
+lie above its 2^P q, a slice of 32 channels after the other, so that one product reads both. A slice of the sums P has 8
+KiB, those of k and q 4 each. Where sums lay follow the pairs of bfloat16 that E is made of, then E, F and W; where k
+and q lay, both decayed from the chunk's start, which leave; then -U and P^T.
 """
 
 from __future__ import annotations
@@ -156,7 +161,7 @@ def prepare(
 
 def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     """Of decayed q and k, E, F and W."""
-    widths = (BK.value, BK.value, found.q.shape[2], C, C)
+    widths = (BK.value, BK.value, found.total.shape[1], C, C)
     return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
 
 
@@ -213,7 +218,7 @@ def wyfold_prepare_channel_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    """A program has a chunk of one value head, or, where every chunk is full, one after another."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -221,7 +226,7 @@ def wyfold_prepare_channel_gluon(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    # Rows of a warp's own sub-chunk; accumulators of 16 columns, of E's slices, of a whole tile.
+    # Rows of a warp's own sub-chunk; accumulators of a later sub-chunk's rows, of E, of a square tile.
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 8])
@@ -273,6 +278,7 @@ def wyfold_prepare_channel_gluon(
         queries.store(token_tile(x_q, s_q, b, t, head // (HV // H), rows, K, BT))
     phase = 0
     last = tiles if PLACED else pid + 1
+    # What every tile wants, addresses of lanes above all, is found anew for each: kept, it would spill.
     for tile in tl.range(pid, last, gl.num_programs(0), disable_licm=True):
         i_tile, i_hv = tile.to(gl.int64), (tile % HV).to(gl.int64)
         if PLACED:
@@ -419,7 +425,7 @@ def wyfold_prepare_channel_gluon(
         E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
         F, E = warpgroup_mma_wait(0, deps=[F, E])
         barrier()
-        # Every product has been. All that leaves does so from where the pairs of keys were: k and q of the next tile come.
+        # Every product has been. Results leave from where the pairs of keys were: k and q of the next tile may come.
         nothing = gl.zeros([BT, 16], gl.bfloat16, LB)
         w_0, w_1, w_2, w_3 = nothing, nothing, nothing, nothing
         if with_w:
