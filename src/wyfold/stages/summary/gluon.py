@@ -850,7 +850,11 @@ def _step_back(
         dY = warpgroup_mma(left, write.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         dY = warpgroup_mma(left, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    doT = do.permute((1, 0)).load(LC)
+    fence_async_shared()
+    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
+    doT, in_q = do.permute((1, 0)).load(LC), number.slice(BT, BT).load(ROW)
+    if not FOLDED:
+        out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True),
         tiles.F.index(stage).permute((1, 0)),
@@ -858,36 +862,32 @@ def _step_back(
         use_acc=False,
         is_async=True,
     )
-    fence_async_shared()
-    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
-    in_q = number.slice(BT, BT).load(ROW)
     doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
     after = total
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
-    if FOLDED:
-        dS = warpgroup_mma(doT, query, dS, is_async=True)
-        in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
-        X, dY = warpgroup_mma_wait(1, deps=[X, dY])
-        if not CHANNEL:
-            after = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
-        X = X * scale
-        X += dY
-    else:
-        beta = number.slice(3 * BT, BT).load(ROW)
-        out = number.slice(2 * BT, BT).load(ROW) * divisor(beta)
+    if not FOLDED:
         dY = warpgroup_mma_wait(1, deps=[dY])
-        # Asked for here: the first product was not to wait for what it asks of memory.
-        if not CHANNEL:
-            after = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
         d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dS = warpgroup_mma(doT, query, dS, is_async=True)
-        in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
-        X, dY = warpgroup_mma_wait(1, deps=[X, dY])
-        X = X * scale
-        X += dY * (1.0 / divisor(beta))[None, :]
+    dS = warpgroup_mma(doT, query, dS, is_async=True)
+    # Numbers of rows are read where they are wanted, again if need be: registers are short here.
+    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    X, dY = warpgroup_mma_wait(1, deps=[X, dY])
+    if not CHANNEL:
+        after = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
+    X = X * scale
+    if FOLDED:
+        X += dY
+    else:
+        X += dY * _one_over(divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     return warpgroup_mma_wait(0, deps=[dS]), after
+
+
+@gluon.jit
+def _one_over(x):
+    """1 / x of numbers between 2^-126 and 2^126: the bits that the division has, which takes care of all others too."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
