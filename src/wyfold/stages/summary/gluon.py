@@ -269,6 +269,62 @@ class Place(NamedTuple):
     steps: Any
 
 
+class BackTiles(NamedTuple):
+    """`Tiles` of the way back: do by parts; write: E, or W."""
+
+    q: Any
+    k: Any
+    do: Any
+    rows: Any
+    total: Any
+    F: Any
+    write: Any
+    full: Any
+    free: Any
+
+
+class BackSource(NamedTuple):
+    """`Source` of the way back, from the last chunk on."""
+
+    q: Any
+    k: Any
+    do: Any
+    rows: Any
+    total: Any
+    F: Any
+    write: Any
+    tile: Any
+    token: Any
+    column_q: Any
+    column_k: Any
+    column_do: Any
+
+
+class BackMemory(NamedTuple):
+    """`Memory` of the way back."""
+
+    total: Any
+    dST: Any
+    s_dST: Any
+    c: Any
+    s_c: Any
+
+
+class BackPlace(NamedTuple):
+    """Of a program: whether anybody asks for its c, first tile, sequence, border that the segment begins at, whether
+    the sequence ends in it, value head, first value row, chunks that are full, and tokens of one that is not."""
+
+    asked: Any
+    tile: Any
+    n: Any
+    border: Any
+    ends: Any
+    hv: Any
+    column: Any
+    steps: Any
+    rest: Any
+
+
 @gluon.jit(do_not_specialize=["N", "T"])
 def wyfold_summary_gluon(
     x_k,
@@ -528,62 +584,6 @@ def _step(
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
     return warpgroup_mma_wait(0, deps=[S])
-
-
-class BackTiles(NamedTuple):
-    """`Tiles` of the way back: do by parts; write: E, or W."""
-
-    q: Any
-    k: Any
-    do: Any
-    rows: Any
-    total: Any
-    F: Any
-    write: Any
-    full: Any
-    free: Any
-
-
-class BackSource(NamedTuple):
-    """`Source` of the way back, from the last chunk on."""
-
-    q: Any
-    k: Any
-    do: Any
-    rows: Any
-    total: Any
-    F: Any
-    write: Any
-    tile: Any
-    token: Any
-    column_q: Any
-    column_k: Any
-    column_do: Any
-
-
-class BackMemory(NamedTuple):
-    """`Memory` of the way back."""
-
-    total: Any
-    dST: Any
-    s_dST: Any
-    c: Any
-    s_c: Any
-
-
-class BackPlace(NamedTuple):
-    """Of a program: whether anybody asks for its c, first tile, sequence, border that the segment begins at, whether
-    the sequence ends in it, value head, first value row, chunks that are full, and tokens of one that is not."""
-
-    asked: Any
-    tile: Any
-    n: Any
-    border: Any
-    ends: Any
-    hv: Any
-    column: Any
-    steps: Any
-    rest: Any
 
 
 @gluon.jit(do_not_specialize=["N", "T", "scale"])
