@@ -604,7 +604,7 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             heads=32,
             wrt=("initial_state",),
             segments=4,
-            only=("summary.gluon", "summary.triton", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
+            only=("summary.gluon", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
         ),
         Call(
             "chunk_kda",
@@ -613,6 +613,14 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             wrt=("initial_state",),
             segments=4,
             only=("summary.gluon",),
+        ),
+        Call(
+            "chunk_gated_delta_rule",
+            V=64,
+            options=(("chunk_size", 64),),
+            wrt=("initial_state",),
+            segments=4,
+            only=("summary.triton",),
         ),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
