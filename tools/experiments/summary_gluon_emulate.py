@@ -37,20 +37,20 @@ def emulate(kernel, programs, *arguments, **fixed):
             found = made(pid)
         exec("from __future__ import annotations\n" + place, found)
         found["tl"] = found["segment_place"].__globals__["tl"] = type("tl", (), {"load": staticmethod(machine.load)})
-        step = found["_step_back"]
-
-        def watched(*a):
-            machine.queue()
-            machine.HERE.tail = not a[-1]
-            return step(*a)
-
         names = {name: getattr(G, name) for name in ("BackTiles", "BackSource", "BackMemory", "BackPlace")}
-        own = {"_step_back": watched, "_one_over": lambda x: 1 / x, "divisor": back.divisor}
+        own = {"clear_rows": cleared, "_one_over": lambda x: 1 / x, "divisor": back.divisor}
         found.update(names | own)
         return found
 
     with mock.patch.object(machine, "namespace", namespace), mock.patch.object(machine, "Acc", back.Acc):
         machine.emulate(kernel, programs, *arguments, **fixed)
+
+
+def cleared(*arguments):
+    """From here on products may meet rows that another part clears."""
+    machine.clear_rows(*arguments)
+    machine.queue()
+    machine.HERE.tail = True
 
 
 def truth(k, v, p, S0, segments, H_, M_):

@@ -18,7 +18,8 @@ Going back it is the reverse half of `scan_bwd` without X, likewise with the pro
     dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
 
 What s multiplies does not wait for dS: do^T F keeps the matrix units busy while what the first product left is rounded
-for the second, do^T q while X is for the last. The chunk that a sequence does not fill comes first, a step of its own.
+for the second, do^T q while X is for the last. Of the chunk that a sequence does not fill, which comes first, the rows
+that are no tokens are cleared in shared memory.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ class BackMemory(NamedTuple):
 
 class BackPlace(NamedTuple):
     """Of a program: whether anybody asks for its c, first tile, sequence, border that the segment begins at, whether
-    the sequence ends in it, value head, first value row, chunks that are full, and tokens of one that is not."""
+    the sequence ends in it, value head, first value row, chunks, and tokens of the last one if that is not full."""
 
     asked: Any
     tile: Any
@@ -321,7 +322,7 @@ class BackPlace(NamedTuple):
     ends: Any
     hv: Any
     column: Any
-    steps: Any
+    count: Any
     rest: Any
 
 
@@ -632,9 +633,8 @@ def wyfold_summary_bwd_gluon(
     i_tile = i_c * HV + i_hv
     asked = ((i_n < N) & (begins == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
-    steps = (length // BT).to(gl.int32) * asked
+    count = ((length + (BT - 1)) // BT).to(gl.int32) * asked
     rest = (length % BT).to(gl.int32) * asked
-    count = steps + (rest > 0).to(gl.int32)
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
@@ -669,7 +669,7 @@ def wyfold_summary_bwd_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_do).to(gl.int32) + column,
     )
-    at = BackPlace(asked, i_tile, i_n, i_border - 1, ends, i_hv, column, steps, rest)
+    at = BackPlace(asked, i_tile, i_n, i_border - 1, ends, i_hv, column, count, rest)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -768,35 +768,30 @@ def _recur_back(
     if memory.dST is not None:
         if at.ends:
             dS = gl.load(memory.dST + _state_offsets(memory.s_dST, at.n, at.hv, o_v, o_k)).to(gl.float32)
-    nothing = gl.minimum(at.steps, 0)
+    nothing = gl.minimum(at.count, 0)
     total = 0.0
     next_total = 0.0
     if not CHANNEL:
-        last = at.steps + (at.rest > 0).to(gl.int32) - 1
-        total = chunk_decay(memory.total, at.tile + last * HV, last >= 0, nothing, BW, LS)
-        next_total = chunk_decay(memory.total, at.tile + (last - 1) * HV, last > 0, nothing, BW, LS)
+        last = at.tile + (at.count - 1) * HV
+        total = chunk_decay(memory.total, last, at.count > 0, nothing, BW, LS)
+        next_total = chunk_decay(memory.total, last - HV, at.count > 1, nothing, BW, LS)
+    if at.rest > 0:
+        mbarrier.wait(tiles.full.index(0), 0)
+        if not CHANNEL:
+            clear_rows(tiles.k.index(0), at.rest, BT, K)
+            clear_rows(tiles.q.index(0), at.rest, BT, K)
+        clear_rows(tiles.do.index(part), at.rest, BT, BW)
     stage = 0
     phase = 0
-    done = 0
-    if at.rest > 0:
+    for j in range(at.count):
+        i = at.count - 1 - j
         mbarrier.wait(tiles.full.index(stage), phase)
         dS, after = _step_back(
-            dS, total, memory, tiles, at, scale, part, stage, at.steps, done, nothing,
-            HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, False,
+            dS, total, memory, tiles, at, scale, part, stage, i, j, nothing,
+            HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES,
         )  # fmt: skip
         total = next_total
         next_total = after
-        done += 1
-        stage += 1  # of two or more
-    for j in range(at.steps):
-        mbarrier.wait(tiles.full.index(stage), phase)
-        dS, after = _step_back(
-            dS, total, memory, tiles, at, scale, part, stage, at.steps - 1 - j, done, nothing,
-            HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES, True,
-        )  # fmt: skip
-        total = next_total
-        next_total = after
-        done += 1
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -826,10 +821,9 @@ def _step_back(
     CHANNEL: gl.constexpr,
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
-    FULL: gl.constexpr,
 ):
     """Gradient of the state entering chunk i, before which so many were done, and the decay of the chunk that comes
-    after the next one. FULL: all its rows are tokens."""
+    after the next one."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -839,11 +833,6 @@ def _step_back(
     zeros = gl.zeros([BW, BT], gl.float32, LC)
     key, query, number = tiles.k.index(stage), tiles.q.index(stage), tiles.rows.index(stage)
     do, write = tiles.do.index(stage * PARTS + part), tiles.write.index(stage)
-    if not FULL:
-        if not CHANNEL:
-            clear_rows(key, at.rest, BT, K)
-            clear_rows(query, at.rest, BT, K)
-        clear_rows(do, at.rest, BT, BW)
 
     left = gl.convert_layout(dS.to(OP), AS, assert_trivial=True)
     if FOLDED:
@@ -866,12 +855,11 @@ def _step_back(
     after = total
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
-    dS = dS * total
+    dY = warpgroup_mma_wait(1, deps=[dY])
     if not FOLDED:
-        dY = warpgroup_mma_wait(1, deps=[dY])
         d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dS = warpgroup_mma(doT, query, dS, is_async=True)
+    dS = warpgroup_mma(doT, query, dS * total, is_async=True)
     # Numbers of rows are read where they are wanted, again if need be: registers are short here.
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
