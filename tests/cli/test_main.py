@@ -109,6 +109,35 @@ def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "train --layers gru",
+        "train --window 0",
+        "train --cp 2",
+        "train --length 999999999",
+        "train --task mqar --curriculum 9 --steps 9",
+        "train --task s_niah --length 3",
+        "train --backend triton --device cpu",
+        "tasks --train=--widht=3",
+    ],
+)
+def test_what_is_refused_leaves_no_folder(words, tmp_path, capsys):
+    assert cli.main([*words.split(), "--out", str(tmp_path / "runs" / "one")]) in (1, 2)
+    assert capsys.readouterr().err.startswith("wyfold ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["file/run/one", "link/run"])
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(out, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert cli.main(["train", "--task", "parity", "--out", str(tmp_path / out)]) == 2
+    told = capsys.readouterr()
+    assert f"--out: cannot write into {tmp_path / out}: " in told.err and not told.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize(
     "words", ["bench gdn", "verify", "train --task parity", "train", "tasks", "demo", "demo --fresh"]
 )
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(words, tmp_path, capsys):
