@@ -70,6 +70,11 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
         ("--task mqar --pairs 64 --vocabulary 129", "a --vocabulary of at least 130"),
         ("--task mqar --length 24 --curriculum 4", "--curriculum: rows begin at an eighth of --length"),
         ("--task mqar --steps 3 --curriculum 3", "--curriculum 3: must be less than --steps 3"),
+        (
+            "--task mqar --length 64 --eval-lengths 64 20",
+            "--eval-lengths 64 20: mqar: 16 --pairs take rows of at least 64",
+        ),
+        ("--task s_niah --eval-lengths 4", "--eval-lengths 4: s_niah: takes rows of at least 9 tokens"),
         ("--task parity --curriculum 9", "--curriculum: is for --task mqar, got parity"),
         ("--curriculum 9", "--curriculum: is for a --task"),
         ("--task mqar --curriculum 7 --steps 7", "--curriculum 7: must be less than --steps 7"),
@@ -228,6 +233,18 @@ def test_the_table_has_every_run_and_runs_none_twice(tmp_path, monkeypatch, caps
     assert json.loads((tmp_path / "tasks.json").read_text())["runs"] == table["runs"]
 
 
-def test_options_that_train_does_not_have_are_refused(tmp_path, capsys):
-    assert main(["tasks", "--out", str(tmp_path), "--task", "parity", "--train=--widht 3"]) == 2
-    assert "--widht" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--task", "parity", "--train=--widht 3"], "--train: unrecognized arguments: --widht 3"),
+        (["--task", "parity", "--train='"], "--train: No closing quotation"),
+        (["--task", "mqar", "parity", "--train=--pairs 4"], "--pairs: the definition of parity has no such choice"),
+        (["--task", "parity", "--layers", "kda", "gru"], "no model can be built so: "),
+        (["--task", "parity", "s_niah", "--train=--length 4"], "s_niah: takes rows of at least 9 tokens"),
+    ],
+)
+def test_what_one_run_refuses_is_refused_before_another_begins(tmp_path, capsys, words, complaint):
+    assert main(["tasks", "--out", str(tmp_path / "out"), *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and complaint in told.err and not told.out
+    assert not list(tmp_path.iterdir())

@@ -107,8 +107,8 @@ class Needle:
         room = length - 2 * needle + 1  # the last digit is only ever a label
         if room < 0 or noise <= 10:
             raise UsageError(
-                f"s_niah: --length must be at least {2 * needle - 1} and --vocabulary above 12, got {length} and "
-                f"{self.vocabulary}"
+                f"s_niah: takes rows of at least {2 * needle - 1} tokens (--length) and a --vocabulary above 12, got "
+                f"rows of {length} and a vocabulary of {self.vocabulary}"
             )
         keys = torch.randint(10, noise, (rows, 1), generator=generator)
         digits = torch.randint(10, (rows, self.digits), generator=generator)

@@ -85,10 +85,13 @@ def run(args: argparse.Namespace) -> int:
     """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
     from wyfold.cli import results
 
-    cells = list(_cells(args))
+    try:
+        cells = list(_cells(args))
+    except ValueError as error:
+        raise UsageError(f"--train: {error}") from error
     for cell in cells:
-        # An option that one task refuses is refused before another is trained.
-        train.understand(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
+        # What one of them refuses is refused before another is trained.
+        train.rehearse(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
     results.ready(args.out)
     where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
     runs = []

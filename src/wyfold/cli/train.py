@@ -29,6 +29,7 @@ from wyfold.parallel.watch import RankLost
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
+    from wyfold.cli.recipe import Recipe
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
 
@@ -220,16 +221,13 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
     from wyfold.cli import checkpoint, results, speed
-    from wyfold.cli.recipe import Recipe
     from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
     folder, kept = understand(args)
     source, digest, about = _source(args)
     results.ready(folder)
     team = _team(args)
-    own = ("data", "replicas")
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
-    recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
+    recipe = _recipe(args, digest, team.replicas)
     peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
     watch = team.watched()
@@ -255,6 +253,30 @@ def run(args: argparse.Namespace) -> int:
         raise
     leave()
     return code
+
+
+def rehearse(args: argparse.Namespace) -> None:
+    """Refuse a run of a task as `run` would before its first step; nothing is written.
+
+    Args:
+        args: Changed in place.
+    """
+    from wyfold.cli.lessons import lesson_of
+    from wyfold.cli.recipe import build
+
+    understand(args)
+    source, digest, _ = _source(args)
+    recipe = _recipe(args, digest, replicas=1)
+    build(recipe, args.backend, lesson_of(source, recipe).vocabulary)
+
+
+def _recipe(args: argparse.Namespace, digest: str, replicas: int) -> Recipe:
+    """What was asked for, once it is understood."""
+    from wyfold.cli.recipe import Recipe
+
+    own = ("data", "replicas")
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
+    return Recipe(data=digest, replicas=replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
 
 
 def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
