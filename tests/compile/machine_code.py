@@ -41,8 +41,27 @@ def overtaken(sass: str) -> list[str]:
     return found
 
 
-def inner_loops(sass: str) -> list[list[str]]:
-    """Instructions of each innermost loop with products."""
+def waited_for(sass: str) -> list[str]:
+    """What an innermost loop with products loads from memory and gives to a register of the whole warp, which waits."""
+    found = []
+    for body in loops_with_products(sass):
+        loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
+        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
+    return found
+
+
+def brought_back(sass: str) -> list[str]:
+    """What an innermost loop with products loads from local memory and gives to a register of the whole warp: where a
+    tile lies, worked out before the loop."""
+    found = []
+    for body in loops_with_products(sass):
+        loaded = {f"R{int(x) + n}" for text in body for x in re.findall(r"LDL\S* R(\d+),", text) for n in range(4)}
+        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
+    return found
+
+
+def loops_with_products(sass: str) -> list[list[str]]:
+    """Instructions of each innermost loop with matrix instructions."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);|^\s*(\.L_\w+):", sass, re.MULTILINE)
     labels = {label: n for n, (_, label) in enumerate(lines) if label}
     loops = []
@@ -50,21 +69,11 @@ def inner_loops(sass: str) -> list[list[str]]:
         target = re.search(r"BRA `\((\.L_\w+)\)", instruction)
         if target and labels[target[1]] < n and any("HGMMA" in text for text, _ in lines[labels[target[1]] : n]):
             loops.append(range(labels[target[1]], n))
-    inner = [
-        loop
+    return [
+        [lines[n][0] for n in loop]
         for loop in loops
         if not any(other != loop and other.start in loop and other.stop in loop for other in loops)
     ]
-    return [[lines[n][0] for n in loop] for loop in inner]
-
-
-def waited_for(sass: str) -> list[str]:
-    """What an innermost loop with products loads from memory and gives to a register of the whole warp, which waits."""
-    found = []
-    for body in inner_loops(sass):
-        loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
-        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
-    return found
 
 
 def reused_barriers(kernel: Any) -> list[str]:

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from tests.compile import aot
-from tests.compile.machine_code import overtaken, read
+from tests.compile.machine_code import brought_back, overtaken, read
 
 import wyfold
 
@@ -103,12 +103,24 @@ def test_an_overtaken_operand_is_found():
     assert [line.split()[1] for line in overtaken(sass)] == ["R74,"]
 
 
+@pytest.mark.parametrize("kind, found", [("LDL.64", 2), ("LDS.64", 0)])
+def test_a_place_brought_back_is_found(kind: str, found: int):
+    lines = [
+        f"{kind} R190, [R1]",
+        "R2UR UR18, R190",
+        "R2UR UR19, R191",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT",
+    ]
+    sass = "\n".join([".L_x_1:", *(f"        /*{at:04x}*/    {line} ;" for at, line in enumerate(lines))])
+    assert len(brought_back(sass + "\n        /*0040*/    @P0 BRA `(.L_x_1) ;")) == found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "call", [call for call in aot.OWN["sm_90"] if isinstance(call, aot.Call) and call.heads == 1], ids=str
 )
-def test_no_left_operand_is_overtaken(call: aot.Call):
-    """Constants are put in place late: facts.md, PTXAS-2."""
+def test_operands_are_not_overtaken_nor_their_places_brought_back(call: aot.Call):
+    """Constants are put in place late: facts.md, PTXAS-2. What turns of a loop have alike is kept: SASS-7."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:
@@ -122,3 +134,5 @@ def test_no_left_operand_is_overtaken(call: aot.Call):
     code = read(made[0])
     assert code.count("HGMMA") > 50
     assert not overtaken(code)
+    if "kda" not in call.subject:  # whose turns are written out
+        assert not brought_back(code)

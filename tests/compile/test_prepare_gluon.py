@@ -1,6 +1,7 @@
-"""`prepare` in Gluon with a gate over channels: which calls it serves, and what the assembler made of it."""
+"""`prepare` in Gluon: which calls with a gate over channels it serves, and what the assembler made of it."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 from tests.compile.machine_code import overtaken, read
 
-from wyfold.stages.prepare.gluon import wyfold_prepare_channel_gluon
+from wyfold.stages.prepare.gluon import wyfold_prepare_channel_gluon, wyfold_prepare_gluon
 
 NAMES = ("wyfold_prepare_triton", "wyfold_prepare_gluon", "wyfold_prepare_channel_gluon")
 
@@ -92,4 +93,38 @@ def test_two_programs_share_a_multiprocessor_and_no_left_operand_is_overtaken():
     assert 2 * 128 * found.registers <= 65536
     assert found.spilled == 0
     assert code.count("HGMMA") > 50
+    assert not asked_too_late(code)
     assert not overtaken(code)
+
+
+def asked_too_late(sass: str) -> bool:
+    """Whether a copy is asked for behind a load by address, and so may wait for what that brings."""
+    asked, loaded = (sass.rfind("UTMALDG"), re.search(r"\bLDG\b", sass))
+    return asked < 0 or loaded is None or loaded.start() < asked
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gate", [False, True], ids=["no gate", "scalar gate"])
+def test_five_programs_share_a_multiprocessor_under_a_scalar_gate(gate: bool):
+    """And every copy is asked for before anything is loaded by address: SASS-6."""
+    made = []
+
+    def look(kernel, *arguments, **options) -> None:
+        if kernel is wyfold_prepare_gluon:
+            made.append(aot.code(kernel, *arguments, **options))
+
+    q, k, v = (torch.zeros(1, 128, 2, 128, dtype=torch.bfloat16) for _ in range(3))
+    beta, options = torch.ones(1, 128, 2), {"chunk_size": 64, "backend": "triton"}
+    with aot.pretending("sm_90", look):
+        if gate:
+            wyfold.chunk_gated_delta_rule(q, k, v, torch.zeros(1, 128, 2), beta, **options)
+        else:
+            wyfold.chunk_delta_rule(q, k, v, beta, **options)
+    (kernel, log), code = made[0], read(made[0][0])
+    found = aot.usage(kernel, log)
+    assert len(made) == 1
+    assert 5 * (found.shared + aot.KIB) <= 228 * aot.KIB
+    assert 5 * 128 * found.registers <= 65536
+    assert found.spilled == 0
+    assert not overtaken(code)
+    assert not asked_too_late(code)

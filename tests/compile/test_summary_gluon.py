@@ -5,7 +5,7 @@ import re
 
 import pytest
 from tests.compile import aot
-from tests.compile.machine_code import inner_loops, overtaken, read
+from tests.compile.machine_code import loops_with_products, overtaken, read
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -24,6 +24,6 @@ def test_no_wait_is_added(operator: str):
         call.run()
     (sass,) = found
     assert overtaken(sass) == []
-    waits = [re.findall(r"DEPBAR\.LE gsb0, 0x(\d+)", "\n".join(loop)) for loop in inner_loops(sass)]
+    waits = [re.findall(r"DEPBAR\.LE gsb0, 0x(\d+)", "\n".join(loop)) for loop in loops_with_products(sass)]
     assert waits
     assert all(x == ["1", "1", "0"] for x in waits), waits

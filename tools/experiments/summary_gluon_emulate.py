@@ -1,6 +1,6 @@
 """Runs the Gluon summaries' own source, of both directions, on the CPU, with the machine of `scan_gluon_emulate`.
 
-Beside the formulas, in float32 with the kernels' roundings, the way back is held against the eager walk in float64.
+Held against the formulas, in float32 with the kernels' roundings; the way back against the same in float64 as well.
 
 PYTHONPATH=src:tools/experiments python tools/experiments/summary_gluon_emulate.py
 """

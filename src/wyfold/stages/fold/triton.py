@@ -105,9 +105,11 @@ def wyfold_fold_triton(
             o_row = i_s * BS + tl.arange(0, BS)[:, None]
             offsets = i_map * s_M[0] + i_hv * s_M[1] + o_row.to(tl.int64) * s_M[3] + o_k.to(tl.int64) * s_M[2]
             b_M = tl.load(p_M + offsets, mask=(o_row < K) & (o_k < K), other=0.0)
+            # Asked for before the product, which it does not wait for.
+            b_own = load_state(p_S, s_S, r, i_hv, column, K, V, BK, BV)
             b_slice = tl.sum(tl.where(o_s == i_s, b_S.reshape(BV, BK // BS, BS), 0.0), axis=1)
             b_sum = mm_exact(b_slice, b_M, b_sum, EXACT)
             if i_s == SLICES - 1:
-                b_S = load_state(p_S, s_S, r, i_hv, column, K, V, BK, BV) + b_sum
+                b_S = b_own + b_sum
                 store_state(p_S, s_S, r, i_hv, column, b_S, K, V, BK, BV)
                 b_sum = tl.zeros((BV, BK), tl.float32)

@@ -503,17 +503,19 @@ def _recur(
             S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
     nothing = gl.minimum(at.steps, 0)
     total = 0.0
+    next_total = 0.0
     if not CHANNEL:
         total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
+        next_total = chunk_decay(memory.total, at.tile + HV, at.steps > 1, nothing, BW, LS)
     stage = 0
     phase = 0
     for i in range(at.steps):
-        next_total = total
-        if not CHANNEL:
-            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, i + 1 < at.steps, nothing, BW, LS)
         mbarrier.wait(tiles.full.index(stage), phase)
-        S = _step(S, total, tiles, part, stage, i, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)
+        S, later_total = _step(
+            S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
+        )
         total = next_total
+        next_total = later_total
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -536,10 +538,14 @@ def _state_offsets(strides, i_n, i_h, o_v, o_k):
 def _step(
     S,
     total,
+    memory,
     tiles,
+    at,
     part,
     stage,
     i,
+    nothing,
+    HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
     BW: gl.constexpr,
@@ -548,43 +554,46 @@ def _step(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """State leaving a chunk, all of whose rows are tokens."""
+    """State leaving a chunk, all of whose rows are tokens, and of a scalar gate the decay of the chunk after the next.
+
+    Two chunks ahead, since a turn begins by copying what comes next to its place, and waits for it there.
+    """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = tiles.k.dtype
-    nothing = gl.zeros([BW, BT], gl.float32, LC)
+    none = gl.zeros([BW, BT], gl.float32, LC)
     key, number = tiles.k.index(stage), tiles.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), none, use_acc=False, is_async=True)
     fence_async_shared()
     mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
     v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     beta = number.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
-        S = S * total
+        S = S * tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk
     else:
         in_k = number.slice(0, BT).load(ROW)
         S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
+        total = chunk_decay(memory.total, at.tile + (i + 2) * HV, i + 2 < at.steps, nothing, BW, LS)
         R = v - Sk * in_k[None, :]
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-        e = warpgroup_mma(r, tiles.write.index(stage), nothing, use_acc=False, is_async=True)
+        e = warpgroup_mma(r, tiles.write.index(stage), none, use_acc=False, is_async=True)
         beta_out = beta * number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
-    return warpgroup_mma_wait(0, deps=[S])
+    return warpgroup_mma_wait(0, deps=[S]), total
 
 
 @gluon.jit(do_not_specialize=["N", "T", "scale"])
@@ -786,12 +795,12 @@ def _recur_back(
     for j in range(at.count):
         i = at.count - 1 - j
         mbarrier.wait(tiles.full.index(stage), phase)
-        dS, after = _step_back(
+        dS, later_total = _step_back(
             dS, total, memory, tiles, at, scale, part, stage, i, j, nothing,
             HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES,
         )  # fmt: skip
         total = next_total
-        next_total = after
+        next_total = later_total
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -822,8 +831,8 @@ def _step_back(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Gradient of the state entering chunk i, before which so many were done, and the decay of the chunk that comes
-    after the next one."""
+    """Gradient of the state entering chunk i, before which so many were done, and as in `_step` the decay of the chunk
+    after the next."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -852,7 +861,7 @@ def _step_back(
         is_async=True,
     )
     doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
-    after = total
+    later_total = total
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dY = warpgroup_mma_wait(1, deps=[dY])
@@ -865,7 +874,7 @@ def _step_back(
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
     if not CHANNEL:
-        after = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
+        later_total = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
     X = X * scale
     if FOLDED:
         X += dY
@@ -873,7 +882,7 @@ def _step_back(
         X += dY * _one_over(divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
-    return warpgroup_mma_wait(0, deps=[dS]), after
+    return warpgroup_mma_wait(0, deps=[dS]), later_total
 
 
 @gluon.jit

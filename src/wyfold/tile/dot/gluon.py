@@ -12,10 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.jit
-def pair(x, BT: gl.constexpr):
-    """A tile's two bfloat16 parts, the larger above.   [2 BT, BT]"""
+def pair(x):
+    """Two bfloat16 parts of a tile's columns, the larger above.   [2 BT, ..]"""
     high, low = parts(x)
-    return gl.permute(gl.join(high, low), (2, 0, 1)).reshape((2 * BT, BT))
+    return above(high, low)
+
+
+@gluon.jit
+def above(x, y):
+    """x above y."""
+    return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * x.shape[0], x.shape[1]))
 
 
 @gluon.jit

@@ -55,6 +55,36 @@ def times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
 
 
 @gluon.jit
+def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
+    """(I + U)^-1 in columns of 16, left to right, from the inverses of its own blocks and -U, pairs both: the numbers,
+    and their pairs.
+
+    What a column gives to those after it is added as soon as it is known: of 27 products, each of which would wait for
+    the one before, 18 do, and every sum is that of one column after another all the same.
+    """
+    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d = d_high.to(gl.float32) + d_low.to(gl.float32)
+    nothing = gl.zeros([BT, 16], gl.float32, LB)
+    block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
+    x_0 = gl.where(block == 0, d, 0.0)
+    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
+    y_1 = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
+    y_2 = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
+    y_3 = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
+    x_1 = times_own(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
+    high_1, low_1 = parts(x_1)
+    y_2 = add_exact(high_1, low_1, U, 2, 1, y_2, LB)
+    y_3 = add_exact(high_1, low_1, U, 3, 1, y_3, LB)
+    x_2 = times_own(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
+    high_2, low_2 = parts(x_2)
+    y_3 = add_exact(high_2, low_2, U, 3, 2, y_3, LB)
+    x_3 = times_own(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
+    high_3, low_3 = parts(x_3)
+    return (x_0, x_1, x_2, x_3), (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
+
+
+@gluon.jit
 def columns(x, BT: gl.constexpr, LB: gl.constexpr):
     """A tile's columns, 16 each; nothing moves.   4 x [BT, 16]"""
     even, odd = gl.split(gl.permute(x.reshape((BT, 2, 2, 16)), (0, 3, 1, 2)))
@@ -71,5 +101,11 @@ def columns(x, BT: gl.constexpr, LB: gl.constexpr):
 @gluon.jit
 def joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
     """The tile of these columns; nothing moves."""
+    return gl.convert_layout(beside(x_0, x_1, x_2, x_3), LC, assert_trivial=True)
+
+
+@gluon.jit
+def beside(x_0, x_1, x_2, x_3):
+    """Four tiles side by side, in whatever layout that is."""
     x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
-    return gl.convert_layout(gl.permute(x, (0, 3, 2, 1)).reshape((BT, BT)), LC, assert_trivial=True)
+    return gl.permute(x, (0, 3, 2, 1)).reshape((x_0.shape[0], 4 * x_0.shape[1]))

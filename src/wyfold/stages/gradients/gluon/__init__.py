@@ -350,8 +350,9 @@ def wyfold_gradients_gluon(
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
+    nothing = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
     if SCALAR:
-        dg = _pair_sums(dJ, dP, s_q, s_k, pair, (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32), BT)
+        dg = _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT)
     else:
         tma.store_wait(pendings=0)
         barrier()
@@ -369,11 +370,14 @@ def wyfold_gradients_gluon(
     along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
     for h in range(2):
         mbarrier.wait(tiles.states_here, h)
-        dw = warpgroup_mma(s_e, s_dS, none, use_acc=False, is_async=True)
+        same = h * nothing
+        e, do, S, dS = _anew(s_e, same), _anew(s_do, same), _anew(s_S, same), _anew(s_dS, same)
+        square_P, square_J = pair.index(same), pair.index(same + 1)
+        dw = warpgroup_mma(e, dS, none, use_acc=False, is_async=True)
         if SCALAR:
-            trace = warpgroup_mma(s_S.permute((1, 0)), s_dS, none, use_acc=False, is_async=True)
-        dk = warpgroup_mma(x_a, s_S, none, use_acc=False, is_async=True)
-        dq = warpgroup_mma(s_do, s_S, none, use_acc=False, is_async=True)
+            trace = warpgroup_mma(S.permute((1, 0)), dS, none, use_acc=False, is_async=True)
+        dk = warpgroup_mma(x_a, S, none, use_acc=False, is_async=True)
+        dq = warpgroup_mma(do, S, none, use_acc=False, is_async=True)
         q, k = s_q.index(h), s_k.index(h)
         if SCALAR:
             dw, trace = warpgroup_mma_wait(2, deps=[dw, trace])
@@ -394,10 +398,10 @@ def wyfold_gradients_gluon(
             along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
             read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, along), axis=1)
         dk = gl.fma(dk, scale_k[:, None], dw)
-        dq = warpgroup_mma(pair.index(0), k, dq, is_async=True)
-        dk = warpgroup_mma(pair.index(1), k, dk, is_async=True)
-        dk = warpgroup_mma(pair.index(1).permute((1, 0)), k, dk, is_async=True)
-        dk = warpgroup_mma(pair.index(0).permute((1, 0)), q, dk, is_async=True)
+        dq = warpgroup_mma(square_P, k, dq, is_async=True)
+        dk = warpgroup_mma(square_J, k, dk, is_async=True)
+        dk = warpgroup_mma(square_J.permute((1, 0)), k, dk, is_async=True)
+        dk = warpgroup_mma(square_P.permute((1, 0)), q, dk, is_async=True)
         dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
         if NORM:
             row_q, row_k = q.load(LC).to(gl.float32), k.load(LC).to(gl.float32)
@@ -446,6 +450,16 @@ def wyfold_gradients_gluon(
         if p_ddt_bias is not None:
             gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
     bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
+
+
+@gluon.jit
+def _anew(tile, same):
+    """A tile in shared memory whose place is worked out once more; `same` is 0, of which no compiler knows.
+
+    What is alike in every turn of a loop a compiler works out before it. Places of tiles, as products want them, are
+    two registers for every 16 columns: kept, they go to local memory and come back in every turn (facts.md, SASS-7).
+    """
+    return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(same)
 
 
 @gluon.jit

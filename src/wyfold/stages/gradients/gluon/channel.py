@@ -446,11 +446,15 @@ def wyfold_gradients_channel_gluon(
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
         near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
     ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 8, [1, 0])
+    # Rows of 32 numbers, four neighbours staying together: neither four rows at once, as they are stored, meet in a bank
+    # nor every second one of 16, as they are read.
+    TURNED: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
+    )
     turned_q = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
     turned_k = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
     turned_c = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-    overs = gl.allocate_shared_memory(gl.float32, [BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    overs = gl.allocate_shared_memory(gl.float32, [BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
     for h in gl.static_range(2):
         a, d = _inside(P, J, t_q, t_k, 2 * h, I, Q, all_q, all_k, all_c, E, L)

@@ -49,10 +49,10 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
-from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes
-from wyfold.tile.inverse.gluon import add_exact, invert_near, joined, times_own
+from wyfold.tile.inverse.gluon import invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
 BK: gl.constexpr = gl.constexpr(32)
@@ -225,7 +225,10 @@ def wyfold_prepare_channel_gluon(
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
+    PLACED: gl.constexpr = FULL and BOXED
+    if not PLACED:
+        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             if clear:
@@ -248,19 +251,23 @@ def wyfold_prepare_channel_gluon(
         mbarrier.init(come, count=1)
         fence_async_shared()
         barrier()
-        token = (b * T + t).to(gl.int32)
+        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         mbarrier.expect(come_g, x_g.block_type.nbytes)
         mbarrier.expect(come, NB * (x_k.block_type.nbytes + x_q.block_type.nbytes))
         tma_load(x_g, [token, (i_hv * s_g[2]).to(gl.int32)], come_g, G)
         for c in gl.static_range(NB):
             tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c))
             tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32) + BK * c], come, pieces.index(2 * c + 1))
+        barrier()  # as in the launch of a scalar gate: or the assembler asks for the last when beta has come
     else:
         G = gates
         G.store(token_tile(x_g, s_g, b, t, i_hv, rows, K, BT).to(gl.float32))
         for c in gl.static_range(NB):
             pieces.index(2 * c).store(token_tile(x_k + BK * c * s_k[3], s_k, b, t, i_h, rows, BK, BT))
             pieces.index(2 * c + 1).store(token_tile(x_q + BK * c * s_q[3], s_q, b, t, i_h, rows, BK, BT))
+    if PLACED:
+        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        rows = BT
 
     # One number a row, two of them in each lane of every warp.
     o = gl.arange(0, BT, layout=ONE)
@@ -344,8 +351,8 @@ def wyfold_prepare_channel_gluon(
         high, low = parts(kt * _over_rows(numbers, 12, 4, LB, LN))
         kk_1, kk_2, kk_3, kq_1, kq_2, kq_3 = warpgroup_mma_wait(0, deps=[kk_1, kk_2, kk_3, kq_1, kq_2, kq_3])
         barrier()
-        sent.index(c).store(_above(kd, qd, BT))
-        pairs.index(c).store(_above(high, low, BT))
+        sent.index(c).store(above(kd, qd))
+        pairs.index(c).store(above(high, low))
         fence_async_shared()
         barrier()
         tma_store(x_kd, [pid * BT, BK * c], sent.index(c).slice(0, BT))
@@ -372,39 +379,20 @@ def wyfold_prepare_channel_gluon(
     p_2, p_3 = _up_to(kq, kq_2, qk, 2, BT, LB), _up_to(kq, kq_3, qk, 3, BT, LB)
     tma.store_wait(pendings=0)
     barrier()
-    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC), BT))
+    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC)))
+    tokens._reinterpret(gl.bfloat16, [2, 2 * BT, BT], WIDE).index(1).store(pair(joined(p_0, p_1, p_2, p_3, BT, LC)))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
     barrier()
 
-    # Columns of A^T, and their share of F.
+    # F and E by products with A^T.
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
-    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d = d_high.to(gl.float32) + d_low.to(gl.float32)
-    nothing = gl.zeros([BT, 16], gl.float32, LB)
-    x_0 = gl.where(block == 0, d, 0.0)
-    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    F = mm_pairs_async(high_0, low_0, PT.index(8), PT.index(12), gl.zeros([BT, BT], gl.float32, LC), False, AC)
-    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x_1)
-    F = mm_pairs_async(high_1, low_1, PT.index(9), PT.index(13), F, True, AC)
-    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
-    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x_2)
-    F = mm_pairs_async(high_2, low_2, PT.index(10), PT.index(14), F, True, AC)
-    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
-    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
-    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x_3)
-    F = mm_pairs_async(high_3, low_3, PT.index(11), PT.index(15), F, True, AC)
-
-    highs, lows = (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
+    columns_A, highs, lows = invert_columns(D, U, BT, LB)
+    F = gl.zeros([BT, BT], gl.float32, LC)
+    F = mm_pairs_async(highs[0], lows[0], PT.index(8), PT.index(12), F, False, AC)
+    for m in gl.static_range(1, 4):
+        F = mm_pairs_async(highs[m], lows[m], PT.index(8 + m), PT.index(12 + m), F, True, AC)
     keys = gates._reinterpret(gl.bfloat16, [8 * NB, 16, BK], HALF)
     E_0 = _fold(highs, lows, keys, 0, LE, BT)
     E_1 = _fold(highs, lows, keys, 1, LE, BT)
@@ -420,8 +408,8 @@ def wyfold_prepare_channel_gluon(
     folded.store(E.to(gl.bfloat16))
     if with_w:
         over_s = over.load(ROW)[:, None]
-        w_0, w_1 = _weighed(x_0, over_s, under, 0, LB), _weighed(x_1, over_s, under, 1, LB)
-        w_2, w_3 = _weighed(x_2, over_s, under, 2, LB), _weighed(x_3, over_s, under, 3, LB)
+        w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
+        w_2, w_3 = _weighed(columns_A[2], over_s, under, 2, LB), _weighed(columns_A[3], over_s, under, 3, LB)
         out.index(1).store(joined(w_0, w_1, w_2, w_3, BT, LC))
     fence_async_shared()
     barrier()
@@ -581,12 +569,6 @@ def _reciprocal_norm(
         x = _piece(pieces, 2 * c + which, rows, FULL, LB)
         squares = gl.fma(x, x, squares)
     return gl.rsqrt(gl.sum(squares, axis=1) + 1e-6)
-
-
-@gluon.jit
-def _above(x, y, BT: gl.constexpr):
-    """x above y.   [2 BT, BK]"""
-    return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * BT, BK))
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
 leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
 What differs is that k and q are both under way before anything is waited for, that products are no larger than what
-they are for, and that so little is held that four programs share a multiprocessor.
+they are for, and that so little is held that five programs share a multiprocessor (docs/facts.md, SASS-6).
 
 All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
 16 rows, of A^T as of everything before it.
@@ -35,10 +35,10 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair
 from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
-from wyfold.tile.inverse.gluon import add_exact, columns, invert_near, joined, times_own
+from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
 
@@ -75,7 +75,8 @@ def prepare(
         for x in found:
             if x is not None:
                 x.zero_()
-    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    key = launch_key(q.dtype, K, V, C, gate, folded) + (" norm" if options.qk_l2norm else "")
+    config = tuned("prepare.gluon", key, q.device)
     rows = every_box((q, k), [token_boxes(x, C, K) for x in (q, k)])
     launched(
         wyfold_prepare_gluon,
@@ -192,7 +193,10 @@ def wyfold_prepare_gluon(
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
+    PLACED: gl.constexpr = FULL and BOXED
+    if not PLACED:
+        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             if clear:
@@ -201,7 +205,6 @@ def wyfold_prepare_gluon(
 
     k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
     q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
-    W = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], WIDE)
     D = gl.allocate_shared_memory(gl.bfloat16, [2 * BT, 16], SLIM)
     near = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     numbers = Numbers(
@@ -216,147 +219,103 @@ def wyfold_prepare_gluon(
     if BOXED:
         mbarrier.init(come_k, count=1)
         mbarrier.init(come_q, count=1)
+        mbarrier.expect(come_k, x_k.block_type.nbytes)
+        mbarrier.expect(come_q, x_q.block_type.nbytes)
         fence_async_shared()
         barrier()
-        token = (b * T + t).to(gl.int32)
-        mbarrier.expect(come_k, x_k.block_type.nbytes)
+        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
-        mbarrier.expect(come_q, x_q.block_type.nbytes)
         tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
+        # Without a barrier the assembler asks for q when the gate, loaded below, has come (docs/facts.md, SASS-6).
+        barrier()
     else:
         k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
         q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
         fence_async_shared()
+        barrier()
+    if PLACED:
+        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        rows = BT
 
-    # One number a row, two of them in each lane of every warp.
+    # One number a row, two of them in each lane of every warp; what is made of them does not hold up the products.
     o = gl.arange(0, BT, layout=ONE)
-    beta = gl.where(o < rows, 1.0, 0.0)
+    beta, x = gl.where(o < rows, 1.0, 0.0), 0.0
     if p_beta is not None:
         at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
         beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
-        if LOGIT:
-            beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
-    over = divisor(beta)
-    numbers.over.store(over)
-    numbers.under.store(1.0 / over)
     if SCALAR:
         at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
-        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
-        G = gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add)
-        numbers.G.store(G)
-    barrier()
 
     none = gl.zeros([BT, BT], gl.float32, LC)
     if BOXED:
         mbarrier.wait(come_k, 0)
     kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
-    if BOXED:
-        mbarrier.wait(come_q, 0)
-    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     if NORM:
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
+    if BOXED:
+        mbarrier.wait(come_q, 0)
+    if NORM:  # before the second product, as there are no registers for its result beside those for these rows
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
-        barrier()
-    w_0, w_1, w_2, w_3 = _weights(numbers, SCALAR, NORM, BT, LB)
+    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+
+    if LOGIT and p_beta is not None:
+        beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    over = divisor(beta)
+    numbers.over.store(over)
+    numbers.under.store(1.0 / over)
+    if SCALAR:
+        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
+        numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
+    barrier()
+    _store_rows(p_rows, p_total, numbers, beta, i_tile, rows, FULL, SCALAR, NORM, BT, ONE)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
     # The places of q and of k are free: -U takes that of q, P^T that of k, both as bfloat16 pairs.
     U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-    o_s = gl.arange(0, BT, layout=ROW)
     kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
-    u_0 = _strictly_before(kk_0, w_0, numbers, rows, 0, FULL, NORM, LB)
-    u_1 = _strictly_before(kk_1, w_1, numbers, rows, 1, FULL, NORM, LB)
-    u_2 = _strictly_before(kk_2, w_2, numbers, rows, 2, FULL, NORM, LB)
-    u_3 = _strictly_before(kk_3, w_3, numbers, rows, 3, FULL, NORM, LB)
-    block = (o_s // 16)[:, None]
-    own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
+    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
+    own, u_3, p_3 = _pairs(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
+    own, u_2, p_2 = _pairs(kk_2, kq_2, own, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
+    own, u_1, p_1 = _pairs(kk_1, kq_1, own, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    own, _, p_0 = _pairs(kk_0, kq_0, own, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
+    U.store(beside(u_1, u_1, u_2, u_3))  # no product reads -U's first columns
+    PT.store(beside(p_0, p_1, p_2, p_3))
+    o_s = gl.arange(0, BT, layout=ROW)
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
     near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
-    U.store(pair(joined(u_0, u_1, u_2, u_3, BT, LC), BT))
-    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
-    PT = joined(
-        _up_to(kq_0, w_0, numbers, rows, 0, FULL, NORM, BT, LB),
-        _up_to(kq_1, w_1, numbers, rows, 1, FULL, NORM, BT, LB),
-        _up_to(kq_2, w_2, numbers, rows, 2, FULL, NORM, BT, LB),
-        _up_to(kq_3, w_3, numbers, rows, 3, FULL, NORM, BT, LB),
-        BT,
-        LC,
-    )
-    k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(PT, BT))
     fence_async_shared()
     barrier()
     invert_near(near, D, BT)
     barrier()
 
-    # Columns of A^T, and their share of F.
-    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    d = d_high.to(gl.float32) + d_low.to(gl.float32)
-    nothing = gl.zeros([BT, 16], gl.float32, LB)
-    x_0 = gl.where(block == 0, d, 0.0)
-    high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    F = _add_factor(high_0, low_0, P, 0, none, False, AC)
-    y = add_exact(high_0, low_0, U, 1, 0, nothing, LB)
-    x_1 = times_own(y, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x_1)
-    F = _add_factor(high_1, low_1, P, 1, F, True, AC)
-    y = add_exact(high_0, low_0, U, 2, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 2, 1, y, LB)
-    x_2 = times_own(y, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x_2)
-    F = _add_factor(high_2, low_2, P, 2, F, True, AC)
-    y = add_exact(high_0, low_0, U, 3, 0, nothing, LB)
-    y = add_exact(high_1, low_1, U, 3, 1, y, LB)
-    y = add_exact(high_2, low_2, U, 3, 2, y, LB)
-    x_3 = times_own(y, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x_3)
-    F = _add_factor(high_3, low_3, P, 3, F, True, AC)
-
+    # W by scaling of A^T, F by products with it; registers for F are needed no earlier than here.
+    columns_A, highs, lows = invert_columns(D, U, BT, LB)
     over_s = numbers.over.load(ROW)[:, None]
-    W.store(
-        joined(
-            _weighed(x_0, over_s, numbers, 0, BT, LB),
-            _weighed(x_1, over_s, numbers, 1, BT, LB),
-            _weighed(x_2, over_s, numbers, 2, BT, LB),
-            _weighed(x_3, over_s, numbers, 3, BT, LB),
-            BT,
-            LC,
-        )
+    W = joined(
+        _weighed(columns_A[0], over_s, numbers, 0, BT, LB),
+        _weighed(columns_A[1], over_s, numbers, 1, BT, LB),
+        _weighed(columns_A[2], over_s, numbers, 2, BT, LB),
+        _weighed(columns_A[3], over_s, numbers, 3, BT, LB),
+        BT,
+        LC,
     )
-    fence_async_shared()
-    barrier()
-    tma_store(x_W, [pid * BT, 0], W)
+    F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), none, False, AC)
+    for m in gl.static_range(1, 4):
+        F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
-    # Every warp is past its last -U.
-    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE).index(0)
-    out.store(F.to(gl.bfloat16))
+    # Every warp is past its last -U, whose place F and W take.
+    barrier()
+    q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(above(F.to(gl.bfloat16), W))
     fence_async_shared()
     barrier()
-    tma_store(x_F, [pid * BT, 0], out)
-
-    p_row = p_rows + i_tile * (4 * BT) + o
-    r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
-    if NORM:
-        r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
-        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
-            r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
-    if SCALAR:
-        last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
-        before, after = gl.exp(G), gl.exp(last - G)
-        gl.store(p_row, before * r_k)
-        gl.store(p_row + BT, before * r_q)
-        gl.store(p_row + 2 * BT, after * r_k)
-        gl.store(p_total + i_tile, gl.exp(last))
-    else:
-        gl.store(p_row, r_k)
-        gl.store(p_row + BT, r_q)
-        gl.store(p_row + 2 * BT, r_k)
-        gl.store(p_total + i_tile, 1.0)
-    gl.store(p_row + 3 * BT, beta)
+    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE)
+    tma_store(x_F, [pid * BT, 0], out.index(0))
+    tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_k._keep_alive()
@@ -372,15 +331,63 @@ def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(numbers, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """What products of rows s and r have in common, four tiles of 16 columns r: the decay from s to r, right where s is
-    not after r, and key s's reciprocal norm.   4 x [BT, 16], or what becomes that"""
-    return (
-        _weight(numbers, 0, SCALAR, NORM, BT, LB),
-        _weight(numbers, 1, SCALAR, NORM, BT, LB),
-        _weight(numbers, 2, SCALAR, NORM, BT, LB),
-        _weight(numbers, 3, SCALAR, NORM, BT, LB),
-    )
+def _store_rows(
+    p_rows,
+    p_total,
+    numbers,
+    beta,
+    i_tile,
+    rows,
+    FULL: gl.constexpr,
+    SCALAR: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    ONE: gl.constexpr,
+):
+    """What the scans multiply rows by: their decays from the chunk's start and to its end, norms, beta."""
+    o = gl.arange(0, BT, layout=ONE)
+    p_row = p_rows + i_tile * (4 * BT) + o
+    r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
+    if NORM:
+        r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
+        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
+            r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
+    if SCALAR:
+        G = numbers.G.load(ONE)
+        last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
+        before, after = gl.exp(G), gl.exp(last - G)
+        gl.store(p_row, before * r_k)
+        gl.store(p_row + BT, before * r_q)
+        gl.store(p_row + 2 * BT, after * r_k)
+        gl.store(p_total + i_tile, gl.exp(last))
+    else:
+        gl.store(p_row, r_k)
+        gl.store(p_row + BT, r_q)
+        gl.store(p_row + 2 * BT, r_k)
+        gl.store(p_total + i_tile, 1.0)
+    gl.store(p_row + 3 * BT, beta)
+
+
+@gluon.jit
+def _pairs(
+    kk,
+    kq,
+    own,
+    numbers,
+    rows,
+    j: gl.constexpr,
+    FULL: gl.constexpr,
+    SCALAR: gl.constexpr,
+    NORM: gl.constexpr,
+    BT: gl.constexpr,
+    LB: gl.constexpr,
+):
+    """16 columns of -U where they lie on the diagonal, beside those before; then theirs and those of P^T, as pairs."""
+    weight = _weight(numbers, j, SCALAR, NORM, BT, LB)
+    p = _up_to(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
+    u = _strictly_before(kk, weight, numbers, rows, j, FULL, NORM, LB)
+    block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
+    return gl.where(block == j, u, own), pair(u), pair(p)
 
 
 @gluon.jit
@@ -428,12 +435,6 @@ def _up_to(
     if NORM:
         x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
-
-
-@gluon.jit
-def _add_factor(high, low, P, m: gl.constexpr, F, ADD: gl.constexpr, AC: gl.constexpr):
-    """F + A^T[:, m] P^T[m, :], under way."""
-    return mm_pairs_async(high, low, P.index(m), P.index(4 + m), F, ADD, AC)
 
 
 @gluon.jit
