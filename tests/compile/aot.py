@@ -584,6 +584,12 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             heads=1,
             only=("scan.gluon", "gradients.gluon"),
         ),
+        Call(
+            "chunk_gated_delta_rule",
+            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
+            heads=1,
+            only=("prepare.gluon",),
+        ),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=1),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), only=("scan.gluon",)),
         Call(
