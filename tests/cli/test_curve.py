@@ -26,6 +26,8 @@ def test_the_sketch_falls_from_left_to_right():
 def test_sketches_of_nothing_and_of_one_point():
     assert "no points" in curve.sketch([], [])
     assert curve.sketch([], [(0, 8.0)]).count("o") >= 1
+    flat = curve.sketch([], [(0, 0.0), (9, 0.0)]).splitlines()
+    assert flat[1].startswith("  0.50 |") and flat[12].startswith(" -0.50 |")
     assert "nan" not in curve.sketch([(1, float("nan"))], VALIDATION)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from wyfold import cli
 
@@ -39,6 +40,7 @@ def test_the_overview_names_every_verb(capsys):
         (["train", "--device", "meta"], "wyfold train: argument --device: 'meta' is no device of this machine: "),
         (["train", "--backend", "cuda"], "wyfold train: argument --backend: invalid choice: 'cuda'"),
         (["train", "--data", "/nowhere/at/all"], "wyfold train: --data /nowhere/at/all: no such file or folder"),
+        (["train", "--data", "/dev/null"], "wyfold train: --data /dev/null: is neither a file nor a folder"),
         (["train", "--resume", "--out", "/nowhere/at/all"], "--resume: no complete checkpoint in /nowhere/at/all"),
         (["train", "--out", "/nowhere/x", "--layers", "gru"], "wyfold train: no model can be built so: "),
         (["generate"], "wyfold generate: the following arguments are required: DIR"),
@@ -61,6 +63,17 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsy
         (cli.UsageError("give it a file"), 2, "wyfold generate: give it a file"),
         (cli.Failure("it did not work"), 1, "wyfold generate: it did not work"),
         (OSError(28, "No space left on device", "x"), 1, "wyfold generate: [Errno 28] No space left on device: 'x'"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            1,
+            "wyfold generate: not enough memory for what was asked: [enforce fail] DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 9 bytes.",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory."),
+            1,
+            "wyfold generate: not enough memory for what was asked: CUDA out of memory.",
+        ),
         (KeyboardInterrupt(), 130, "wyfold generate: interrupted"),
         (
             ModuleNotFoundError("No module named 'rich.console'", name="rich.console"),
@@ -106,6 +119,35 @@ def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
     ended = subprocess.run([sys.executable, "-m", "wyfold", "nonsense"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "unknown verb 'nonsense'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --layers gru",
+        "train --window 0",
+        "train --cp 2",
+        "train --length 999999999",
+        "train --task mqar --curriculum 9 --steps 9",
+        "train --task s_niah --length 3",
+        "train --backend triton --device cpu",
+        "tasks --train=--widht=3",
+    ],
+)
+def test_what_is_refused_leaves_no_folder(words, tmp_path, capsys):
+    assert cli.main([*words.split(), "--out", str(tmp_path / "runs" / "one")]) in (1, 2)
+    assert capsys.readouterr().err.startswith("wyfold ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["file/run/one", "link/run"])
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(out, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert cli.main(["train", "--task", "parity", "--out", str(tmp_path / out)]) == 2
+    told = capsys.readouterr()
+    assert f"--out: cannot write into {tmp_path / out}: " in told.err and not told.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,9 @@ def test_permutations_are_what_exchanging_places_makes_of_a_row_of_things():
 @pytest.mark.parametrize(
     ("task", "length", "message"),
     [
-        (AssociativeRecall(pairs=8, vocabulary=64), 31, "a --length of at least 32"),
-        (AssociativeRecall(pairs=8, vocabulary=16), 64, "a --vocabulary above 18"),
-        (Needle(digits=7), 16, "--length must be at least 17"),
+        (AssociativeRecall(pairs=8, vocabulary=64), 31, "rows of at least 32 tokens"),
+        (AssociativeRecall(pairs=8, vocabulary=16), 64, "a --vocabulary of at least 18"),
+        (Needle(digits=7), 16, "rows of at least 17 tokens"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(task, length, message):

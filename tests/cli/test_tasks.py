@@ -64,8 +64,17 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
     [
         ("--task parity --pairs 3", "--pairs: the definition of parity has no such choice"),
         ("--task s_niah --pairs 3", "--pairs: the definition of s_niah has no such choice"),
-        ("--task mqar --length 100", "mqar: 64 pairs take a --length of at least 256"),
-        ("--task mqar --length 24 --pairs 4", "--curriculum: rows begin at an eighth of --length"),
+        ("--task mqar --pairs 64 --length 100", "mqar: 64 --pairs take rows of at least 256 tokens"),
+        ("--task mqar --length 3", "mqar: 1 --pairs take rows of at least 4 tokens"),
+        ("--task mqar --vocabulary 3", "a --vocabulary of at least 4"),
+        ("--task mqar --pairs 64 --vocabulary 129", "a --vocabulary of at least 130"),
+        ("--task mqar --length 24 --curriculum 4", "--curriculum: rows begin at an eighth of --length"),
+        ("--task mqar --steps 3 --curriculum 3", "--curriculum 3: must be less than --steps 3"),
+        (
+            "--task mqar --length 64 --eval-lengths 64 20",
+            "--eval-lengths 64 20: mqar: 16 --pairs take rows of at least 64",
+        ),
+        ("--task s_niah --eval-lengths 4", "--eval-lengths 4: s_niah: takes rows of at least 9 tokens"),
         ("--task parity --curriculum 9", "--curriculum: is for --task mqar, got parity"),
         ("--curriculum 9", "--curriculum: is for a --task"),
         ("--task mqar --curriculum 7 --steps 7", "--curriculum 7: must be less than --steps 7"),
@@ -93,6 +102,82 @@ def test_recall_always_has_steps_of_whole_rows(words, curriculum):
     settle(args)
     assert args.curriculum == curriculum
     assert args.minutes or args.curriculum < args.steps
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs", "curriculum"),
+    [
+        ("--length 24 --steps 4", 6, 0),
+        ("--length 4 --steps 4", 1, 0),
+        ("--length 32 --steps 4", 8, 1),
+        ("--length 255 --steps 4", 63, 1),
+        ("--length 256 --steps 4", 64, 1),
+        ("--length 24 --steps 4 --pairs 3", 3, 0),
+        ("--vocabulary 20 --length 64 --steps 4", 9, 1),
+    ],
+)
+def test_a_small_recall_is_given_settings_that_fit_it(tmp_path, words, pairs, curriculum):
+    small = "--depth 1 --width 16 --heads 1 --head-dim 8 --batch 2 --eval-every 4 --eval-bytes 64"
+    assert train(tmp_path, "mqar", f"{small} {words}") == 0
+    recipe = result(tmp_path)["recipe"]
+    assert (recipe["pairs"], recipe["curriculum"]) == (pairs, curriculum)
+
+
+def begin(out, monkeypatch, words):
+    """A run of a task that is interrupted after its first step."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=1)
+        assert train(out, words.split()[0], words.partition(" ")[2]) == 130
+
+
+def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_path, monkeypatch, capsys):
+    """A run from when the curriculum was as long as all of it: the same command, which does not name it, continues."""
+    words = f"{TINY} --length 32 --pairs 4 --vocabulary 64"
+    begin(tmp_path, monkeypatch, f"mqar {words} --curriculum 2")
+    file = next((tmp_path / "checkpoint").iterdir()) / "training.json"
+    file.write_text(file.read_text().replace('"curriculum": 2', '"curriculum": 3'))
+    capsys.readouterr()
+    for other in (2, 0):
+        assert train(tmp_path, "mqar", f"{words} --curriculum {other}") == 2
+        said = capsys.readouterr().err
+        assert f"--curriculum is {other} here, but the run in {tmp_path} was started with 3: leave it out" in said
+    assert train(tmp_path, "mqar", words) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path}: as this run was begun, --curriculum 3\n" in said and "continuing" in said
+    assert result(tmp_path)["recipe"]["curriculum"] == 3
+    assert train(tmp_path, "mqar", f"{words} --curriculum 3") == 0
+
+
+def test_what_is_left_out_is_what_the_run_was_begun_with(tmp_path, monkeypatch, capsys):
+    words = f"{TINY} --length 32 --eval-lengths 40 48 --neg-eigval --seed 7 --lr 0.01 --clip 2"
+    assert train(tmp_path / "whole", "parity", words) == 0
+    begin(tmp_path / "parts", monkeypatch, f"parity {words}")
+    capsys.readouterr()
+    assert main(["train", "--out", str(tmp_path / "parts"), "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "as this run was begun" in said
+    assert all(word in said for word in ("--neg-eigval", "--seed 7", "--lr 0.01", "--clip 2", "--eval-lengths 40 48"))
+    assert result(tmp_path / "parts")["recipe"] == result(tmp_path / "whole")["recipe"]
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    assert main(["train", "--task", "parity", "--out", str(tmp_path / "parts")]) == 0
+    assert "already finished, at step 3; another --out begins a new one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("begun", "words", "complaint"),
+    [
+        ("mqar --length 32 --pairs 4", "mqar --length 12", "--length is 12 here, but {} was started with 32:"),
+        ("mqar --length 32 --pairs 4", "mqar --pairs 5", "--pairs is 5 here, but {} was started with 4:"),
+        ("mqar --length 32", "mqar --steps 1", "--steps is 1 here, but {} was started with 3:"),
+        ("parity --length 8", "parity --minutes 1", "--minutes 1 here, but {} was started with --steps 3:"),
+        ("parity --length 8", "parity --neg-eigval", "--neg-eigval is True here, but {} was started with False:"),
+    ],
+)
+def test_what_differs_from_a_run_is_refused_by_its_own_name(tmp_path, monkeypatch, capsys, begun, words, complaint):
+    begin(tmp_path, monkeypatch, f"{begun} {TINY}")
+    capsys.readouterr()
+    assert main(["train", "--out", str(tmp_path), "--task", *words.split()]) == 2
+    assert complaint.format(f"the run in {tmp_path}") in capsys.readouterr().err
 
 
 def test_a_run_says_its_curriculum_and_its_command_repeats_it(tmp_path, capsys):
@@ -148,6 +233,18 @@ def test_the_table_has_every_run_and_runs_none_twice(tmp_path, monkeypatch, caps
     assert json.loads((tmp_path / "tasks.json").read_text())["runs"] == table["runs"]
 
 
-def test_options_that_train_does_not_have_are_refused(tmp_path, capsys):
-    assert main(["tasks", "--out", str(tmp_path), "--task", "parity", "--train=--widht 3"]) == 2
-    assert "--widht" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--task", "parity", "--train=--widht 3"], "--train: unrecognized arguments: --widht 3"),
+        (["--task", "parity", "--train='"], "--train: No closing quotation"),
+        (["--task", "mqar", "parity", "--train=--pairs 4"], "--pairs: the definition of parity has no such choice"),
+        (["--task", "parity", "--layers", "kda", "gru"], "no model can be built so: "),
+        (["--task", "parity", "s_niah", "--train=--length 4"], "s_niah: takes rows of at least 9 tokens"),
+    ],
+)
+def test_what_one_run_refuses_is_refused_before_another_begins(tmp_path, capsys, words, complaint):
+    assert main(["tasks", "--out", str(tmp_path / "out"), *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and complaint in told.err and not told.out
+    assert not list(tmp_path.iterdir())

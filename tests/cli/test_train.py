@@ -119,6 +119,16 @@ def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeyp
     assert max(ends) < HALF_PERCENT
 
 
+@pytest.mark.long
+def test_ranks_see_a_refusal_and_make_nothing(data, tmp_path):
+    arguments = ["--data", data, "--out", tmp_path / "run", "--layers", "gru", *TINY, "--cp", 2]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
+    done = subprocess.run([*launcher, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("wyfold train: no model can be built so: ") == 2
+    assert not (tmp_path / "run").exists()
+
+
 def test_ranks_that_nobody_started_are_refused(data, tmp_path, capsys):
     assert train(data, tmp_path / "run", "--cp", 2) == 2
     assert "--cp 2: start the processes by torchrun" in capsys.readouterr().err

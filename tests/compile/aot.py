@@ -584,6 +584,12 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             heads=1,
             only=("scan.gluon", "gradients.gluon"),
         ),
+        Call(
+            "chunk_gated_delta_rule",
+            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
+            heads=1,
+            only=("prepare.gluon",),
+        ),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=1),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), only=("scan.gluon",)),
         Call(
@@ -604,7 +610,7 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             heads=32,
             wrt=("initial_state",),
             segments=4,
-            only=("summary.gluon", "summary.triton", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
+            only=("summary.gluon", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
         ),
         Call(
             "chunk_kda",
@@ -613,6 +619,14 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             wrt=("initial_state",),
             segments=4,
             only=("summary.gluon",),
+        ),
+        Call(
+            "chunk_gated_delta_rule",
+            V=64,
+            options=(("chunk_size", 64),),
+            wrt=("initial_state",),
+            segments=4,
+            only=("summary.triton",),
         ),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),

@@ -44,7 +44,7 @@ def overtaken(sass: str) -> list[str]:
 def waited_for(sass: str) -> list[str]:
     """What an innermost loop with products loads from memory and gives to a register of the whole warp, which waits."""
     found = []
-    for body in _loops_with_products(sass):
+    for body in loops_with_products(sass):
         loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
         found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
     return found
@@ -54,13 +54,13 @@ def brought_back(sass: str) -> list[str]:
     """What an innermost loop with products loads from local memory and gives to a register of the whole warp: where a
     tile lies, worked out before the loop."""
     found = []
-    for body in _loops_with_products(sass):
+    for body in loops_with_products(sass):
         loaded = {f"R{int(x) + n}" for text in body for x in re.findall(r"LDL\S* R(\d+),", text) for n in range(4)}
         found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
     return found
 
 
-def _loops_with_products(sass: str) -> list[list[str]]:
+def loops_with_products(sass: str) -> list[list[str]]:
     """Instructions of each innermost loop with matrix instructions."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);|^\s*(\.L_\w+):", sass, re.MULTILINE)
     labels = {label: n for n, (_, label) in enumerate(lines) if label}

@@ -140,3 +140,8 @@ def test_explaining_in_one_thread_leaves_calls_in_others_alone():
     assert explain(slow_operator, q).operator == "chunk_delta_rule"
     thread.join()
     assert failures == []
+
+
+def test_a_name_is_no_operator():
+    with pytest.raises(TypeError, match="explain: op must be an operator of wyfold, the function itself, got 'gdn'"):
+        wyfold.explain("gdn", torch.zeros(1))

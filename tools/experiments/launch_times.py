@@ -3,11 +3,11 @@
     PYTHONPATH=src:. python tools/experiments/launch_times.py --commit HASH --out DIR --budget 120 [--cases EXPRESSION]
         [--row KERNEL NAME JSON]... [--against FILE]
 
-bfloat16, K = V = 128, no norm inside. --row puts a row into a kernel's table, such as `--row fold.triton default
-'{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have one in the file.
---segments forces a count. --against names such a file of another run, whose digests are compared. `launch-times.json`
-is written after every case; nothing new is begun when the budget is spent. With --device cpu and TRITON_INTERPRET=1
-sizes are tiny, and nothing is timed.
+bfloat16, K = V = 128; --norm takes the norm of q and k inside. --row puts a row into a kernel's table, such as `--row
+fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have
+one in the file. --segments forces a count. --against names such a file of another run, whose digests are compared.
+`launch-times.json` is written after every case; nothing new is begun when the budget is spent. With --device cpu and
+TRITON_INTERPRET=1 sizes are tiny, and nothing is timed.
 """
 
 import argparse
@@ -52,10 +52,12 @@ def drawn(rule, shape, device):
     return [*(x.bfloat16() for x in (q, k, v)), *(() if rule == "delta_rule" else (g,)), beta]
 
 
-def call(rule, given, fed):
+def call(rule, given, fed, norm=False):
     """Results, and every gradient where one is fed."""
     names = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda": "chunk_kda"}
-    o, state = getattr(wyfold, names[rule])(*given, backend="triton", output_final_state=True)
+    o, state = getattr(wyfold, names[rule])(
+        *given, backend="triton", output_final_state=True, use_qk_l2norm_in_kernel=norm
+    )
     return (o.detach(), state.detach(), *(() if fed is None else torch.autograd.grad(o, given, fed)))
 
 
@@ -82,7 +84,7 @@ def measured(case, args):
         given = [x.requires_grad_() for x in given]
         fed = torch.randn(given[2].shape, device=args.device, generator=torch.Generator(args.device).manual_seed(1))
         fed = fed.to(given[2].dtype)
-    run = partial(call, rule, given, fed)
+    run = partial(call, rule, given, fed, args.norm)
     with torch.set_grad_enabled(fed is not None), contextlib.ExitStack() as stack:
         for kernel, name, text in args.row:
             blocks = json.loads(text)
@@ -106,6 +108,7 @@ def main():
     parser.add_argument("--budget", type=float, default=120.0, help="seconds")
     parser.add_argument("--cases", default="", help="an expression found in a case, such as 'gdn (h96|64k) fwd$'")
     parser.add_argument("--row", nargs=3, action="append", default=[], metavar=("KERNEL", "NAME", "JSON"))
+    parser.add_argument("--norm", action="store_true", help="of q and k, inside the operator")
     parser.add_argument("--segments", type=int, default=0)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--device", default="cuda")
@@ -115,7 +118,13 @@ def main():
     against = {}
     if args.against:
         against = {row["case"]: row.get("digests") for row in json.loads(args.against.read_text())["rows"]}
-    found = {"commit": args.commit, "torch": torch.__version__, "rows of tables": args.row, "rows": []}
+    found = {
+        "commit": args.commit,
+        "torch": torch.__version__,
+        "rows of tables": args.row,
+        "norm inside": args.norm,
+        "rows": [],
+    }
     if args.device != "cuda":
         from tests import triton_bf16
 

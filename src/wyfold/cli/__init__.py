@@ -80,6 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Whether that is what PyTorch says of a tensor that finds no room, on a GPU or on the CPU."""
+    import torch
+
+    words = "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or words
+
+
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview(), end="")
@@ -126,6 +134,11 @@ def _run(verb: str, words: list[str]) -> int:
         return FAILED
     except BrokenPipeError:
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        _complain(name, f"not enough memory for what was asked: {str(error).strip().splitlines()[0]}")
+        return FAILED
     except OSError as error:  # a full disk, a folder that may not be written: the machine's matter, told by its name
         _complain(name, error)
         return FAILED

@@ -116,7 +116,13 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Record and tensors of a complete checkpoint, on the CPU; none of shards."""
     tensors = load_file(folder / TENSORS) if (folder / TENSORS).exists() else {}
-    return json.loads((folder / RECORD).read_text()), tensors
+    return record(folder), tensors
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """What a complete checkpoint says of its run."""
+    found: dict[str, Any] = json.loads((folder / RECORD).read_text())
+    return found
 
 
 def complete(folder: Path) -> bool:

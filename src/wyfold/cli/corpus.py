@@ -91,6 +91,8 @@ def read(path: str | os.PathLike[str] | None) -> Corpus:
             raise UsageError(f"--data {root}: cannot be read ({error.strerror})") from error
         if not documents[0]:
             raise UsageError(f"--data {root}: the file is empty")
+    elif root.exists():
+        raise UsageError(f"--data {root}: is neither a file nor a folder")
     else:
         raise UsageError(f"--data {root}: no such file or folder")
     return Corpus.of(str(root), documents)

@@ -72,7 +72,9 @@ def sketch(
         return "(no points yet)"
     last = max(1.0, *(step for step, _ in everything))
     low, high = min(value for _, value in everything), max(value for _, value in everything)
-    span = max(high - low, 1e-9)
+    if high == low:  # a line has to lie somewhere
+        high, low = high + 0.5, low - 0.5
+    span = high - low
     grid = [[" "] * width for _ in range(height)]
     for points, sign in ((curve, "."), (marks, "o")):
         for step, value in points:

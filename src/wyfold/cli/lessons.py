@@ -101,11 +101,14 @@ class Known:
         self.vocabulary = task.vocabulary
         self.batches = _training(task, recipe)
         lengths = dict.fromkeys((recipe.length, *recipe.eval_lengths))
-        self.held_out = [
-            # As many tokens at a time as in training, however long the rows.
-            synthetic.Rows(task, max(1, recipe.batch * recipe.length // length), length, recipe.seed, "examination")
-            for length in lengths
-        ]
+        try:
+            self.held_out = [
+                # As many tokens at a time as in training, however long the rows.
+                synthetic.Rows(task, max(1, recipe.batch * recipe.length // length), length, recipe.seed, "examination")
+                for length in lengths
+            ]
+        except UsageError as error:  # the rows of training are legal, or there were no batches
+            raise UsageError(f"--eval-lengths {' '.join(map(str, recipe.eval_lengths))}: {error}") from error
         self.looked_at = recipe.eval_bytes
 
     def at(self, index: int) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,41 @@ class Recipe:
 
     def check_same(self, stored: dict[str, Any], folder: Path) -> None:
         """Refuse to continue a run that was started with another recipe."""
-        if stored["data"] != self.data and self.task == stored.get("task"):
-            what = "text of --data" if self.task is None else f"definition of {self.task}"
-            raise UsageError(f"the {what} is not the one that the run in {folder} learns: give another --out")
-        first = {field.name: field.default for field in dataclasses.fields(self)}  # a run from before it was an option
-        # Another task has other settings, too: it is what is to be said of them.
-        for field, wanted in ({"task": self.task} | dataclasses.asdict(self)).items():
-            then = stored.get(field, first[field])
-            if json.dumps(then) != json.dumps(wanted) and field != "data":
-                option = f"--{field.replace('_', '-')}"
+        first, here = begun(stored), dataclasses.asdict(self)
+        # Another task has other settings, and other options make another definition: the cause is what is to be said.
+        for field in ("task", *(field for field in here if field not in ("task", "data"))):
+            wanted, then = here[field], first[field]
+            if json.dumps(then) == json.dumps(wanted):
+                continue
+            if field == "steps" and None in (wanted, then):
                 raise UsageError(
-                    f"{option} is {wanted!r} here, but the run in {folder} was started with {then!r}: "
-                    "give the same value to resume it, or another --out"
+                    f"{_duration(here)} here, but the run in {folder} was started with {_duration(first)}: "
+                    "leave it out to resume it, or give another --out"
                 )
+            if field == "replicas":
+                raise UsageError(
+                    f"the processes and --cp here make {wanted} replicas, but the run in {folder} was started with "
+                    f"{then}: start {then} times --cp processes to resume it, or give another --out"
+                )
+            raise UsageError(
+                f"--{field.replace('_', '-')} is {wanted!r} here, but the run in {folder} was started with {then!r}: "
+                "leave it out or give the same value to resume it, or give another --out"
+            )
+        if first["data"] != self.data:
+            other = "the text of --data" if self.task is None else f"the definition of {self.task}"
+            same = "the text it was started with, " if self.task is None else ""
+            raise UsageError(f"{other} is not the one that the run in {folder} learns: give {same}or another --out")
+
+
+def _duration(recipe: Mapping[str, Any]) -> str:
+    steps, minutes = recipe["steps"], recipe["minutes"]
+    return f"--steps {steps}" if minutes is None else f"--minutes {minutes:g}"
+
+
+def begun(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe that a run was started with, as its record has it; what was no option then has its first meaning."""
+    found = {field.name: stored.get(field.name, field.default) for field in dataclasses.fields(Recipe)}
+    return found | {"eval_lengths": tuple(found["eval_lengths"])}
 
 
 def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> Decoder:

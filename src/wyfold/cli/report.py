@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         sections="\n".join(sections),
     )
     unfinished = args.out.with_name(f".{args.out.name}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_text(page, encoding="utf-8")
     unfinished.replace(args.out)
     print(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib.util
 import json
 import math
+import os
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -52,7 +55,9 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def ready(folder: Path | None) -> None:
-    """Make the folder of `--out`, if there is to be one, before there is anything to lose.
+    """Ask whether the folder of `--out`, if there is to be one, can be written, before there is anything to lose.
+
+    Nothing is made: who is refused afterwards, for whatever reason, leaves no folder behind. `write` makes it.
 
     Raises:
         UsageError: nothing can be written there.
@@ -60,11 +65,25 @@ def ready(folder: Path | None) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=_nearest(folder)):
             pass
     except OSError as error:
         raise UsageError(f"--out: cannot write into {folder}: {error.strerror}") from error
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the one above it that is there, in which it would be made."""
+    for place in (folder, *folder.parents):
+        try:
+            kind = place.stat().st_mode
+        except FileNotFoundError:
+            if place.is_symlink():  # to nowhere: no folder can be made in its place
+                raise
+            continue
+        if not stat.S_ISDIR(kind):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
+        return place
+    return folder
 
 
 def write(folder: Path, name: str, record: Mapping[str, Any]) -> Path:

@@ -1,8 +1,11 @@
-"""What `train` takes where nothing was given: for text, and for each known task what is known to learn it."""
+"""What a new run of `train` takes where nothing was given: for text, for each known task what is known to learn it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from wyfold.cli.synthetic import LEAST_WHOLE
 
 TEXT: dict[str, Any] = {
     "layers": "gdn*3 attention",
@@ -25,6 +28,13 @@ TEXT: dict[str, Any] = {
     "curriculum": 0,
     "eval_lengths": (),
     "stop_at": None,
+    "packed": False,
+    "neg_eigval": False,
+    "grad_accum": 1,
+    "held_out": 0.1,
+    "clip": 1.0,
+    "seed": 0,
+    "dtype": "float32",
 }
 
 RECALL = {"layers": "gdn", "depth": 2, "lr_end": 0.02, "warmup": 200, "eval_every": 250, "stop_at": 0.999}
@@ -43,7 +53,26 @@ TASKS: dict[str, dict[str, Any]] = {
     "parity": TRACKING | {"length": 32, "width": 64, "heads": 2, "steps": 400, "eval_lengths": (128, 512)},
     "s5": TRACKING | {"length": 24, "width": 96, "head_dim": 16, "lr": 5e-3, "steps": 1500, "eval_lengths": (48, 96)},
 }
-"""Of each task, where it differs from TEXT. Of other steps the curriculum is the same part (`train.settle`)."""
+"""Of each task, where it differs from TEXT. To other steps, lengths and vocabularies `defaults` fits those of mqar."""
 
 SETTINGS: dict[str | None, dict[str, Any]] = {None: TEXT}
 SETTINGS |= {name: TEXT | settings for name, settings in TASKS.items()}
+
+
+def defaults(task: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a new run; those of mqar fit what is given, so that small runs are not refused for them.
+
+    Args:
+        task: Known task, or None for text.
+        given: Setting -> value, None where none was given.
+    """
+    found = dict(SETTINGS[task])
+    length, vocabulary, steps = (given.get(name) or found[name] for name in ("length", "vocabulary", "steps"))
+    if task == "mqar":
+        # As many as a row has room for and the vocabulary has keys for, but no more than what is known to be learned.
+        found["pairs"] = max(1, min(found["pairs"], length // 4, vocabulary // 2 - 1))
+        # A shorter run has the same part of it; a longer one needs no more than what is known to be enough.
+        found["curriculum"] = min(found["curriculum"], steps * found["curriculum"] // found["steps"])
+        if length < LEAST_WHOLE:
+            found["curriculum"] = 0
+    return found

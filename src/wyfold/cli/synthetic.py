@@ -28,6 +28,8 @@ from wyfold.models import IGNORED
 
 SHORTEST = 8
 """The first rows of a curriculum are that much shorter."""
+LEAST_WHOLE = 4 * SHORTEST
+"""The shortest whole rows that a curriculum can begin with: a pair and its question take four tokens."""
 
 
 class Task(Protocol):
@@ -70,8 +72,8 @@ class AssociativeRecall:
         half, slots = self.vocabulary // 2, (length - 2 * self.pairs) // 2
         if self.pairs >= half or slots < self.pairs:
             raise UsageError(
-                f"mqar: {self.pairs} pairs take a --length of at least {4 * self.pairs} and a --vocabulary above "
-                f"{2 * self.pairs + 2}, got {length} and {self.vocabulary}"
+                f"mqar: {self.pairs} --pairs take rows of at least {4 * self.pairs} tokens and a --vocabulary "
+                f"of at least {2 * self.pairs + 2}, got rows of {length} and a vocabulary of {self.vocabulary}"
             )
         keys = _subsets(half - 1, rows, self.pairs, generator) + 1
         values = _subsets(self.vocabulary - half, rows, self.pairs, generator) + half
@@ -105,8 +107,8 @@ class Needle:
         room = length - 2 * needle + 1  # the last digit is only ever a label
         if room < 0 or noise <= 10:
             raise UsageError(
-                f"s_niah: --length must be at least {2 * needle - 1} and --vocabulary above 12, got {length} and "
-                f"{self.vocabulary}"
+                f"s_niah: takes rows of at least {2 * needle - 1} tokens (--length) and a --vocabulary above 12, got "
+                f"rows of {length} and a vocabulary of {self.vocabulary}"
             )
         keys = torch.randint(10, noise, (rows, 1), generator=generator)
         digits = torch.randint(10, (rows, self.digits), generator=generator)
@@ -219,9 +221,9 @@ class Curriculum:
 
     def __init__(self, task: AssociativeRecall, batch: int, length: int, seed: int, batches: int) -> None:
         whole = Rows(task, batch, length, seed, "training")
-        if length < 4 * SHORTEST:
+        if length < LEAST_WHOLE:
             raise UsageError(
-                f"--curriculum: rows begin at an eighth of --length, which must be at least {4 * SHORTEST}, "
+                f"--curriculum: rows begin at an eighth of --length, which must be at least {LEAST_WHOLE}, "
                 f"got {length}; --curriculum 0 begins with whole rows"
             )
         shorter = [

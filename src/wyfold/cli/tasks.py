@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wyfold.cli import DONE, UsageError, train
 from wyfold.cli.arguments import add_backend, device, whole
@@ -85,7 +85,13 @@ def run(args: argparse.Namespace) -> int:
     """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
     from wyfold.cli import results
 
-    cells = list(_cells(args))
+    try:
+        cells = list(_cells(args))
+    except ValueError as error:
+        raise UsageError(f"--train: {error}") from error
+    for cell in cells:
+        # What one of them refuses is refused before another is trained.
+        train.rehearse(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
     results.ready(args.out)
     where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
     runs = []
@@ -135,12 +141,16 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     """The options of a `wyfold train`."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser = _Parser(allow_abbrev=False, add_help=False)
     train.add_arguments(parser)
-    try:
-        return parser.parse_args(words)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"--train: {error}") from error
+    return parser.parse_args(words)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are those of --train."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"--train: {message}")
 
 
 def _provenance(args: argparse.Namespace) -> dict[str, Any]:

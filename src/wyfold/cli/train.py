@@ -5,26 +5,31 @@ to predict each next byte. With --task it learns to answer questions whose answe
 associative recall), s_niah (a single needle in a haystack), parity, s5 (products of transpositions of five things);
 each task brings settings of its own, which options change. The run's folder keeps the last two checkpoints, the curve
 as PNG and every number as JSON lines; of a task also the result as JSON. The same command run again continues an
-interrupted run where it stopped; on the CPU with the very losses it would have had.
+interrupted run where it stopped; on the CPU with the very losses it would have had. Options that are left out are then
+those that the run was begun with, and --resume --out DIR says enough of a task's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError
 from wyfold.cli.arguments import add_backend, at_least, between, device, whole
-from wyfold.cli.settings import SETTINGS, TASKS, TEXT
+from wyfold.cli.settings import TASKS, TEXT, defaults
+from wyfold.cli.synthetic import LEAST_WHOLE
 from wyfold.models import RECOMPUTED
 from wyfold.parallel.team import Ranks, Team, launched, leave
 from wyfold.parallel.watch import RankLost
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
+    from wyfold.cli.recipe import Recipe
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
 
@@ -71,8 +76,7 @@ def _run_options(run: argparse._ActionsContainer) -> None:
     run.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default="float32",
-        help="bfloat16 computes under autocast; parameters stay float32 (default: %(default)s)",
+        help=f"bfloat16 computes under autocast; parameters stay float32 {_default('dtype')}",
     )
     run.add_argument(
         "--recompute",
@@ -87,7 +91,7 @@ def _run_options(run: argparse._ActionsContainer) -> None:
         help="10^12 operations per second of one device in --dtype, of which the used share (MFU) is told "
         "(default: of NVIDIA A100, H100, H200 and B200 what is published)",
     )
-    run.add_argument("--seed", type=whole(0), default=0, help="of first parameters and batches (default: %(default)s)")
+    run.add_argument("--seed", type=whole(0), help=f"of first parameters and batches {_default('seed')}")
     run.add_argument(
         "--save-every",
         type=whole(1),
@@ -110,7 +114,11 @@ def _run_options(run: argparse._ActionsContainer) -> None:
 
 
 def _task_options(task: argparse._ActionsContainer) -> None:
-    task.add_argument("--pairs", type=whole(1), help="of mqar: keys with their values (default: 64)")
+    task.add_argument(
+        "--pairs",
+        type=whole(1),
+        help="of mqar: keys with their values (default: 64, or as many as --length and --vocabulary have room for)",
+    )
     task.add_argument(
         "--vocabulary", type=whole(1), metavar="N", help="of mqar and s_niah: tokens (default: 8192 and 256)"
     )
@@ -119,7 +127,8 @@ def _task_options(task: argparse._ActionsContainer) -> None:
         type=whole(0),
         metavar="STEPS",
         help="of mqar: first steps, fewer than --steps; in a third of them each the rows have an eighth, a quarter and "
-        "a half of --length and --pairs, and there are as many more of them (default: 30 %% of --steps, at most 1200)",
+        "a half of --length and --pairs, and there are as many more of them (default: 30 %% of --steps, "
+        f"at most 1200; none where --length is below {LEAST_WHOLE})",
     )
     task.add_argument(
         "--eval-lengths",
@@ -154,6 +163,7 @@ def _model_options(model: argparse._ActionsContainer) -> None:
     model.add_argument(
         "--neg-eigval",
         action="store_true",
+        default=None,
         help="delta-rule layers may turn their state over: beta in [0, 2] (default: no, of any task either)",
     )
 
@@ -171,22 +181,21 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
     learning.add_argument(
         "--grad-accum",
         type=whole(1),
-        default=1,
         metavar="N",
-        help="batches whose gradients make one step (default: %(default)s)",
+        help=f"batches whose gradients make one step {_default('grad_accum')}",
     )
     learning.add_argument(
         "--packed",
         action="store_true",
+        default=None,
         help="lay whole documents (files, topics), or pieces of --length, end to end in one row of "
         "batch x length bytes; no document sees another",
     )
     learning.add_argument(
         "--held-out",
         type=between(0, 1),
-        default=0.1,
         metavar="PART",
-        help="part of the text kept for validation, from its end (default: %(default)s)",
+        help=f"part of the text kept for validation, from its end {_default('held_out')}",
     )
     learning.add_argument("--lr", type=at_least(0, above=True), help=f"peak learning rate {_default('lr')}")
     learning.add_argument(
@@ -206,28 +215,19 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
         type=at_least(0),
         help=f"of the matrices; norms and decay parameters have none {_default('weight_decay')}",
     )
-    learning.add_argument(
-        "--clip", type=at_least(0, above=True), default=1.0, help="largest gradient norm (default: %(default)s)"
-    )
+    learning.add_argument("--clip", type=at_least(0, above=True), help=f"largest gradient norm {_default('clip')}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
     from wyfold.cli import checkpoint, results, speed
-    from wyfold.cli.recipe import Recipe
     from wyfold.cli.trainer import CHECKPOINTS, Trainer
 
-    settle(args)
-    folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
-    if args.resume and checkpoint.latest(folder / CHECKPOINTS) is None:
-        raise UsageError(f"--resume: no complete checkpoint in {folder}")
-
+    folder, kept = understand(args)
     source, digest, about = _source(args)
     results.ready(folder)
     team = _team(args)
-    own = ("data", "replicas")
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
-    recipe = Recipe(data=digest, replicas=team.replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
+    recipe = _recipe(args, digest, team.replicas)
     peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
     watch = team.watched()
@@ -236,6 +236,8 @@ def run(args: argparse.Namespace) -> int:
             trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
             if team.cp * team.replicas > 1:
                 about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
+            if team.leads and kept:
+                print(f"{folder}: as this run was begun, {shlex.join(kept)}")
             if team.leads:
                 code = finish(trainer, args.save_every, about)
             else:
@@ -253,29 +255,91 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def settle(args: argparse.Namespace) -> None:
-    """Give options that were left out what the text or the task takes.
+def rehearse(args: argparse.Namespace) -> None:
+    """Refuse a run of a task as `run` would before its first step; nothing is written.
+
+    Args:
+        args: Changed in place.
+    """
+    from wyfold.cli.lessons import lesson_of
+    from wyfold.cli.recipe import build
+
+    understand(args)
+    source, digest, _ = _source(args)
+    recipe = _recipe(args, digest, replicas=1)
+    build(recipe, args.backend, lesson_of(source, recipe).vocabulary)
+
+
+def _recipe(args: argparse.Namespace, digest: str, replicas: int) -> Recipe:
+    """What was asked for, once it is understood."""
+    from wyfold.cli.recipe import Recipe
+
+    own = ("data", "replicas")
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe) if field.name not in own}
+    return Recipe(data=digest, replicas=replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
+
+
+def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Give options that were left out the values of the folder's run, or of a new one where there is none.
+
+    Args:
+        args: Changed in place.
+
+    Returns:
+        The run's folder, and the options that its run keeps though a new one would take others.
 
     Raises:
-        UsageError: an option that the source has no use for, or a curriculum that leaves no step for whole rows.
+        UsageError: no run where one is to be resumed, an option that the source has no use for, or a curriculum that
+            leaves no step for whole rows.
     """
-    for_tasks = ("pairs", "vocabulary", "curriculum", "eval_lengths", "stop_at")
-    for option in for_tasks if args.task is None else ():
+    from wyfold.cli import checkpoint
+    from wyfold.cli.recipe import begun
+    from wyfold.cli.trainer import CHECKPOINTS
+
+    folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
+    found = checkpoint.latest(folder / CHECKPOINTS)
+    if found is None and args.resume:
+        raise UsageError(f"--resume: no complete checkpoint in {folder}")
+    before = None if found is None else begun(checkpoint.record(found)["recipe"])
+    if before and args.resume and args.task is None and args.data is None:
+        args.task = before["task"]
+    return folder, settle(args, before if before and before["task"] == args.task else None)
+
+
+def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) -> list[str]:
+    """Give options that were left out what a run took that is to be continued, or what the text or the task takes.
+
+    Args:
+        args: Changed in place.
+        before: The recipe of the run. What is given stays as it is: the recipe says where it differs.
+
+    Returns:
+        As words, the options of the run that a new one would not take.
+    """
+    for option in ("pairs", "vocabulary", "curriculum", "eval_lengths", "stop_at") if args.task is None else ():
         if getattr(args, option) is not None:
             raise UsageError(f"--{option.replace('_', '-')}: is for a --task")
     if args.task is not None and args.packed:
         raise UsageError("--packed: rows of a task are independent already")
-    own = SETTINGS[args.task]
-    if args.curriculum is None and args.steps is not None:
-        # A shorter run has the same part of it; a longer one needs no more than what is known to be enough.
-        args.curriculum = min(own["curriculum"], args.steps * own["curriculum"] // own["steps"])
-    for setting, value in own.items():
-        if getattr(args, setting) is None and not (setting == "steps" and args.minutes is not None):
-            setattr(args, setting, value)
-    if own["curriculum"] and args.steps is not None and args.curriculum >= args.steps:
+    own = {"minutes": None, **defaults(args.task, vars(args))}
+    if args.minutes is not None or args.steps is not None:
+        del own["minutes" if args.steps is not None else "steps"]  # the one says of the other that it is not
+    left_out = [setting for setting in own if getattr(args, setting) is None]
+    taken = {setting: (before or own)[setting] for setting in left_out}
+    vars(args).update(taken)
+    if before is None and args.task == "mqar" and args.steps is not None and args.curriculum >= args.steps:
         raise UsageError(
             f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"
         )
+    return [word for setting, value in taken.items() if value != own[setting] for word in _words(setting, value)]
+
+
+def _words(setting: str, value: Any) -> list[str]:
+    """An option of a recipe as it is given; none of what was not chosen."""
+    # Of a number, zero may be a choice; but a task that has no such choice takes none at all.
+    chosen = value != 0 if setting in ("pairs", "vocabulary") else value not in (None, ()) and value is not False
+    given = [] if value is True else value if isinstance(value, tuple) else [value]
+    return [f"--{setting.replace('_', '-')}", *map(str, given)] if chosen else []
 
 
 def _source(args: argparse.Namespace) -> tuple[Corpus | Task, str, str]:
@@ -312,7 +376,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         of = "" if recipe.steps is None else f" of {recipe.steps:,}"
         print(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
     if trainer.complete:
-        print(f"{trainer.folder}: this run is already finished, at step {trainer.step}")
+        print(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
         return DONE
     if trainer.step:
         print(f"continuing {trainer.folder} from step {trainer.step}")
@@ -346,13 +410,8 @@ def _write_result(trainer: Trainer, parameters: int, entry: dict[str, Any]) -> P
     from wyfold.cli import results
 
     recipe = dataclasses.asdict(trainer.recipe)
-    words = []
-    for field, value in recipe.items():
-        # Of a number, zero may be a choice; but a task that has no such choice takes none at all.
-        chosen = value != 0 if field in ("pairs", "vocabulary") else value not in (None, ()) and value is not False
-        if field not in ("data", "replicas") and chosen:
-            given = [] if value is True else value if isinstance(value, tuple) else [value]
-            words += [f"--{field.replace('_', '-')}", *map(str, given)]
+    options = {field: value for field, value in recipe.items() if field not in ("data", "replicas")}
+    words = [word for field, value in options.items() for word in _words(field, value)]
     record = {
         "kind": "task",
         **results.provenance("train", [*words, "--device", trainer.device.type]),

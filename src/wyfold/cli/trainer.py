@@ -73,6 +73,10 @@ class Trainer:
         self.recipe, self.folder, self.backend, self.recompute = recipe, folder, backend, recompute
         self.team = Team(device) if team is None else team
         self.device = self.team.device
+        found = checkpoint.latest(folder / CHECKPOINTS)
+        if found is not None:
+            # First: what makes no sense in another recipe is not what is to be said of it.
+            recipe.check_same(checkpoint.record(found)["recipe"], folder)
         self.lesson = lesson_of(source, recipe)
         asked = None if self.team.sharded else self.lesson.at(0).places
         answers = None if asked is None else asked.shape[1]
@@ -86,7 +90,6 @@ class Trainer:
         self.spoilt = torch.zeros((), device=self.device)
         self.mark = 0.0  # by the clock: since when the step to be read next was at work
 
-        found = checkpoint.latest(folder / CHECKPOINTS)
         if found is None:
             torch.manual_seed(recipe.seed)
             self._start(build(recipe, backend, self.lesson.vocabulary))
@@ -282,19 +285,19 @@ class Trainer:
         self.history.append(entry)
         if not self.team.leads:
             return
+        # Not before there is something to say: a backend that refuses the first look leaves no folder.
+        self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / HISTORY).open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
 
     def _rewrite_history(self) -> None:
         """What was recorded after the checkpoint will happen again, so it leaves the file."""
-        if not self.team.leads:
+        if not self.team.leads or not self.folder.exists():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / HISTORY).write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
 
     def _resume(self, found: Path) -> None:
         record, tensors = checkpoint.load(found)
-        self.recipe.check_same(record["recipe"], self.folder)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
         if (found / checkpoint.SHARDS).is_dir():
             self._start(build(self.recipe, self.backend, self.lesson.vocabulary))

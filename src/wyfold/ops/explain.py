@@ -27,4 +27,6 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         >>> wyfold.explain(wyfold.chunk_delta_rule, q, q, q).backend
         'eager'
     """
+    if not callable(op):
+        raise TypeError(f"explain: op must be an operator of wyfold, the function itself, got {op!r}")
     return settled_by(lambda: op(*args, **kwargs))

@@ -207,7 +207,8 @@ def _fold_back(
         return None
     states, maps = folded
     gradients = torch.empty_like(states).mT
-    call.stage("summary").summary_bwd(q, k, prepared, do, final, call.segments, call.options, call.key, gradients)
+    summary_bwd = table.serving("summary", call.options.backend, f"{call.key} bwd", k.device).summary_bwd
+    summary_bwd(q, k, prepared, do, final, call.segments, call.options, call.key, gradients)
     call.stage("fold").fold(gradients, maps.mT, call.segments, back=True, dtype=k.dtype)
     return gradients
 

@@ -446,8 +446,8 @@ def wyfold_gradients_channel_gluon(
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
         near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
     ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    # Rows of 32 numbers, four neighbours staying together: neither four rows at once, as they are stored, meet in a bank
-    # nor every second one of 16, as they are read.
+    # Rows of 32 numbers, four neighbours staying together: in no bank meet four rows at once, as they are stored, nor
+    # every second one of 16, as they are read.
     TURNED: gl.constexpr = gl.SharedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
     )

@@ -75,7 +75,8 @@ def prepare(
         for x in found:
             if x is not None:
                 x.zero_()
-    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    key = launch_key(q.dtype, K, V, C, gate, folded) + (" norm" if options.qk_l2norm else "")
+    config = tuned("prepare.gluon", key, q.device)
     rows = every_box((q, k), [token_boxes(x, C, K) for x in (q, k)])
     launched(
         wyfold_prepare_gluon,
