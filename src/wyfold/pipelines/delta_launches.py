@@ -66,12 +66,13 @@ class _Call:
     def stage(self, name: str) -> Any:
         return table.launches(name, self.options.backend)
 
-    def prepare(self, o: Tensor, *, backward: bool, clear: bool) -> Prepared:
+    def prepare(self, o: Tensor, *, backward: bool, forward: bool, clear: bool) -> Prepared:
         """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
         t = self.t
         arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
         prepare = table.serving("prepare", self.options.backend, self.key, t.q.device).prepare
-        found: Prepared = prepare(*arguments, folded=self.folded, backward=backward, clear=clear)
+        directions = {"backward": backward, "forward": forward}
+        found: Prepared = prepare(*arguments, folded=self.folded, **directions, clear=clear)
         return found
 
     def outside(self, states: Tensor | None) -> Tensor | None:
@@ -97,7 +98,7 @@ def forward(
             pass_through(t.initial_state, result.final_state)
         return result, saved(t, options)
     keep = options.save and options.keep_factors
-    prepared = call.prepare(result.o, backward=keep, clear=True)
+    prepared = call.prepare(result.o, backward=keep, forward=True, clear=True)
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
@@ -129,7 +130,8 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     prepare = table.launches("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = most_chunks(B, T, C, t.packed_sequences) * HV
-    return [*folded, *_kept(prepare.empty(t.q, t.g, tiles, C, folded=prepare.reads_folded(t.g), backward=True))]
+    folds = prepare.reads_folded(t.g)
+    return [*folded, *_kept(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
 
 
 def backward(given: DeltaGradient) -> list[Tensor]:
@@ -145,7 +147,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
-    prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, clear=False)
+    prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
@@ -222,7 +224,9 @@ def pass_through(states: Tensor | None, out: Tensor) -> None:
 
 
 def _kept(prepared: Prepared) -> list[Tensor]:
-    """Its tensors; one without a tile's dimensions stands for what is not there."""
+    """What the backward reads of it; a tensor without a tile's dimensions stands for what is not there."""
+    if prepared.back is not None:
+        prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
     return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
 
 

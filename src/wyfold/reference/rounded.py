@@ -177,7 +177,7 @@ class Factors:
     """What `prepare` leaves.
 
     q, k are rows as the state meets them, k_end as it is written with; read, write decay them after the product where
-    the gate has one number per token. total decays the state, decay what a pair of rows shares.
+    the gate has one number per token. total decays the state, decay what a pair of rows shares. FB: F diag(beta).
     """
 
     q: Tensor
@@ -189,6 +189,7 @@ class Factors:
     E: Tensor
     F: Tensor
     W: Tensor
+    FB: Tensor
 
 
 class Borders(NamedTuple):
@@ -222,7 +223,8 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
         q, k, k_end = form.of_rows(q * from_start), form.of_rows(k * from_start), form.of_rows(k * to_end)
         read = write = torch.ones_like(beta)
     total = g.sum(-2, keepdim=True).exp().mT
-    return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in (E, F, W)))
+    tiles = E, F, W, F * beta.mT
+    return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in tiles))
 
 
 def divisor(beta: Tensor) -> Tensor:
@@ -231,20 +233,20 @@ def divisor(beta: Tensor) -> Tensor:
 
 
 def forward_step(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """y as an operand, errors e = N / beta, and the state leaving chunk i: the same in both directions."""
+    """What the output takes, as an operand, errors e = N / beta, and the state leaving chunk i, as in the backward."""
     R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
-    y, e = form.fed(beta[:, i] * R), f.W[:, i] @ form.fed(R)
+    r, y, e = form.fed(R), form.fed(beta[:, i] * R), f.W[:, i] @ form.fed(R)
     if form.folded:
-        return y, e + (R - form.fed(R)), f.total[:, i] * S + f.E[:, i].mT @ y
-    return y, e, f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e)
+        return y, e + (R - r), f.total[:, i] * S + f.E[:, i].mT @ y
+    return r, e, f.total[:, i] * S + f.k_end[:, i].mT @ form.fed(f.write[:, i] * beta[:, i] * e)
 
 
 def scan(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(v)
     for i in range(v.shape[1]):
         read = f.read[:, i] * (f.q[:, i] @ form.fed(S))
-        y, _, S = forward_step(form, f, v, beta, S, i)
-        o[:, i] = form.scale * (read + f.F[:, i] @ y)
+        taken, _, S = forward_step(form, f, v, beta, S, i)
+        o[:, i] = form.scale * (read + (f.F if form.folded else f.FB)[:, i] @ taken)
     return o, S
 
 

@@ -52,12 +52,15 @@ class Prepared(NamedTuple):
     Attributes:
         rows: [t, 4, C] float32 per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay to the
             chunk's end times 1/|k| (the norms only where `prepare` takes them), and beta. Decays of a channel gate are
-            in the tiles instead, and ones here.
+            in the tiles instead, and ones here. What an unfolded forward reads has beta in the third as well.
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
         E: [t, C, K], or None in the unfolded form.
-        F: [t, C, C] P A, transposed.
+        F: [t, C, C] P A, transposed. None in the unfolded form where no backward reads these.
         W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward follows.
+        FB: [t, C, C] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only a
+            backward reads these.
+        back: `rows` as the unfolded backward reads them, where both directions read these; else None.
     """
 
     rows: Tensor
@@ -65,8 +68,10 @@ class Prepared(NamedTuple):
     q: Tensor | None
     k: Tensor | None
     E: Tensor | None
-    F: Tensor
+    F: Tensor | None
     W: Tensor | None
+    FB: Tensor | None = None
+    back: Tensor | None = None
 
 
 class Slots(NamedTuple):

@@ -63,6 +63,7 @@ def prepare(
     *,
     folded: bool,
     backward: bool,
+    forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie.
@@ -76,13 +77,14 @@ def prepare(
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
         folded: Whether the scans will read E instead of W.
-        backward: Whether `scan_bwd` will read these.
+        backward: Whether `scan_bwd` and `summary_bwd` will read these.
+        forward: Whether `scan` and `summary` will.
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
     tiles, whole = grid.chunks * HV, tile_width(K)
-    found = empty(q, g, tiles, C, folded=folded, backward=backward)
+    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
     if clear and backward and grid.cu is not None:
         # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
         # tile of a packed batch is written.
@@ -96,7 +98,7 @@ def prepare(
     if channel:
         BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
     written = found if found.W is not None else found._replace(W=found.F)
-    factors = written.E, written.F, written.W
+    factors = written[4:8]
     rows = boxes = None
     # With a channel gate sub-chunks are loaded, and boxes are slower on their way out as well (docs/facts.md, H200-7).
     if copies_boxes(q.device) and not channel:
@@ -122,6 +124,7 @@ def prepare(
         o,
         o.stride(),
         *written[:4],
+        written.back,
         *(boxes or factors),
         grid.cu,
         grid.first,
@@ -132,8 +135,8 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
-        # Numbers, so that both directions launch one kernel, which is compiled once.
         int(clear),
+        # A number, so that both directions of the folded form launch one kernel, which is compiled once.
         int(found.W is not None),
         H=H,
         HV=HV,
@@ -163,22 +166,26 @@ def prepare(
 
 
 def _boxes(factors: tuple[Tensor | None, ...], C: int, BE: int) -> list[Any]:
-    """Of E, F and W; None for one that has none."""
-    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(factors, (BE, C, C), strict=True)]
+    """Of E and what lies behind it; None for one that has none."""
+    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(factors, (BE, C, C, C), strict=True)]
 
 
-def empty(q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool) -> Prepared:
+def empty(
+    q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool, forward: bool = True
+) -> Prepared:
     """Unwritten factors of so many tiles; sizes come from metadata alone."""
     C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
-    stored = workspace(q.dtype)
+    stored, both = workspace(q.dtype), forward and backward and not folded
     return Prepared(
         rows=q.new_empty(tiles, 4, C, dtype=torch.float32),
         total=q.new_empty(tiles, K if channel else 1, dtype=torch.float32),
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
-        F=q.new_empty(tiles, C, C, dtype=stored),
+        F=q.new_empty(tiles, C, C, dtype=stored) if backward or folded else None,
         W=q.new_empty(tiles, C, C, dtype=stored) if backward or not folded else None,
+        FB=q.new_empty(tiles, C, C, dtype=stored) if forward and not folded else None,
+        back=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
     )
 
 
@@ -210,9 +217,11 @@ def wyfold_prepare_triton(
     p_total,
     p_qd,
     p_kd,
+    p_back,
     x_E,
     x_F,
     x_W,
+    x_FB,
     p_cu,
     p_first,
     p_sequence,
@@ -314,7 +323,11 @@ def wyfold_prepare_triton(
     if with_w:
         b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
         send_tile(x_W, i_tile, 0, 0, b_W, BT, BT, BT, BT, COPIED)
-    send_tile(x_F, i_tile, 0, 0, mm_exact(b_AT, b_PT, None, EXACT), BT, BT, BT, BT, COPIED)
+    b_FT = mm_exact(b_AT, b_PT, None, EXACT)
+    if x_F is not None:
+        send_tile(x_F, i_tile, 0, 0, b_FT, BT, BT, BT, BT, COPIED)
+    if x_FB is not None:
+        send_tile(x_FB, i_tile, 0, 0, b_FT * b_beta[:, None], BT, BT, BT, BT, COPIED)
 
     if CHANNEL:
         if x_E is not None:
@@ -339,11 +352,21 @@ def wyfold_prepare_triton(
         if x_E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
             send_tile(x_E, i_tile, 0, 0, b_E, BT, K, BT, BK, COPIED)
-    p_row = p_rows + i_tile * (4 * BT) + o_r
-    tl.store(p_row, b_in * b_rk)
-    tl.store(p_row + BT, b_in * b_rq)
-    tl.store(p_row + 2 * BT, b_out * b_rk)
-    tl.store(p_row + 3 * BT, b_beta)
+    b_in_k, b_in_q, b_out = b_in * b_rk, b_in * b_rq, b_out * b_rk
+    if p_back is not None:
+        _store_rows(p_back, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+    if x_FB is not None:
+        b_out = b_beta * b_out
+    _store_rows(p_rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+
+
+@triton.jit
+def _store_rows(p, i_tile, b_in_k, b_in_q, b_out, b_beta, BT: tl.constexpr):
+    p += i_tile * (4 * BT) + tl.arange(0, BT)
+    tl.store(p, b_in_k)
+    tl.store(p + BT, b_in_q)
+    tl.store(p + 2 * BT, b_out)
+    tl.store(p + 3 * BT, b_beta)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 The products are those of the Triton kernel beside it, in the same order and with the same roundings:
 
     R^T = V^T - (S^T k^T) in          Y^T = R^T beta
-    o^T = (S^T q^T) in + Y^T F^T
-    S^T <- total S^T + Y^T E                        folded
-    S^T <- total S^T + ((R^T W^T) beta out) k       else
+    o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
+    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
+
+F beta and beta out come from `prepare`.
 
 S^T [value rows, K] is a float32 accumulator of the matrix units. Every left operand is one, rounded, which is where it
 has to be already; every right operand is a tile in shared memory, read as it lies or transposed on the way. What a
@@ -144,17 +145,18 @@ def scan(
 
 def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
-    rows, total, q_tiles, k_tiles, E, F, W = prepared
-    K, channel, folded = q.shape[3], q_tiles is not None, E is not None
-    given = q, k, v, rows, total, E if folded else W, F, o
+    rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
+    K, channel = q.shape[3], q_tiles is not None
+    write, F = (W, FB) if E is None else (E, F)
+    given = q, k, v, rows, total, write, F, o
     found = (
         tile_boxes(q_tiles, C, K) if q_tiles is not None else token_boxes(q, C, K),
         tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
-        tile_boxes(F, C, C),
+        None if write is None else tile_boxes(write, C, write.shape[2]),
+        None if F is None else tile_boxes(F, C, C),
         token_boxes(o, C, BW),
     )
     boxes = every_box(given, found)
@@ -162,7 +164,8 @@ def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: in
 
 
 class Tiles(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts. out: where output waits."""
+    """Shared memory. Of every stage what a chunk reads; write: E, or W; F: with beta beside W; v: by parts. out: where
+    output waits."""
 
     q: Any
     k: Any
@@ -557,7 +560,7 @@ def _step(
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
     v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC)
     if not CHANNEL:
-        in_k = number.slice(0, BT).load(ROW)
+        in_k, in_q = number.slice(0, BT).load(ROW), number.slice(BT, BT).load(ROW)
     if FOLDED:
         beta = number.slice(3 * BT, BT).load(ROW)
     if FULL:
@@ -573,14 +576,13 @@ def _step(
         if FULL:
             Sq = warpgroup_mma_wait(0, deps=[Sq])
     else:
-        r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-        e = warpgroup_mma(r, tiles.write.index(stage), nothing, use_acc=False, is_async=True)
-        beta = number.slice(3 * BT, BT).load(ROW)
-        y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
+        y = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
+        e = warpgroup_mma(y, tiles.write.index(stage), nothing, use_acc=False, is_async=True)
+        beta_out = number.slice(2 * BT, BT).load(ROW)
         if FULL:
             Sq = warpgroup_mma_wait(1, deps=[Sq])
     if not CHANNEL:
-        Sq = Sq * number.slice(BT, BT).load(ROW)[None, :]
+        Sq = Sq * in_q[None, :]
     o = warpgroup_mma(y, tiles.F.index(stage), Sq, is_async=True)
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
@@ -588,10 +590,9 @@ def _step(
     if FOLDED:
         S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
     else:
-        beta_out = beta * number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(1, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
-        if not FULL and not CHANNEL:
+        if not FULL:
             clear_rows(key, at.rest, BT, K)
         S = warpgroup_mma(u, key, S, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])

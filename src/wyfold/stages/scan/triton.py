@@ -4,10 +4,11 @@ The state is held transposed, [V, K], so that every product reads the running va
 registers is transposed into one:
 
     R^T = V^T - (S^T k^T) in          Y^T = R^T beta
-    o^T = (S^T q^T) in + Y^T F^T                    in, out: decay of rows, per token; a channel gate's is in q and k
-    S^T <- total S^T + Y^T E                        folded
-    S^T <- total S^T + ((R^T W^T) beta out) k       else: one product more, 128 bytes a token less; `scan_bwd`, which
-                                                    needs e = W R, makes the same state of it, bit for bit
+    o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
+    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else: one product more, 128
+                                                                                          bytes a token less
+in, out: decay of rows, per token; a channel gate's is in q and k. F beta and beta out come from `prepare`. Of e = W R,
+which it needs, `scan_bwd` makes the same state, bit for bit.
 
 Where memory is laid out for it, tiles come and go as boxes. Then the chunk that a sequence does not fill is a step of
 its own after the loop, the only one that has to tell its tokens from the next sequence's.
@@ -93,7 +94,7 @@ def scan(
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     folded = prepared.E is not None
-    factors = prepared.E, None if folded else prepared.W, prepared.F
+    factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_rows, x_total, x_E, x_W, x_F, x_o = boxes or where
@@ -371,7 +372,9 @@ def _step(
     # After the product, which needs the most registers: these numbers would be as many again.
     b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
-    b_y = (b_R * b_beta[None, :]).to(OP)
+    if FOLDED:
+        b_R = b_R * b_beta[None, :]
+    b_y = b_R.to(OP)
     b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
     if TMA and FULL:
         x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
@@ -382,5 +385,5 @@ def _step(
         return advance(b_S, total, b_y, b_E, OP, PRECISION)
     else:
         b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
-        b_e = mm(b_R, b_WT, None, OP, PRECISION)
-        return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)
+        b_e = mm(b_y, b_WT, None, OP, PRECISION)
+        return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)

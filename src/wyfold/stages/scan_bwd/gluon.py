@@ -147,7 +147,7 @@ def _boxes(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, found: TokenBorders, C: int, BW: int
 ) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
-    rows, total, q_tiles, k_tiles, E, F, W = prepared
+    rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     if W is None or v.shape[3] % BW:
         return None

@@ -87,7 +87,7 @@ def scan_bwd(
     config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
-    where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:], *found
+    where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *found
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_do, *x_tiles = boxes or where
     launched(

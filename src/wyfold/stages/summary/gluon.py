@@ -5,7 +5,7 @@ same roundings:
 
     R^T = V^T - (S^T k^T) in           V is zero where M is made
     S^T <- total S^T + (R^T beta) E                         folded
-    S^T <- total S^T + ((R^T W^T) beta out) k               else
+    S^T <- total S^T + ((R^T W^T) beta out) k               else; beta out comes from `prepare`
 
 What is summarised ends at a border, so every chunk of it is full. Tiles are handed over as in `scan`: `full` when the
 copy engine has written a stage, `free` when every part has read it, which a part says under the next chunk's first
@@ -121,15 +121,16 @@ def summary(
 
 def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
-    rows, total, _, k_tiles, E, _, W = prepared
+    rows, total, _, k_tiles, E, _, W = prepared[:7]
     K, channel = k.shape[3], k_tiles is not None
-    given = k, v, rows, total, E if E is not None else W
+    write = E if E is not None else W
+    given = k, v, rows, total, write
     found = (
         tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
+        None if write is None else tile_boxes(write, C, write.shape[2]),
     )
     boxes = every_box(given, found)
     return None if boxes is None else shared(boxes)
@@ -201,7 +202,7 @@ def summary_bwd(
 
 def _boxes_back(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int) -> list[Any] | None:
     """That kernel's first arguments, likewise."""
-    rows, total, q_tiles, k_tiles, E, F, W = prepared
+    rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     given = q, k, do, rows, total, F, E if E is not None else W
     found = (
@@ -572,7 +573,8 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
     v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
-    beta = number.slice(3 * BT, BT).load(ROW)
+    if FOLDED:
+        beta = number.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
         S = S * tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         Sk = warpgroup_mma_wait(0, deps=[Sk])
@@ -589,7 +591,7 @@ def _step(
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
         e = warpgroup_mma(r, tiles.write.index(stage), none, use_acc=False, is_async=True)
-        beta_out = beta * number.slice(2 * BT, BT).load(ROW)
+        beta_out = number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)

@@ -353,7 +353,7 @@ def _step(
     else:
         b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
         b_e = mm(b_R, b_WT, None, OP, PRECISION)
-        return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)
+        return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])

@@ -29,13 +29,14 @@ def prepare(
     *,
     folded: bool,
     backward: bool,
+    forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie; arguments as of the Triton launch.
 
-    Factors W and F without a gate or with a scalar one, E and F with one over channels, as the configurations' rows
-    say.
+    Unfolded without a gate or with a scalar one, E and F with one over channels, as the configurations' rows say.
     """
     channels = gate_flags(g)["CHANNEL"]
     launch = channel.prepare if channels else scalar.prepare
-    return launch(q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear)
+    given = q, k, g, beta, A_log, dt_bias, grid, options, o
+    return launch(*given, folded=folded, backward=backward, forward=forward, clear=clear)

@@ -90,6 +90,7 @@ def prepare(
     *,
     folded: bool,
     backward: bool,
+    forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
     """Factors E and F of every chunk, from tokens where they lie, and W where a backward follows.
@@ -99,13 +100,12 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     tiles = grid.chunks * HV
-    found = empty(q, g, tiles, C, folded=folded, backward=backward)
+    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
     written = found if found.W is not None else found._replace(W=found.F)
-    factors = every_box(written[2:], _tile_boxes(written, C))
+    factors = every_box(written[2:7], _tile_boxes(written, C))
     if factors is None:  # too many chunks for the numbers of boxes
-        return triton.prepare(
-            q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear
-        )
+        given = q, k, g, beta, A_log, dt_bias, grid, options, o
+        return triton.prepare(*given, folded=folded, backward=backward, forward=forward, clear=clear)
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
         for x in found:
@@ -162,7 +162,7 @@ def prepare(
 def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     """Of decayed q and k, E, F and W."""
     widths = (BK.value, BK.value, found.total.shape[1], C, C)
-    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:], widths, strict=True)]
+    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:7], widths, strict=True)]
 
 
 def _gate_boxes(x: Tensor | None, C: int) -> Boxes | None:

@@ -1,4 +1,4 @@
-"""`prepare` in Gluon, for Hopper: no gate or a scalar one, bfloat16, chunks of 64, factors W and F.
+"""`prepare` in Gluon, for Hopper: no gate or a scalar one, bfloat16, chunks of 64, unfolded.
 
 A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
 leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
@@ -6,7 +6,10 @@ What differs is that k and q are both under way before anything is waited for, t
 they are for, and that so little is held that five programs share a multiprocessor (docs/facts.md, SASS-6).
 
 All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
-16 rows, of A^T as of everything before it.
+16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is inverted and not A, which is diag(beta) W / beta:
+so the weights of pairs have beta in their rows, for U as for P, and what the forward reads needs no more of it,
+
+    F diag(beta) = (P diag(beta)) W                 F = that, over beta held away from zero, for the backward
 
 Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
 """
@@ -35,7 +38,7 @@ from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair
+from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
 from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
 from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
 from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
@@ -55,6 +58,7 @@ def prepare(
     *,
     folded: bool,
     backward: bool,
+    forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie.
@@ -64,12 +68,11 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
-    found = empty(q, g, tiles, C, folded=folded, backward=backward)
-    factors = None if found.W is None else every_box(found[5:], [tile_boxes(x, C, C) for x in (found.F, found.W)])
+    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
+    factors = every_box(found[5:8], [None if x is None else tile_boxes(x, C, C) for x in found[5:8]])
     if factors is None:  # too many chunks for the numbers of boxes
-        return triton.prepare(
-            q, k, g, beta, A_log, dt_bias, grid, options, o, folded=folded, backward=backward, clear=clear
-        )
+        given = q, k, g, beta, A_log, dt_bias, grid, options, o
+        return triton.prepare(*given, folded=folded, backward=backward, forward=forward, clear=clear)
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
         for x in found:
@@ -94,6 +97,7 @@ def prepare(
         o.stride(),
         found.rows,
         found.total,
+        found.back,
         *shared(factors),
         grid.cu,
         grid.first,
@@ -125,11 +129,12 @@ def prepare(
 
 
 class Numbers(NamedTuple):
-    """Shared memory for one number a row: beta held away from zero, its inverse, the gate's running sum, reciprocal
-    norms of k and q."""
+    """Shared memory for one number a row: beta, where there is a backward held away from zero; then its inverse, and
+    whether it did not have to be; the gate's running sum, reciprocal norms of k and q."""
 
-    over: Any
+    beta: Any
     under: Any
+    share: Any
     G: Any
     r_k: Any
     r_q: Any
@@ -151,8 +156,10 @@ def wyfold_prepare_gluon(
     s_o,
     p_rows,
     p_total,
+    p_back,
     x_F,
     x_W,
+    x_FB,
     p_cu,
     p_first,
     p_sequence,
@@ -213,6 +220,7 @@ def wyfold_prepare_gluon(
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BT], FLAT),
     )
     come_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     come_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -261,14 +269,18 @@ def wyfold_prepare_gluon(
 
     if LOGIT and p_beta is not None:
         beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
-    over = divisor(beta)
-    numbers.over.store(over)
-    numbers.under.store(1.0 / over)
+    if x_F is not None:
+        over = divisor(beta)
+        numbers.beta.store(over)
+        numbers.under.store(1.0 / over)
+        numbers.share.store(gl.where(over == beta, 1.0, 0.0))
+    else:
+        numbers.beta.store(beta)
     if SCALAR:
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
         numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
     barrier()
-    _store_rows(p_rows, p_total, numbers, beta, i_tile, rows, FULL, SCALAR, NORM, BT, ONE)
+    _store_rows(p_rows, p_back, p_total, numbers, beta, i_tile, rows, x_FB is not None, FULL, SCALAR, NORM, BT, ONE)
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
@@ -293,30 +305,35 @@ def wyfold_prepare_gluon(
     invert_near(near, D, BT)
     barrier()
 
-    # W by scaling of A^T, F by products with it; registers for F are needed no earlier than here.
-    columns_A, highs, lows = invert_columns(D, U, BT, LB)
-    over_s = numbers.over.load(ROW)[:, None]
-    W = joined(
-        _weighed(columns_A[0], over_s, numbers, 0, BT, LB),
-        _weighed(columns_A[1], over_s, numbers, 1, BT, LB),
-        _weighed(columns_A[2], over_s, numbers, 2, BT, LB),
-        _weighed(columns_A[3], over_s, numbers, 3, BT, LB),
-        BT,
-        LC,
-    )
+    # W leaves its registers before F diag(beta) is found, by products with it.
+    columns_W, highs, lows = invert_columns(D, U, BT, LB)
+    # Every warp is past its last -U, whose place what leaves takes.
+    barrier()
+    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE)
+    out.index(1).store(joined(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), none, False, AC)
     for m in gl.static_range(1, 4):
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
-    # Every warp is past its last -U, whose place F and W take.
-    barrier()
-    q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(above(F.to(gl.bfloat16), W))
+    if x_FB is not None:
+        FB = F
+        if x_F is not None:
+            FB = F * numbers.share.load(gl.SliceLayout(1, LC))[:, None]
+        out.index(0).store(FB.to(gl.bfloat16))
+    else:
+        out.index(0).store((F * numbers.under.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
     fence_async_shared()
     barrier()
-    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE)
-    tma_store(x_F, [pid * BT, 0], out.index(0))
+    tma_store(x_F if x_FB is None else x_FB, [pid * BT, 0], out.index(0))
     tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
+    if x_F is not None and x_FB is not None:
+        barrier()
+        out.index(0).store((F * numbers.under.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        tma_store(x_F, [pid * BT, 0], out.index(0))
+        tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_k._keep_alive()
     come_q._keep_alive()
@@ -333,11 +350,13 @@ def _reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
 @gluon.jit
 def _store_rows(
     p_rows,
+    p_back,
     p_total,
     numbers,
     beta,
     i_tile,
     rows,
+    FORWARD: gl.constexpr,
     FULL: gl.constexpr,
     SCALAR: gl.constexpr,
     NORM: gl.constexpr,
@@ -346,26 +365,33 @@ def _store_rows(
 ):
     """What the scans multiply rows by: their decays from the chunk's start and to its end, norms, beta."""
     o = gl.arange(0, BT, layout=ONE)
-    p_row = p_rows + i_tile * (4 * BT) + o
     r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
     if NORM:
         r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
         if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
             r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
+    in_k, in_q, out = r_k, r_q, r_k
+    total = 1.0
     if SCALAR:
         G = numbers.G.load(ONE)
         last = gl.sum(gl.where(o == BT - 1, G, 0.0), axis=0)
         before, after = gl.exp(G), gl.exp(last - G)
-        gl.store(p_row, before * r_k)
-        gl.store(p_row + BT, before * r_q)
-        gl.store(p_row + 2 * BT, after * r_k)
-        gl.store(p_total + i_tile, gl.exp(last))
-    else:
-        gl.store(p_row, r_k)
-        gl.store(p_row + BT, r_q)
-        gl.store(p_row + 2 * BT, r_k)
-        gl.store(p_total + i_tile, 1.0)
-    gl.store(p_row + 3 * BT, beta)
+        in_k, in_q, out = before * r_k, before * r_q, after * r_k
+        total = gl.exp(last)
+    gl.store(p_total + i_tile, total)
+    if p_back is not None:
+        _store_four(p_back + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
+    if FORWARD:
+        out = beta * out
+    _store_four(p_rows + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
+
+
+@gluon.jit
+def _store_four(p, in_k, in_q, out, beta, BT: gl.constexpr):
+    gl.store(p, in_k)
+    gl.store(p + BT, in_q)
+    gl.store(p + 2 * BT, out)
+    gl.store(p + 3 * BT, beta)
 
 
 @gluon.jit
@@ -392,13 +418,15 @@ def _pairs(
 
 @gluon.jit
 def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    weight = 1.0
+    """What products of 16 columns' keys and queries with all keys are multiplied by: beta, norm and decay of the keys."""
+    weight = numbers.beta.load(gl.SliceLayout(1, LB))
+    if NORM:
+        weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))
+    weight = weight[:, None]
     if SCALAR:
         G_s = numbers.G.load(gl.SliceLayout(1, LB))
         G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        weight = exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634)
-    if NORM:
-        weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))[:, None]
+        weight = exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634) * weight
     return weight
 
 
@@ -408,10 +436,9 @@ def _strictly_before(
 ):
     """-U of 16 columns, from products of keys, where s < r: zero where r is no token's; elsewhere anything."""
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    factor = numbers.over.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0
+    x = -(x * weight)
     if NORM:
-        factor = factor * numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-    x = (x * weight) * factor[None, :]
+        x = x * numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return x if FULL else gl.where((o_r < rows)[None, :], x, 0.0)
 
 
@@ -427,7 +454,7 @@ def _up_to(
     BT: gl.constexpr,
     LB: gl.constexpr,
 ):
-    """P^T of 16 columns, from products of keys and queries: zero unless s <= r < rows."""
+    """(P diag(beta))^T of 16 columns, from products of keys and queries: zero unless s <= r < rows."""
     o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     last = o_r if FULL else gl.where(o_r < rows, o_r, -1)
@@ -435,10 +462,3 @@ def _up_to(
     if NORM:
         x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
-
-
-@gluon.jit
-def _weighed(x, over_s, numbers, j: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """Columns of W from those of A^T."""
-    under_r = numbers.under.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
-    return ((x * over_s) * under_r).to(gl.bfloat16)
