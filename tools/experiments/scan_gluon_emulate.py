@@ -487,8 +487,9 @@ def case(
         "q": nanf(64, K) if ch else None,
         "k": nanf(64, K) if ch else None,
         "E": nanf(64, K) if folded else None,
-        "F": nanf(64, 64),
+        "F": nanf(64, 64) if folded else None,
         "W": None if folded else nanf(64, 64),
+        "FB": None if folded else nanf(64, 64),
     }
     form = Rd.Form(torch.bfloat16, ch, folded, scale)
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, cu[i], cu[i + 1]) for i in range(N)]
@@ -508,13 +509,13 @@ def case(
                 w = f.write[h, c, :, 0] if not ch else ones
                 p["rows"][i] = torch.stack([r, r, w, tiles[3][h, c, :, 0]])
                 p["total"][i] = f.total[h, c].flatten()
-                p["F"][i] = f.F[h, c].T
                 if ch:
                     p["q"][i], p["k"][i] = f.q[h, c], f.k[h, c]
                 if folded:
-                    p["E"][i] = f.E[h, c]
+                    p["E"][i], p["F"][i] = f.E[h, c], f.F[h, c].T
                 else:
-                    p["W"][i] = f.W[h, c].T
+                    p["W"][i], p["FB"][i] = f.W[h, c].T, f.FB[h, c].T
+                    p["rows"][i, 2] *= p["rows"][i, 3]
     o = torch.full_like(v, float("nan"))
     ST = torch.full((N, HV, K, V), float("nan"))
     if nan:  # garbage where nothing may be read but by boxes

@@ -68,7 +68,7 @@ def truth(k, v, p, S0, segments, H_, M_):
                 t = slice(begin + c * C, begin + (c + 1) * C)
                 tile = (int(segments.grid.first[i]) + c) * HV + hv
                 keys = (p.k[tile] if p.k is not None else k[0, t, hv // (HV // H)]).float()
-                in_k, _, out, beta = p.rows[tile]
+                in_k, _, written, beta = p.rows[tile]
                 Sk = S.bfloat16().float() @ keys.T
                 R = (v[0, t, hv].float().T if of_H else 0) - (Sk if p.k is not None else Sk * in_k)
                 S = S * p.total[tile]
@@ -76,7 +76,7 @@ def truth(k, v, p, S0, segments, H_, M_):
                     S = S + (R * beta).bfloat16().float() @ p.E[tile].float()
                 else:
                     e = R.bfloat16().float() @ p.W[tile].float()
-                    S = S + (e * (beta * out)).bfloat16().float() @ keys
+                    S = S + (e * written).bfloat16().float() @ keys
             (H_ if of_H else M_)[i - n, hv] = S.T
 
 
