@@ -127,6 +127,28 @@ def test_boxes_and_addresses_give_the_same_bits(rule, folded, cut, draw, monkeyp
         assert torch.equal(boxes[name], addresses[name]), name
 
 
+@pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule"])
+def test_directions_read_beta_where_they_want_it(rule, draw):
+    """Each what it reads alone, and both what either does. A beta of zero leaves nothing to the forward, and all to the
+    backward."""
+    a = draw(rule, Shape(1, 48, 1, 2, 16, 16), None)
+    a.beta[:, ::5] = 0
+    given = a.q, a.k, a.g, a.beta, None, None, a.grid, OPTIONS, a.v.clone()
+    forth, back, both = (
+        prepare(*given, folded=False, forward=forward, backward=backward)
+        for forward, backward in ((True, False), (False, True), (True, True))
+    )
+    assert (forth.F, forth.back, back.FB, back.back) == (None,) * 4
+    for name, alone, wanted in (("FB", forth.FB, both.FB), ("rows", forth.rows, both.rows), ("W", forth.W, both.W)):
+        assert torch.equal(alone, wanted), name
+    for name, alone, wanted in (("F", back.F, both.F), ("rows", back.rows, both.back), ("W", back.W, both.W)):
+        assert torch.equal(alone, wanted), name
+    beta = back.rows[:, 3]
+    assert torch.equal(forth.FB, back.F * beta[:, :, None]) and torch.equal(forth.rows[:, 2], beta * back.rows[:, 2])
+    none = beta == 0
+    assert none.any() and not forth.FB[none].any() and back.F[none].any() and not forth.rows[:, 2][none].any()
+
+
 POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "narrow": (torch.bfloat16, True)}
 
 

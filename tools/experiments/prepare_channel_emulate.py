@@ -109,6 +109,19 @@ class Pieces(Shared):
         assert x.shape == self.shape and x.dtype == self.t.dtype, (x.shape, self.shape, x.dtype, self.t.dtype)
         self.t.copy_(x.view(x.shape[0], -1, self.t.shape[2]).permute(1, 0, 2))
 
+    def permute(self, order):
+        return Turned(self)
+
+
+class Turned(Shared):
+    """Pieces as the other operand of a product reads them."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def load(self, layout):
+        return self.pieces.load(layout).mT
+
 
 class Product:
     def __init__(self, a, b, acc, use):

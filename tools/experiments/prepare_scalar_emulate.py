@@ -35,7 +35,7 @@ def waited(n, deps):
 def namespace(pid, sources):
     names = {
         "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f if f is not None else (lambda f: f)),
-        "gl": emulate.language(pid),
+        "gl": emulate.language(pid, 0),
         "mbarrier": emulate.mbarrier,
         "tma": types.SimpleNamespace(store_wait=emulate.store_wait),
         "tma_load": emulate.tma_load,
@@ -74,7 +74,7 @@ def launched(sources, kernel, programs, *arguments, **fixed):
 
 
 def truth(q, k, g, beta, norm, spans, C=64):
-    """What every tile should hold, in float64: total, F^T, W^T."""
+    """What every tile should hold, in float64: total, F^T, W^T, (F diag(beta))^T."""
     q, k, g, beta = (x.double() for x in (q, k, g, beta))
     if norm:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -92,7 +92,7 @@ def truth(q, k, g, beta, norm, spans, C=64):
             J, P = (kk @ kk.mT * D).tril(-1), (qq @ kk.mT * D).tril()
             A = torch.linalg.solve_triangular(eye + be * J, eye, upper=False)
             W = torch.linalg.solve_triangular(eye + J * be.mT, eye, upper=False)
-            found.append((G[-1].exp(), (P @ A).mT, W.mT))
+            found.append((G[-1].exp(), (P @ A).mT, W.mT, (P @ A * be.mT).mT))
     return [torch.stack(x) for x in zip(*found, strict=True)]
 
 
@@ -103,6 +103,7 @@ def case(sources, B=1, T=128, H=1, HV=2, norm=False, cu=None, gate=True, wide=12
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     q, k = (torch.nn.functional.pad(x.bfloat16(), (0, wide - 128))[..., :128] for x in (q, k))
     given, g = torch.rand(B, T, HV), -torch.rand(B, T, HV) * 0.1
+    given[:, ::7] *= logit  # a strength of zero: nothing is divided by it
     beta = given.sigmoid() if logit else given
     spans = [(b, 0, T) for b in range(B)]
     if cu is not None:
@@ -124,8 +125,9 @@ def case(sources, B=1, T=128, H=1, HV=2, norm=False, cu=None, gate=True, wide=12
         )
     want = truth(q, k, g if gate else g * 0, beta, norm, spans)
     n, errors = len(want[0]), {}
-    got = [x.reshape(-1, *y.shape[1:])[:n] for x, y in zip((found.total, found.F, found.W), want, strict=True)]
-    for name, x, y in zip(("total", "F", "W"), got, want, strict=True):
+    left = found.total, found.F, found.W, found.FB
+    got = [x.reshape(-1, *y.shape[1:])[:n] for x, y in zip(left, want, strict=True)]
+    for name, x, y in zip(("total", "F", "W", "FB"), got, want, strict=True):
         assert x.isfinite().all(), name
         errors[name] = f"{float((x.double() - y).norm() / y.norm()):.1e}"
         if name != "total":
