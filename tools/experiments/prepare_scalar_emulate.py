@@ -120,13 +120,21 @@ def case(sources, B=1, T=128, H=1, HV=2, norm=False, cu=None, gate=True, wide=12
 
     with aot.pretending("sm_90", lambda *a, **b: None), mock.patch.object(scalar, "launched", launch):
         grid = chunk_grid.chunk_grid(B, T, 64, None if cu is None else torch.tensor(cu))
-        found = scalar.prepare(
-            q, k, g if gate else None, given, None, None, grid, options, o, folded=False, backward=True
+        call = q, k, g if gate else None, given, None, None, grid, options, o
+        found, forth, back = (
+            scalar.prepare(*call, folded=False, forward=forward, backward=backward)
+            for forward, backward in ((True, True), (True, False), (False, True))
         )
     want = truth(q, k, g if gate else g * 0, beta, norm, spans)
     n, errors = len(want[0]), {}
     left = found.total, found.F, found.W, found.FB
     got = [x.reshape(-1, *y.shape[1:])[:n] for x, y in zip(left, want, strict=True)]
+    both = found.FB, found.rows, found.W, found.F, found.back, found.W
+    for x, y in zip(both, (forth.FB, forth.rows, forth.W, back.F, back.rows, back.W), strict=True):
+        low = min(n, x.shape[0])
+        assert torch.equal(x[:low].view(torch.uint8), y[:low].view(torch.uint8)), "a direction alone has other bits"
+    beta = found.rows[:n, 3]
+    assert logit or not found.FB[:n][beta == 0].any()
     for name, x, y in zip(("total", "F", "W", "FB"), got, want, strict=True):
         assert x.isfinite().all(), name
         errors[name] = f"{float((x.double() - y).norm() / y.norm()):.1e}"

@@ -6,7 +6,7 @@ The products are those of the Triton kernel beside it, in the same order and wit
     o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
     o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
 
-F beta and beta out come from `prepare`.
+F beta and beta out come from `prepare`. Below, y is what both products begin with: Y, or R.
 
 S^T [value rows, K] is a float32 accumulator of the matrix units. Every left operand is one, rounded, which is where it
 has to be already; every right operand is a tile in shared memory, read as it lies or transposed on the way. What a

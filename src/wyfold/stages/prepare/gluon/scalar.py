@@ -9,7 +9,10 @@ All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inve
 16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is inverted and not A, which is diag(beta) W / beta:
 so the weights of pairs have beta in their rows, for U as for P, and what the forward reads needs no more of it,
 
-    F diag(beta) = (P diag(beta)) W                 F = that, over beta held away from zero, for the backward
+    F diag(beta) = (P diag(beta)) W
+
+F is that over beta, which is held away from zero throughout, so that W has the same bits in both directions; what the
+forward reads is zero where beta is.
 
 Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
 """
@@ -129,10 +132,10 @@ def prepare(
 
 
 class Numbers(NamedTuple):
-    """Shared memory for one number a row: beta, where there is a backward held away from zero; then its inverse, and
-    whether it did not have to be; the gate's running sum, reciprocal norms of k and q."""
+    """Shared memory for one number a row: beta held away from zero, its inverse, 1 if it is beta itself, else 0; the
+    gate's running sum, reciprocal norms of k and q."""
 
-    beta: Any
+    over: Any
     under: Any
     share: Any
     G: Any
@@ -269,13 +272,12 @@ def wyfold_prepare_gluon(
 
     if LOGIT and p_beta is not None:
         beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    over = divisor(beta)
+    numbers.over.store(over)
     if x_F is not None:
-        over = divisor(beta)
-        numbers.beta.store(over)
         numbers.under.store(1.0 / over)
+    if x_FB is not None:
         numbers.share.store(gl.where(over == beta, 1.0, 0.0))
-    else:
-        numbers.beta.store(beta)
     if SCALAR:
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
         numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
@@ -316,10 +318,7 @@ def wyfold_prepare_gluon(
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
     if x_FB is not None:
-        FB = F
-        if x_F is not None:
-            FB = F * numbers.share.load(gl.SliceLayout(1, LC))[:, None]
-        out.index(0).store(FB.to(gl.bfloat16))
+        out.index(0).store((F * numbers.share.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
     else:
         out.index(0).store((F * numbers.under.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
     fence_async_shared()
@@ -419,7 +418,7 @@ def _pairs(
 @gluon.jit
 def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
     """What products of 16 columns' keys and queries with all keys are multiplied by: beta, norm and decay of the keys."""
-    weight = numbers.beta.load(gl.SliceLayout(1, LB))
+    weight = numbers.over.load(gl.SliceLayout(1, LB))
     if NORM:
         weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))
     weight = weight[:, None]
