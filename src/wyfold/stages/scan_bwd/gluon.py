@@ -162,7 +162,7 @@ def _boxes(
             number_boxes(rows.flatten(1), 4 * C),
             number_boxes(total, K) if channel else total,
             None if E is None else tile_boxes(E, C, K),
-            tile_boxes(F, C, C),
+            None if F is None else tile_boxes(F, C, C),
             tile_boxes(W, C, C),
             tile_boxes(found.S, BW, K),
             tile_boxes(found.dS, BW, K),

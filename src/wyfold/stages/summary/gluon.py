@@ -211,7 +211,7 @@ def _boxes_back(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW
         token_boxes(do, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        tile_boxes(F, C, C),
+        None if F is None else tile_boxes(F, C, C),
         tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
     )
     boxes = every_box(given, found)

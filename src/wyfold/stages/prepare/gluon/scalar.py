@@ -6,8 +6,8 @@ What differs is that k and q are both under way before anything is waited for, t
 they are for, and that so little is held that five programs share a multiprocessor (docs/facts.md, SASS-6).
 
 All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
-16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is inverted and not A, which is diag(beta) W / beta:
-so the weights of pairs have beta in their rows, for U as for P, and what the forward reads needs no more of it,
+16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is found and not A = diag(beta) W / beta: so the
+weights of pairs have beta in their rows, for U as for P, and what the forward reads needs no more of it,
 
     F diag(beta) = (P diag(beta)) W
 
@@ -417,7 +417,7 @@ def _pairs(
 
 @gluon.jit
 def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """What products of 16 columns' keys and queries with all keys are multiplied by: beta, norm and decay of the keys."""
+    """What products of keys, and 16 columns of them or of queries, are multiplied by: the keys' beta, norm and decay."""
     weight = numbers.over.load(gl.SliceLayout(1, LB))
     if NORM:
         weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))
