@@ -365,6 +365,7 @@ def namespace(pid):
     import wyfold.tile.decay.gluon as D
     import wyfold.tile.index.gluon as IG
     import wyfold.tile.index.triton as I
+    import wyfold.tile.state.gluon as SG
 
     text = Path(G.__file__).read_text()
     text = text[text.index("@gluon.jit") :]
@@ -389,7 +390,7 @@ def namespace(pid):
         "clear_rows": clear_rows,
     }
     tl = types.SimpleNamespace(load=load, int64=torch.int64)
-    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens, D.chunk_decay):
+    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens, D.chunk_decay, SG.state_offsets):
         source = inspect.getsource(helper.fn)
         exec("from __future__ import annotations\n" + source[source.index("def ") :], {"tl": tl, "gl": gl}, ns)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)

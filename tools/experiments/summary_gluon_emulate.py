@@ -14,7 +14,7 @@ import scan_gluon_emulate as machine
 import torch
 
 import wyfold.stages.scan.gluon as scan
-import wyfold.stages.summary.gluon as G
+from wyfold.stages.summary.gluon import backward, forward
 from wyfold.runtime.chunks import Cut, chunk_grid, segment_grid
 from wyfold.runtime.launch import Config
 from wyfold.stages.records import Prepared
@@ -25,6 +25,7 @@ C, K, V, H, HV = 64, 128, 128, 1, 2
 
 def emulate(kernel, programs, *arguments, **fixed):
     """In place of `launched`: the scan's machine, given this kernel's source."""
+    G = forward if kernel is forward.wyfold_summary_gluon else backward
     place = inspect.getsource(index.segment_place.fn)
     place = place[place.index("def ") :]
     made = machine.namespace
@@ -37,9 +38,7 @@ def emulate(kernel, programs, *arguments, **fixed):
             found = made(pid)
         exec("from __future__ import annotations\n" + place, found)
         found["tl"] = found["segment_place"].__globals__["tl"] = type("tl", (), {"load": staticmethod(machine.load)})
-        names = {name: getattr(G, name) for name in ("BackTiles", "BackSource", "BackMemory", "BackPlace")}
-        own = {"clear_rows": cleared, "_one_over": lambda x: 1 / x, "divisor": back.divisor}
-        found.update(names | own)
+        found.update(clear_rows=cleared, _one_over=lambda x: 1 / x, divisor=back.divisor)
         return found
 
     with mock.patch.object(machine, "namespace", namespace), mock.patch.object(machine, "Acc", back.Acc):
@@ -170,8 +169,8 @@ def case_back(channel, folded, parts, rows, stages, lengths, mode, given=True):
         done.append(1)
         emulate(*a, **b)
 
-    with mock.patch.object(G, "tuned", lambda *a: config), mock.patch.object(G, "launched", launch):
-        G.summary_bwd(q, k, p, do, dST, segments, machine.options(scale), "", found)
+    with mock.patch.multiple(backward, tuned=lambda *a: config, launched=launch):
+        backward.summary_bwd(q, k, p, do, dST, segments, machine.options(scale), "", found)
     assert done
     unasked = (expected == 7).all(-1)
     assert torch.equal((found == 7).all(-1), unasked)
@@ -213,8 +212,8 @@ def case(channel, folded, parts, rows, stages, lengths, mode):
         done.append(1)
         emulate(*a, **b)
 
-    with mock.patch.object(G, "tuned", lambda *a: config), mock.patch.object(G, "launched", launch):
-        G.summary(k, v, p, S0, segments, "", states, maps)
+    with mock.patch.multiple(forward, tuned=lambda *a: config, launched=launch):
+        forward.summary(k, v, p, S0, segments, "", states, maps)
     assert done
     worst = max(float((x - y).abs().max()) for x, y in zip((states, maps), expected, strict=True))
     print(

@@ -19,6 +19,7 @@ from wyfold.runtime.launch import Config
 from wyfold.stages.ttt import Borders, States, Tokens
 from wyfold.stages.ttt import gluon as G
 from wyfold.tile.index.gluon import SharedBoxes
+from wyfold.tile.state.gluon import state_offsets
 
 
 def mma_v2(a, b, acc):
@@ -68,8 +69,9 @@ def namespace(pid):
         "barrier": lambda: None,
         "clear_rows": E.clear_rows,
     }
-    span = inspect.getsource(I.sequence_span.fn)
-    exec("from __future__ import annotations\n" + span[span.index("def ") :], ns)
+    for helper in (I.sequence_span, state_offsets):
+        source = inspect.getsource(helper.fn)
+        exec("from __future__ import annotations\n" + source[source.index("def ") :], ns)
     ns["tl"] = types.SimpleNamespace(load=E.load)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)
     ns["_first"] = "first"

@@ -57,6 +57,7 @@ from wyfold.tile.index.triton import (
     tile_boxes,
     token_boxes,
 )
+from wyfold.tile.state.gluon import state_offsets
 
 
 def scan(
@@ -463,7 +464,7 @@ def _recur(
         if memory.S0 is not None:
             S = _entering(memory, at, o_v, o_k)
     elif at.here:
-        S = gl.load(memory.borders + _state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
+        S = gl.load(memory.borders + state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
     nothing = gl.minimum(at.steps, 0)
     total = 0.0
     if not CHANNEL:
@@ -498,7 +499,7 @@ def _recur(
         i_to = at.n
         if at.to is not None:
             i_to = at.to
-        offsets = _state_offsets(memory.s_ST, i_to, at.hv, o_v, o_k)
+        offsets = state_offsets(memory.s_ST, i_to, at.hv, o_v, o_k)
         if memory.borders is None and at.to is None:
             gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
         elif at.ends:
@@ -509,14 +510,7 @@ def _recur(
 @gluon.jit
 def _entering(memory, at, o_v, o_k):
     """The state that a sequence begins with.   [BW, K]"""
-    return gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
-
-
-@gluon.jit
-def _state_offsets(strides, i_n, i_h, o_v, o_k):
-    """Offsets of value rows o_v of a state in [N, HV, K, V].   [BW, K]"""
-    first = i_n * strides[0] + i_h * strides[1]
-    return first + (o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2])
+    return gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
 
 
 @gluon.jit

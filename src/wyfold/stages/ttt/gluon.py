@@ -47,6 +47,7 @@ from wyfold.tile.dot.triton import bf16_parts
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load
 from wyfold.tile.index.triton import Boxes, sequence_span, strides, token_boxes
 from wyfold.tile.inner.triton import add_five
+from wyfold.tile.state.gluon import state_offsets
 
 # The backward is that of the Triton launches: what of its kernels was compiled is asked of this module as well.
 __all__ = [
@@ -435,7 +436,7 @@ def _walk(
     S = gl.zeros([D, D], gl.float32, LS)
     c = gl.zeros([D, BT], gl.float32, LS)
     if memory.S0 is not None:
-        S = gl.load(memory.S0 + _state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+        S = gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
     if memory.c0 is not None:
         p_c0 = memory.c0 + at.n * memory.s_c0[0] + at.hv * memory.s_c0[1]
         c += gl.load(p_c0 + o_v.to(gl.int64) * memory.s_c0[3]).to(gl.float32)[:, None]
@@ -498,7 +499,7 @@ def _walk(
             stage = 0
             phase ^= 1
     if memory.ST is not None:
-        offsets = _state_offsets(memory.s_ST, at.n, at.hv, o_v, o_k)
+        offsets = state_offsets(memory.s_ST, at.n, at.hv, o_v, o_k)
         gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
     if memory.cT is not None:
         p_cT = memory.cT + at.n * memory.s_cT[0] + at.hv * memory.s_cT[1]
@@ -599,13 +600,6 @@ def _read(
 def _parameter(p, strides, i_hv, o_v):
     """A head's row of a parameter [HV, D], float32."""
     return gl.load(p + i_hv * strides[0] + o_v.to(gl.int64) * strides[1]).to(gl.float32)
-
-
-@gluon.jit
-def _state_offsets(strides, i_n, i_hv, o_v, o_k):
-    """Offsets of a state in [N, HV, K, V].   [V, K]"""
-    first = i_n * strides[0] + i_hv * strides[1]
-    return first + (o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2])
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
-"""Columns of a head's state [K, V] in shared memory, for Hopper kernels that give it one token.
+"""Where a state's rows lie, and columns of one, [K, V], in shared memory, for Hopper kernels that give it one token.
 
-Nothing of it waits in registers: rows come past them, each step reads its own slices and forgets them, and how much of
-a pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
+Nothing of the latter waits in registers: rows come past them, each step reads its own slices and forgets them, and how
+much of a pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+@gluon.jit
+def state_offsets(strides, i_n, i_h, o_v, o_k):
+    """Offsets of value rows o_v of a state in [N, HV, K, V].   [BV, K]"""
+    first = i_n * strides[0] + i_h * strides[1]
+    return first + (o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2])
 
 
 @gluon.constexpr_function

@@ -417,7 +417,7 @@ def _pairs(
 
 @gluon.jit
 def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """What products of keys, and 16 columns of them or of queries, are multiplied by: the keys' beta, norm and decay."""
+    """What products of keys with 16 columns of rows are multiplied by: beta, norm and decay of the keys."""
     weight = numbers.over.load(gl.SliceLayout(1, LB))
     if NORM:
         weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))

@@ -1,0 +1,438 @@
+"""Maps of segments: the scan's chunk without output, with the products of the Triton kernel, in its order and with its
+roundings:
+
+    R^T = V^T - (S^T k^T) in           V is zero where M is made
+    S^T <- total S^T + (R^T beta) E                         folded
+    S^T <- total S^T + ((R^T W^T) beta out) k               else; beta out comes from `prepare`
+
+What is summarised ends at a border, so every chunk of it is full.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.runtime.bound import launched
+from wyfold.runtime.chunks import Segments
+from wyfold.runtime.launch import tuned
+from wyfold.stages.records import Prepared
+from wyfold.stages.summary import triton
+from wyfold.tile.decay.gluon import chunk_decay
+from wyfold.tile.index.gluon import barrier, shared, tma_load
+from wyfold.tile.index.triton import (
+    every_box,
+    number_boxes,
+    segment_place,
+    sequence_span,
+    strides,
+    tile_boxes,
+    token_boxes,
+)
+from wyfold.tile.state.gluon import state_offsets
+
+
+def summary(
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    segments: Segments,
+    key: str,
+    H: Tensor,
+    M: Tensor,
+) -> None:
+    """Maps of the segments that end at borders. Arguments as of the Triton launch, to which calls are left whose memory
+    the copy engine cannot read.
+
+    Args:
+        k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
+        v: [1, T, HV, V].
+        prepared: From `prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        segments: Where they lie, of chunks of 64.
+        key: Of the launch configuration.
+        H: [borders, HV, K, V] float32 view, written.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence.
+    """
+    (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
+    config = tuned("summary.gluon", f"{key} fwd", k.device)
+    BV, parts = config.blocks["BV"], config.blocks["PARTS"]
+    boxes = _boxes(k, v, prepared, grid.chunk_size, BV // parts)
+    if boxes is None or V % BV or K % BV:
+        triton.summary(k, v, prepared, initial_state, segments, key, H, M)
+        return
+    launched(
+        wyfold_summary_gluon,
+        segments.borders * HV * (V // BV + K // BV),
+        *boxes,
+        v.stride(2),
+        k.stride(2),
+        initial_state,
+        strides(initial_state),
+        H,
+        strides(H),
+        M,
+        strides(M),
+        segments.sequence,
+        segments.first,
+        segments.leading,
+        segments.sequences,
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        H=HK,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=grid.chunk_size,
+        BV=BV,
+        PARTS=parts,
+        CHANNEL=prepared.k is not None,
+        FOLDED=prepared.E is not None,
+        STAGES=config.stages,
+        **config.options(),
+    )
+
+
+def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
+    """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
+    rows, total, _, k_tiles, E, _, W = prepared[:7]
+    K, channel = k.shape[3], k_tiles is not None
+    write = E if E is not None else W
+    given = k, v, rows, total, write
+    found = (
+        tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
+        token_boxes(v, C, BW),
+        number_boxes(rows.flatten(1), 4 * C),
+        number_boxes(total, K) if channel else total,
+        None if write is None else tile_boxes(write, C, write.shape[2]),
+    )
+    boxes = every_box(given, found)
+    return None if boxes is None else shared(boxes)
+
+
+class Tiles(NamedTuple):
+    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts."""
+
+    k: Any
+    v: Any
+    rows: Any
+    total: Any
+    write: Any
+    full: Any
+    free: Any
+
+
+class Source(NamedTuple):
+    """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
+
+    k: Any
+    v: Any
+    rows: Any
+    total: Any
+    write: Any
+    tile: Any
+    token: Any
+    column_k: Any
+    column_v: Any
+
+
+class Memory(NamedTuple):
+    """What the parts reach by themselves: decays of a scalar gate, and states."""
+
+    total: Any
+    S0: Any
+    s_S0: Any
+    H: Any
+    s_H: Any
+    M: Any
+    s_M: Any
+
+
+class Place(NamedTuple):
+    """Of a program: whether it makes H, whether anybody asks for it, first tile, sequence, border, whether the sequence
+    begins here, value head, first value row of H or of M, and chunks."""
+
+    of_H: Any
+    asked: Any
+    tile: Any
+    n: Any
+    border: Any
+    begins: Any
+    hv: Any
+    column: Any
+    steps: Any
+
+
+@gluon.jit(do_not_specialize=["N", "T"])
+def wyfold_summary_gluon(
+    x_k,
+    x_v,
+    x_rows,
+    x_total,
+    x_write,
+    h_v,
+    h_k,
+    p_S0,
+    s_S0,
+    p_H,
+    s_H,
+    p_M,
+    s_M,
+    p_sequence,
+    p_first_segment,
+    p_leading,
+    N,
+    p_cu,
+    p_first,
+    T,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BV: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2."""
+    NV: gl.constexpr = V // BV
+    TILES: gl.constexpr = NV + K // BV
+    BW: gl.constexpr = BV // PARTS
+    pid = gl.program_id(0).to(gl.int64)
+    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, gl.load(p_leading + pid // (TILES * HV))
+    i_h = i_hv // (HV // H)
+    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_tile = i_c * HV + i_hv
+    of_H = (i_v < NV).to(gl.int32)
+    asked = ((i_n < N) & (ends == 0)).to(gl.int32)
+    column = (gl.where(of_H != 0, i_v, i_v - NV) * BV).to(gl.int32)
+    # Of M of a sequence's first segment nobody asks.
+    steps = (length // BT).to(gl.int32) * asked * gl.where(begins, of_H, 1)
+
+    k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
+    v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
+    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=PARTS)
+    if of_H == 0:
+        # Nobody brings any.
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+        for s in gl.static_range(STAGES * PARTS):
+            v.index(s).store(gl.zeros([BT, BW], x_v.dtype, L))
+    fence_async_shared()
+    barrier()
+
+    tiles = Tiles(k, v, rows, total, write, full, free)
+    memory = Memory(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
+    source = Source(
+        x_k,
+        x_v,
+        x_rows,
+        x_total,
+        x_write,
+        i_tile.to(gl.int32),
+        (b * T + t).to(gl.int32),
+        (i_h * h_k).to(gl.int32),
+        (i_hv * h_v).to(gl.int32) + column,
+    )
+    at = Place(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit
+def _bring(
+    source,
+    tiles,
+    of_H,
+    count,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
+    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
+    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
+    tile, token = source.tile, source.token
+    stage = 0
+    phase = 1
+    for _ in range(count):
+        full = tiles.full.index(stage)
+        mbarrier.wait(tiles.free.index(stage), phase)
+        if of_H != 0:
+            mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+        else:
+            mbarrier.expect(full, BYTES)
+        if CHANNEL:
+            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+        else:
+            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+        if of_H != 0:
+            for part in gl.static_range(PARTS):
+                tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+        tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        tile += HV
+        token += BT
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _recur(
+    memory,
+    tiles,
+    at,
+    part,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
+    S = gl.zeros([BW, K], gl.float32, LS)
+    if at.of_H == 0:
+        # Nothing, where the sequence begins: so no map is applied to its first state twice.
+        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(at.begins, K, 0))).to(gl.float32)
+    elif at.begins:
+        if memory.S0 is not None:
+            S = gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    next_total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
+        next_total = chunk_decay(memory.total, at.tile + HV, at.steps > 1, nothing, BW, LS)
+    stage = 0
+    phase = 0
+    for i in range(at.steps):
+        mbarrier.wait(tiles.full.index(stage), phase)
+        S, later_total = _step(
+            S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
+        )
+        total = next_total
+        next_total = later_total
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if at.asked != 0:
+        if at.of_H != 0:
+            gl.store(memory.H + state_offsets(memory.s_H, at.border, at.hv, o_v, o_k), S)
+        else:
+            gl.store(memory.M + state_offsets(memory.s_M, at.border, at.hv, o_v, o_k), S)
+
+
+@gluon.jit
+def _step(
+    S,
+    total,
+    memory,
+    tiles,
+    at,
+    part,
+    stage,
+    i,
+    nothing,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """State leaving a chunk, all of whose rows are tokens, and of a scalar gate the decay of the chunk after the next.
+
+    Two chunks ahead, since a turn begins by copying what comes next to its place, and waits for it there.
+    """
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
+    AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, LC)
+    OP: gl.constexpr = tiles.k.dtype
+    none = gl.zeros([BW, BT], gl.float32, LC)
+    key, number = tiles.k.index(stage), tiles.rows.index(stage)
+
+    left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), none, use_acc=False, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
+    v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
+    if FOLDED:
+        beta = number.slice(3 * BT, BT).load(ROW)
+    if CHANNEL:
+        S = S * tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        R = v - Sk
+    else:
+        in_k = number.slice(0, BT).load(ROW)
+        S = S * total
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        total = chunk_decay(memory.total, at.tile + (i + 2) * HV, i + 2 < at.steps, nothing, BW, LS)
+        R = v - Sk * in_k[None, :]
+    if FOLDED:
+        y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
+        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+    else:
+        r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.write.index(stage), none, use_acc=False, is_async=True)
+        beta_out = number.slice(2 * BT, BT).load(ROW)
+        e = warpgroup_mma_wait(0, deps=[e])
+        u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
+        S = warpgroup_mma(u, key, S, is_async=True)
+    return warpgroup_mma_wait(0, deps=[S]), total
