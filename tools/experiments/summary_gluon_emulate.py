@@ -14,10 +14,10 @@ import scan_gluon_emulate as machine
 import torch
 
 import wyfold.stages.scan.gluon as scan
-from wyfold.stages.summary.gluon import backward, forward
 from wyfold.runtime.chunks import Cut, chunk_grid, segment_grid
 from wyfold.runtime.launch import Config
 from wyfold.stages.records import Prepared
+from wyfold.stages.summary.gluon import backward, forward
 from wyfold.tile.index import triton as index
 
 C, K, V, H, HV = 64, 128, 128, 1, 2
