@@ -72,10 +72,12 @@ def test_a_browser_draws_every_chart_and_has_nothing_to_complain_of(page, tmp_pa
 def test_what_is_no_result_is_refused(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "run.json").write_text('{"kind": "run", "recipe": {}}')
     (tmp_path / "empty").mkdir()
     for name, complaint in {
         "bad.json": "no JSON",
         "list.json": "no record that a verb of wyfold wrote",
+        "run.json": "no record that a verb of wyfold wrote: it has no 'history'",
         "empty": "nothing to report",
         "missing": "no such file or folder",
     }.items():

@@ -81,7 +81,11 @@ def run(args: argparse.Namespace) -> int:
     sections, contents = [], []
     for number, (name, record) in enumerate(found.items()):
         parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
-        for part in figures.kind_of(record)(record):
+        try:
+            drawings = list(figures.kind_of(record)(record))
+        except KeyError as missing:
+            raise UsageError(f"{name}: no record that a verb of wyfold wrote: it has no {missing}") from missing
+        for part in drawings:
             drawn = isinstance(part, figures.go.Figure)
             responsive = {"responsive": True, "displaylogo": False}
             parts.append(to_html(part, include_plotlyjs=False, full_html=False, config=responsive) if drawn else part)
