@@ -318,20 +318,14 @@ def wyfold_prepare_gluon(
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
     if x_FB is not None:
-        out.index(0).store((F * numbers.share.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
+        _send_weighed(x_FB, F, numbers.share, out.index(0), pid, BT, LC)
     else:
-        out.index(0).store((F * numbers.under.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    tma_store(x_F if x_FB is None else x_FB, [pid * BT, 0], out.index(0))
+        _send_weighed(x_F, F, numbers.under, out.index(0), pid, BT, LC)
     tma_store(x_W, [pid * BT, 0], out.index(1))
     tma.store_wait(pendings=0)
     if x_F is not None and x_FB is not None:
         barrier()
-        out.index(0).store((F * numbers.under.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        tma_store(x_F, [pid * BT, 0], out.index(0))
+        _send_weighed(x_F, F, numbers.under, out.index(0), pid, BT, LC)
         tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_k._keep_alive()
@@ -461,3 +455,12 @@ def _up_to(
     if NORM:
         x = x * numbers.r_q.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return gl.where(o_s[:, None] <= last[None, :], x, 0.0)
+
+
+@gluon.jit
+def _send_weighed(x_out, x, by, place, pid, BT: gl.constexpr, LC: gl.constexpr):
+    """A tile goes to its box by way of shared memory, with one number for each of its rows."""
+    place.store((x * by.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    tma_store(x_out, [pid * BT, 0], place)
