@@ -46,7 +46,7 @@ from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, clear_rows, clear_tokens, shared, tma_load, tma_store
+from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, clear_tokens, shared, tma_load, tma_load_upper, tma_store
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -156,8 +156,9 @@ def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: in
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        None if write is None else tile_boxes(write, C, write.shape[2]),
-        None if F is None else tile_boxes(F, C, C),
+        # W and F are triangular, and come by quarters.
+        None if write is None else tile_boxes(write, C, K) if write is E else tile_boxes(write, C // 2, C // 2),
+        None if F is None else tile_boxes(F, C // 2, C // 2),
         token_boxes(o, C, BW),
     )
     boxes = every_box(given, found)
@@ -318,7 +319,7 @@ def wyfold_scan_gluon(
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
     v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
-    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
+    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, K if FOLDED else BT], x_write.layout)
     F = gl.allocate_shared_memory(x_F.dtype, [STAGES, BT, BT], x_F.layout)
     total = rows
     if CHANNEL:
@@ -336,6 +337,9 @@ def wyfold_scan_gluon(
         mbarrier.init(free.index(s), count=PARTS)
         if OUT == 0:
             mbarrier.init(spare.index(s), count=PARTS)
+    clear_lower(F, x_F, STAGES)
+    if not FOLDED:
+        clear_lower(write, x_write, STAGES)
     fence_async_shared()
     barrier()
 
@@ -361,7 +365,7 @@ def wyfold_scan_gluon(
         gl.warp_specialize(
             [
                 (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, STAGES)),
+                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -371,7 +375,7 @@ def wyfold_scan_gluon(
             [
                 (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
                 (_recur, (memory, tiles, at, scale, 1, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, STAGES)),
+                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -390,6 +394,7 @@ def _bring(
     PARTS: gl.constexpr,
     OUT: gl.constexpr,
     CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
@@ -398,8 +403,8 @@ def _bring(
         + source.k.block_type.nbytes
         + source.v.block_type.nbytes * PARTS
         + source.rows.block_type.nbytes
-        + source.write.block_type.nbytes
-        + source.F.block_type.nbytes
+        + source.write.block_type.nbytes * (1 if FOLDED else 3)
+        + source.F.block_type.nbytes * 3
     )
     tile, token = source.tile, source.token
     stage = 0
@@ -421,8 +426,11 @@ def _bring(
             mbarrier.wait(tiles.spare.index(stage), phase)
         for part in gl.static_range(PARTS):
             tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
-        tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
-        tma_load(source.F, [tile * BT, 0], full, tiles.F.index(stage))
+        if FOLDED:
+            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        else:
+            tma_load_upper(source.write, tile, full, tiles.write, stage, STAGES)
+        tma_load_upper(source.F, tile, full, tiles.F, stage, STAGES)
         tile += HV
         token += BT
         stage += 1

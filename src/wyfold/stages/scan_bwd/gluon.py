@@ -45,7 +45,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
-from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load, tma_store
+from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, shared, tma_load, tma_load_upper, tma_store
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -162,8 +162,9 @@ def _boxes(
             number_boxes(rows.flatten(1), 4 * C),
             number_boxes(total, K) if channel else total,
             None if E is None else tile_boxes(E, C, K),
-            None if F is None else tile_boxes(F, C, C),
-            tile_boxes(W, C, C),
+            # F and W are triangular, and come by quarters.
+            None if F is None else tile_boxes(F, C // 2, C // 2),
+            tile_boxes(W, C // 2, C // 2),
             tile_boxes(found.S, BW, K),
             tile_boxes(found.dS, BW, K),
             tile_boxes(found.e, C, BW),
@@ -344,6 +345,9 @@ def wyfold_scan_bwd_gluon(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
+    clear_lower(square, x_F, STAGES)
+    if not FOLDED:
+        clear_lower(write, x_W, STAGES)
     fence_async_shared()
     barrier()
 
@@ -426,13 +430,13 @@ def _bring(
         + (source.total.block_type.nbytes if CHANNEL else 0)
         + (source.E.block_type.nbytes if FOLDED else 0)
     )
-    FORWARD: gl.constexpr = BYTES + source.v.block_type.nbytes * PARTS + source.W.block_type.nbytes
+    FORWARD: gl.constexpr = BYTES + source.v.block_type.nbytes * PARTS + source.W.block_type.nbytes * 3
     REVERSE: gl.constexpr = (
         BYTES
         + source.q.block_type.nbytes
         + source.do.block_type.nbytes * PARTS
-        + source.F.block_type.nbytes
-        + (0 if FOLDED else source.W.block_type.nbytes)
+        + source.F.block_type.nbytes * 3
+        + (0 if FOLDED else source.W.block_type.nbytes * 3)
     )
     tile, token = source.tile, source.token
     ahead = 1 - 2 * back
@@ -454,9 +458,9 @@ def _bring(
         if back != 0:
             for part in gl.static_range(PARTS):
                 tma_load(source.do, [token, source.column_do + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load(source.F, [tile * BT, 0], full, tiles.square.index(stage))
+            tma_load_upper(source.F, tile, full, tiles.square, stage, STAGES)
             if not FOLDED:
-                tma_load(source.W, [tile * BT, 0], full, tiles.write.index(stage))
+                tma_load_upper(source.W, tile, full, tiles.write, stage, STAGES)
             if CHANNEL:
                 tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
             else:
@@ -464,7 +468,7 @@ def _bring(
         else:
             for part in gl.static_range(PARTS):
                 tma_load(source.v, [token, source.column_v + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load(source.W, [tile * BT, 0], full, tiles.square.index(stage))
+            tma_load_upper(source.W, tile, full, tiles.square, stage, STAGES)
         tile += ahead * HV
         token += ahead * BT
         stage += 1

@@ -55,6 +55,38 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, span: int) -> gl.NVMMASh
 
 
 @gluon.jit
+def quarters(squares, box, STAGES: gl.constexpr):
+    """Upper triangular tiles [STAGES, n, n] in shared memory as quarters, each where a box of a quarter's size goes.
+
+    Of stage i, quarter 4 i + 2 of the columns + of the rows. A row's two halves do not lie together, so that each half
+    of the columns is a box's width: `squares` has the layout of `box`.
+    """
+    n: gl.constexpr = box.block_shape[0]
+    return squares._reinterpret(box.dtype, [4 * STAGES, n, n], box.layout)
+
+
+@gluon.jit
+def clear_lower(squares, box, STAGES: gl.constexpr):
+    """Zero the quarter below the diagonal of each, which `tma_load_upper` does not bring."""
+    n: gl.constexpr = box.block_shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // n, n // 8], [gl.num_warps(), 1], [1, 0])
+    parts = quarters(squares, box, STAGES)
+    for stage in gl.static_range(STAGES):
+        parts.index(4 * stage + 1).store(gl.zeros([n, n], box.dtype, L))
+
+
+@gluon.jit
+def tma_load_upper(box, tile, full, squares, stage, STAGES: gl.constexpr):
+    """Bring an upper triangular tile but for the quarter that is zero: three quarters of its bytes."""
+    n: gl.constexpr = box.block_shape[0]
+    parts = quarters(squares, box, STAGES)
+    row = tile * (2 * n)
+    tma_load(box, [row, 0], full, parts.index(4 * stage))
+    tma_load(box, [row, n], full, parts.index(4 * stage + 2))
+    tma_load(box, [row + n, n], full, parts.index(4 * stage + 3))
+
+
+@gluon.jit
 def clear_rows(tile, rows, BT: gl.constexpr, W: gl.constexpr):
     """Zero the rows of a tile [BT, W] in shared memory from `rows` on, which are no tokens: zero times NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // W, W // 8], [gl.num_warps(), 1], [1, 0])
