@@ -49,6 +49,9 @@ class Factors(NamedTuple):
 class Prepared(NamedTuple):
     """What `prepare` leaves for the scans where tokens stay where they are; t = chunks * HV tiles.
 
+    Upper triangular tiles are three quarters, each [C / 2, C / 2]: first rows and columns, first rows and last columns,
+    last rows and columns. The fourth is zero, and nowhere.
+
     Attributes:
         rows: [t, 4, C] float32 per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay to the
             chunk's end times 1/|k| (the norms only where `prepare` takes them), and beta. Decays of a channel gate are
@@ -56,10 +59,11 @@ class Prepared(NamedTuple):
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
         E: [t, C, K], or None in the unfolded form.
-        F: [t, C, C] P A, transposed. None in the unfolded form where no backward reads these.
-        W: [t, C, C] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward follows.
-        FB: [t, C, C] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only a
-            backward reads these.
+        F: [t, 3, C/2, C/2] P A, transposed. None in the unfolded form where no backward reads these.
+        W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward
+            follows.
+        FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where
+            only a backward reads these.
         back: `rows` as the unfolded backward reads them, where both directions read these; else None.
     """
 

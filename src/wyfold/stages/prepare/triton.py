@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -39,11 +37,11 @@ from wyfold.tile.index.triton import (
     load_strength,
     load_sub_chunks,
     load_tokens,
-    send_tile,
     store_sub_chunks,
+    store_tile,
     store_tokens,
+    store_upper,
     strides,
-    tile_boxes,
     token_boxes,
 )
 from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
@@ -98,15 +96,12 @@ def prepare(
     if channel:
         BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
     written = found if found.W is not None else found._replace(W=found.F)
-    factors = written[4:8]
-    rows = boxes = None
-    # With a channel gate sub-chunks are loaded, and boxes are slower on their way out as well (docs/facts.md, H200-7).
-    if copies_boxes(q.device) and not channel:
-        boxes = every_box(factors, _boxes(factors, C, BE))
-        # A chunk that a sequence does not fill has no box; and sums along rows lie in registers as the rows do, which
-        # differs with how they came.
-        if not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0:
-            rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
+    rows = None
+    # With a channel gate sub-chunks are loaded. A chunk that a sequence does not fill has no box; and sums along rows
+    # lie in registers as the rows do, which differs with how they came.
+    plain = not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0
+    if plain and copies_boxes(q.device):
+        rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
     x_q, x_k = rows or (q, k)
     launched(
         wyfold_prepare_triton,
@@ -125,7 +120,7 @@ def prepare(
         o.stride(),
         *written[:4],
         written.back,
-        *(boxes or factors),
+        *written[4:8],
         grid.cu,
         grid.first,
         grid.sequence,
@@ -148,7 +143,6 @@ def prepare(
         BV=tile_width(V),
         PACKED=grid.cu is not None,
         BOXED=rows is not None,
-        COPIED=boxes is not None,
         GATE=gate,
         CHANNEL=channel,
         ACTIVATION=options.activation,
@@ -165,26 +159,22 @@ def prepare(
     return found
 
 
-def _boxes(factors: tuple[Tensor | None, ...], C: int, BE: int) -> list[Any]:
-    """Of E and what lies behind it; None for one that has none."""
-    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(factors, (BE, C, C, C), strict=True)]
-
-
 def empty(
     q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool, forward: bool = True
 ) -> Prepared:
     """Unwritten factors of so many tiles; sizes come from metadata alone."""
     C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
     stored, both = workspace(q.dtype), forward and backward and not folded
+    upper = tiles, 3, C // 2, C // 2
     return Prepared(
         rows=q.new_empty(tiles, 4, C, dtype=torch.float32),
         total=q.new_empty(tiles, K if channel else 1, dtype=torch.float32),
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
-        F=q.new_empty(tiles, C, C, dtype=stored) if backward or folded else None,
-        W=q.new_empty(tiles, C, C, dtype=stored) if backward or not folded else None,
-        FB=q.new_empty(tiles, C, C, dtype=stored) if forward and not folded else None,
+        F=q.new_empty(upper, dtype=stored) if backward or folded else None,
+        W=q.new_empty(upper, dtype=stored) if backward or not folded else None,
+        FB=q.new_empty(upper, dtype=stored) if forward and not folded else None,
         back=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
     )
 
@@ -218,10 +208,10 @@ def wyfold_prepare_triton(
     p_qd,
     p_kd,
     p_back,
-    x_E,
-    x_F,
-    x_W,
-    x_FB,
+    p_E,
+    p_F,
+    p_W,
+    p_FB,
     p_cu,
     p_first,
     p_sequence,
@@ -243,7 +233,6 @@ def wyfold_prepare_triton(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     BOXED: tl.constexpr,
-    COPIED: tl.constexpr,
     GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -322,15 +311,15 @@ def wyfold_prepare_triton(
         b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
     if with_w:
         b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
-        send_tile(x_W, i_tile, 0, 0, b_W, BT, BT, BT, BT, COPIED)
+        store_upper(p_W, i_tile, b_W, BT)
     b_FT = mm_exact(b_AT, b_PT, None, EXACT)
-    if x_F is not None:
-        send_tile(x_F, i_tile, 0, 0, b_FT, BT, BT, BT, BT, COPIED)
-    if x_FB is not None:
-        send_tile(x_FB, i_tile, 0, 0, b_FT * b_beta[:, None], BT, BT, BT, BT, COPIED)
+    if p_F is not None:
+        store_upper(p_F, i_tile, b_FT, BT)
+    if p_FB is not None:
+        store_upper(p_FB, i_tile, b_FT * b_beta[:, None], BT)
 
     if CHANNEL:
-        if x_E is not None:
+        if p_E is not None:
             for column in tl.range(0, K, BE, num_stages=STAGES):
                 b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
                 if NORM:
@@ -343,19 +332,19 @@ def wyfold_prepare_triton(
                 )  # fmt: skip
                 b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
                 b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
-                send_tile(x_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE, COPIED)
+                store_tile(p_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
         b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         b_rk, b_rq = b_in, b_in
     else:
         b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
         tl.store(p_total + i_tile, total)
-        if x_E is not None:
+        if p_E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
-            send_tile(x_E, i_tile, 0, 0, b_E, BT, K, BT, BK, COPIED)
+            store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
     b_in_k, b_in_q, b_out = b_in * b_rk, b_in * b_rq, b_out * b_rk
     if p_back is not None:
         _store_rows(p_back, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
-    if x_FB is not None:
+    if p_FB is not None:
         b_out = b_beta * b_out
     _store_rows(p_rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
 

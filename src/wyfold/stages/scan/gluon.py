@@ -46,7 +46,17 @@ from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, clear_tokens, shared, tma_load, tma_load_upper, tma_store
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_lower,
+    clear_rows,
+    clear_tokens,
+    quarters,
+    shared,
+    tma_load,
+    tma_load_upper,
+    tma_store,
+)
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -56,6 +66,7 @@ from wyfold.tile.index.triton import (
     strides,
     tile_boxes,
     token_boxes,
+    upper_boxes,
 )
 from wyfold.tile.state.gluon import state_offsets
 
@@ -156,9 +167,8 @@ def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: in
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        # W and F are triangular, and come by quarters.
-        None if write is None else tile_boxes(write, C, K) if write is E else tile_boxes(write, C // 2, C // 2),
-        None if F is None else tile_boxes(F, C // 2, C // 2),
+        None if write is None else tile_boxes(write, C, K) if write is E else upper_boxes(write),
+        None if F is None else upper_boxes(F),
         token_boxes(o, C, BW),
     )
     boxes = every_box(given, found)
@@ -337,9 +347,9 @@ def wyfold_scan_gluon(
         mbarrier.init(free.index(s), count=PARTS)
         if OUT == 0:
             mbarrier.init(spare.index(s), count=PARTS)
-    clear_lower(F, x_F, STAGES)
+    clear_lower(quarters(F, x_F, STAGES), STAGES)
     if not FOLDED:
-        clear_lower(write, x_write, STAGES)
+        clear_lower(quarters(write, x_write, STAGES), STAGES)
     fence_async_shared()
     barrier()
 
@@ -429,8 +439,8 @@ def _bring(
         if FOLDED:
             tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
         else:
-            tma_load_upper(source.write, tile, full, tiles.write, stage, STAGES)
-        tma_load_upper(source.F, tile, full, tiles.F, stage, STAGES)
+            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
+        tma_load_upper(source.F, tile, full, quarters(tiles.F, source.F, STAGES), stage)
         tile += HV
         token += BT
         stage += 1

@@ -36,6 +36,7 @@ from wyfold.tile.index.triton import (
     fetch_rows,
     fetch_tile,
     fetch_tokens,
+    load_upper,
     number_boxes,
     segment_place,
     sequence_span,
@@ -97,7 +98,7 @@ def scan(
     factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
-    x_q, x_k, x_v, x_rows, x_total, x_E, x_W, x_F, x_o = boxes or where
+    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
     launched(
         wyfold_scan_triton,
         grid.sequences * HV * -(-V // BV),
@@ -110,8 +111,8 @@ def scan(
         x_rows,
         x_total,
         x_E,
-        x_W,
-        x_F,
+        p_W,
+        p_F,
         initial_state,
         strides(initial_state),
         x_o,
@@ -163,8 +164,9 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        None if W is None else tile_boxes(W, C, C),
-        tile_boxes(F, C, C),
+        # Triangular tiles are in quarters, and go by address.
+        W,
+        F,
         token_boxes(o, C, BV),
     )
     return every_box(given, found)
@@ -211,8 +213,8 @@ def wyfold_scan_triton(
     x_rows,
     x_total,
     x_E,
-    x_W,
-    x_F,
+    p_W,
+    p_F,
     p_S0,
     s_S0,
     x_o,
@@ -297,7 +299,7 @@ def wyfold_scan_triton(
         if not CHANNEL:
             next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
         b_S = _step(
-            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_F, x_o, p_o, s_o,
+            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
             i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
             K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
         )  # fmt: skip
@@ -309,7 +311,7 @@ def wyfold_scan_triton(
     if TMA:
         if steps * BT < length:
             b_S = _step(
-                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_F, x_o, p_o, s_o,
+                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
                 i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
             )  # fmt: skip
@@ -331,8 +333,8 @@ def _step(
     x_rows,
     x_total,
     x_E,
-    x_W,
-    x_F,
+    p_W,
+    p_F,
     x_o,
     p_o,
     s_o,
@@ -366,7 +368,7 @@ def _step(
         b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
         b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
     b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
-    b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_FT = load_upper(p_F, i_tile, BT)
 
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     # After the product, which needs the most registers: these numbers would be as many again.
@@ -384,6 +386,6 @@ def _step(
         b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
         return advance(b_S, total, b_y, b_E, OP, PRECISION)
     else:
-        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_WT = load_upper(p_W, i_tile, BT)
         b_e = mm(b_y, b_WT, None, OP, PRECISION)
         return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)

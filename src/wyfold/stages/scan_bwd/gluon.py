@@ -45,7 +45,16 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
-from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, shared, tma_load, tma_load_upper, tma_store
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_lower,
+    clear_rows,
+    quarters,
+    shared,
+    tma_load,
+    tma_load_upper,
+    tma_store,
+)
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -54,6 +63,7 @@ from wyfold.tile.index.triton import (
     strides,
     tile_boxes,
     token_boxes,
+    upper_boxes,
 )
 from wyfold.tile.inverse.triton import divisor
 
@@ -162,9 +172,8 @@ def _boxes(
             number_boxes(rows.flatten(1), 4 * C),
             number_boxes(total, K) if channel else total,
             None if E is None else tile_boxes(E, C, K),
-            # F and W are triangular, and come by quarters.
-            None if F is None else tile_boxes(F, C // 2, C // 2),
-            tile_boxes(W, C // 2, C // 2),
+            None if F is None else upper_boxes(F),
+            upper_boxes(W),
             tile_boxes(found.S, BW, K),
             tile_boxes(found.dS, BW, K),
             tile_boxes(found.e, C, BW),
@@ -345,9 +354,9 @@ def wyfold_scan_bwd_gluon(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
-    clear_lower(square, x_F, STAGES)
+    clear_lower(quarters(square, x_F, STAGES), STAGES)
     if not FOLDED:
-        clear_lower(write, x_W, STAGES)
+        clear_lower(quarters(write, x_W, STAGES), STAGES)
     fence_async_shared()
     barrier()
 
@@ -439,6 +448,7 @@ def _bring(
         + (0 if FOLDED else source.W.block_type.nbytes * 3)
     )
     tile, token = source.tile, source.token
+    squares = quarters(tiles.square, source.F, STAGES)
     ahead = 1 - 2 * back
     stage = 0
     phase = 1
@@ -458,9 +468,9 @@ def _bring(
         if back != 0:
             for part in gl.static_range(PARTS):
                 tma_load(source.do, [token, source.column_do + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load_upper(source.F, tile, full, tiles.square, stage, STAGES)
+            tma_load_upper(source.F, tile, full, squares, stage)
             if not FOLDED:
-                tma_load_upper(source.W, tile, full, tiles.write, stage, STAGES)
+                tma_load_upper(source.W, tile, full, quarters(tiles.write, source.W, STAGES), stage)
             if CHANNEL:
                 tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
             else:
@@ -468,7 +478,7 @@ def _bring(
         else:
             for part in gl.static_range(PARTS):
                 tma_load(source.v, [token, source.column_v + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load_upper(source.W, tile, full, tiles.square, stage, STAGES)
+            tma_load_upper(source.W, tile, full, squares, stage)
         tile += ahead * HV
         token += ahead * BT
         stage += 1

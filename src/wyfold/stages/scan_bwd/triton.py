@@ -35,6 +35,7 @@ from wyfold.tile.index.triton import (
     fetch_rows,
     fetch_tile,
     fetch_tokens,
+    load_upper,
     number_boxes,
     segment_place,
     send_tile,
@@ -159,8 +160,9 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        tile_boxes(F, C, C),
-        tile_boxes(W, C, C),
+        # Triangular tiles are in quarters, and go by address.
+        F,
+        W,
         tile_boxes(S, BV, BK),
         tile_boxes(dS, BV, BK),
         tile_boxes(e, C, BV),
@@ -182,8 +184,8 @@ def wyfold_scan_bwd_triton(
     x_rows,
     x_total,
     x_E,
-    x_F,
-    x_W,
+    p_F,
+    p_W,
     x_S,
     x_dS,
     x_e,
@@ -253,7 +255,7 @@ def wyfold_scan_bwd_triton(
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
-                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W, x_dS, x_X,
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
                     K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
                 )  # fmt: skip
@@ -265,7 +267,7 @@ def wyfold_scan_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
             b_dS = _reverse_step(
-                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W, x_dS, x_X,
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
             )  # fmt: skip
@@ -287,7 +289,7 @@ def wyfold_scan_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
             b_S = _forward_step(
-                b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_S, x_e,
+                b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
             )  # fmt: skip
@@ -295,7 +297,7 @@ def wyfold_scan_bwd_triton(
         if TMA:
             if steps * BT < length:
                 _forward_step(
-                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W, x_S, x_e,
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T,
                     K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
                 )  # fmt: skip
@@ -314,8 +316,8 @@ def _reverse_step(
     x_rows,
     x_total,
     x_E,
-    x_F,
-    x_W,
+    p_F,
+    p_W,
     x_dS,
     x_X,
     i_tile,
@@ -350,7 +352,7 @@ def _reverse_step(
         b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
         b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
     b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
-    b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_FT = load_upper(p_F, i_tile, BT)
 
     send_tile(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, TMA)
     if FOLDED:
@@ -365,7 +367,7 @@ def _reverse_step(
     if FOLDED:
         b_X += b_dY
     else:
-        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_WT = load_upper(p_W, i_tile, BT)
         b_divisor = divisor(b_beta)
         b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
         b_X += b_dR * (1.0 / b_divisor)[None, :]
@@ -387,7 +389,7 @@ def _forward_step(
     x_rows,
     x_total,
     x_E,
-    x_W,
+    p_W,
     x_S,
     x_e,
     i_tile,
@@ -417,7 +419,7 @@ def _forward_step(
     else:
         b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
     b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
-    b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_WT = load_upper(p_W, i_tile, BT)
 
     send_tile(x_S, i_tile, column, 0, b_S, V, K, BV, BK, TMA)
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)

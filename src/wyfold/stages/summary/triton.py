@@ -28,6 +28,7 @@ from wyfold.tile.index.triton import (
     fetch_rows,
     fetch_tile,
     fetch_tokens,
+    load_upper,
     number_boxes,
     segment_place,
     sequence_span,
@@ -116,7 +117,7 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        None if W is None else tile_boxes(W, C, C),
+        W,
     )
     return every_box(given, found)
 
@@ -208,8 +209,8 @@ def _boxes_back(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[An
         tile_boxes(rows, 4, C),
         number_boxes(total, BK) if channel else total,
         None if E is None else tile_boxes(E, C, BK),
-        tile_boxes(F, C, C),
-        None if W is None else tile_boxes(W, C, C),
+        F,
+        W,
     )
     return every_box(given, found)
 
@@ -223,7 +224,7 @@ def wyfold_summary_triton(
     x_rows,
     x_total,
     x_E,
-    x_W,
+    p_W,
     p_S0,
     s_S0,
     p_H,
@@ -276,7 +277,7 @@ def wyfold_summary_triton(
                 if not CHANNEL:
                     next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=i + 1 < steps, other=0.0)
                 b_S = _step(
-                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W,
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
                     i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
                     K, V, BT, BK, BV, True, CHANNEL, FOLDED, TMA, OP, PRECISION,
                 )  # fmt: skip
@@ -295,7 +296,7 @@ def wyfold_summary_triton(
                 if not CHANNEL:
                     next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=i + 1 < steps, other=0.0)
                 b_S = _step(
-                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, x_W,
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
                     i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
                     K, V, BT, BK, BV, False, CHANNEL, FOLDED, TMA, OP, PRECISION,
                 )  # fmt: skip
@@ -314,7 +315,7 @@ def _step(
     x_rows,
     x_total,
     x_E,
-    x_W,
+    p_W,
     i_tile,
     b,
     t,
@@ -351,7 +352,7 @@ def _step(
         b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
         return advance(b_S, total, (b_R * b_beta[None, :]).to(OP), b_E, OP, PRECISION)
     else:
-        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_WT = load_upper(p_W, i_tile, BT)
         b_e = mm(b_R, b_WT, None, OP, PRECISION)
         return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)
 
@@ -367,8 +368,8 @@ def wyfold_summary_bwd_triton(
     x_rows,
     x_total,
     x_E,
-    x_F,
-    x_W,
+    p_F,
+    p_W,
     p_dST,
     s_dST,
     p_c,
@@ -418,7 +419,7 @@ def wyfold_summary_bwd_triton(
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
-                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W,
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
                     K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
                 )  # fmt: skip
@@ -430,7 +431,7 @@ def wyfold_summary_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
             b_dS = _reverse_step(
-                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, x_F, x_W,
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
                 K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
             )  # fmt: skip
@@ -451,8 +452,8 @@ def _reverse_step(
     x_rows,
     x_total,
     x_E,
-    x_F,
-    x_W,
+    p_F,
+    p_W,
     i_tile,
     b,
     t,
@@ -482,7 +483,7 @@ def _reverse_step(
         b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
         b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
     b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
-    b_FT = fetch_tile(x_F, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+    b_FT = load_upper(p_F, i_tile, BT)
     if FOLDED:
         b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
         b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
@@ -495,7 +496,7 @@ def _reverse_step(
     if FOLDED:
         b_X += b_dY
     else:
-        b_WT = fetch_tile(x_W, i_tile, 0, 0, BT, BT, BT, BT, TMA)
+        b_WT = load_upper(p_W, i_tile, BT)
         b_divisor = divisor(b_beta)
         b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]

@@ -55,35 +55,42 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, span: int) -> gl.NVMMASh
 
 
 @gluon.jit
-def quarters(squares, box, STAGES: gl.constexpr):
-    """Upper triangular tiles [STAGES, n, n] in shared memory as quarters, each where a box of a quarter's size goes.
+def quarters(squares, box, count: gl.constexpr):
+    """So many tiles [2 n, 2 n] in shared memory as quarters [n, n]: of tile i, number 4 i + 2 of columns + of rows.
 
-    Of stage i, quarter 4 i + 2 of the columns + of the rows. A row's two halves do not lie together, so that each half
-    of the columns is a box's width: `squares` has the layout of `box`.
+    A row's halves do not lie together: `squares` has the layout of `box`, whose rows are as long as one of them.
     """
     n: gl.constexpr = box.block_shape[0]
-    return squares._reinterpret(box.dtype, [4 * STAGES, n, n], box.layout)
+    return squares._reinterpret(box.dtype, [4 * count, n, n], box.layout)
 
 
 @gluon.jit
-def clear_lower(squares, box, STAGES: gl.constexpr):
-    """Zero the quarter below the diagonal of each, which `tma_load_upper` does not bring."""
-    n: gl.constexpr = box.block_shape[0]
+def clear_lower(parts, count: gl.constexpr):
+    """Zero the quarter below the diagonal of each tile, which no box brings."""
+    n: gl.constexpr = parts.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // n, n // 8], [gl.num_warps(), 1], [1, 0])
-    parts = quarters(squares, box, STAGES)
-    for stage in gl.static_range(STAGES):
-        parts.index(4 * stage + 1).store(gl.zeros([n, n], box.dtype, L))
+    for i in gl.static_range(count):
+        parts.index(4 * i + 1).store(gl.zeros([n, n], parts.dtype, L))
 
 
 @gluon.jit
-def tma_load_upper(box, tile, full, squares, stage, STAGES: gl.constexpr):
-    """Bring an upper triangular tile but for the quarter that is zero: three quarters of its bytes."""
+def tma_load_upper(box, tile, full, parts, i):
+    """Bring upper triangular tile `tile`, as `prepare` leaves them, to the quarters of tile i in shared memory."""
     n: gl.constexpr = box.block_shape[0]
-    parts = quarters(squares, box, STAGES)
-    row = tile * (2 * n)
-    tma_load(box, [row, 0], full, parts.index(4 * stage))
-    tma_load(box, [row, n], full, parts.index(4 * stage + 2))
-    tma_load(box, [row + n, n], full, parts.index(4 * stage + 3))
+    row = tile * (3 * n)
+    tma_load(box, [row, 0], full, parts.index(4 * i))
+    tma_load(box, [row + n, 0], full, parts.index(4 * i + 2))
+    tma_load(box, [row + 2 * n, 0], full, parts.index(4 * i + 3))
+
+
+@gluon.jit
+def tma_store_upper(box, tile, parts, i):
+    """The reverse of `tma_load_upper`."""
+    n: gl.constexpr = box.block_shape[0]
+    row = tile * (3 * n)
+    tma_store(box, [row, 0], parts.index(4 * i))
+    tma_store(box, [row + n, 0], parts.index(4 * i + 2))
+    tma_store(box, [row + 2 * n, 0], parts.index(4 * i + 3))
 
 
 @gluon.jit

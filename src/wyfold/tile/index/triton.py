@@ -68,6 +68,11 @@ def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     return Boxes(x, [tiles * R, W], [W, 1], [rows, columns])
 
 
+def upper_boxes(x: Tensor) -> Boxes | None:
+    """Boxes of a quarter of contiguous upper triangular tiles x [tiles, 3, n, n]; None as above."""
+    return tile_boxes(x.flatten(0, 1), x.shape[2], x.shape[3])
+
+
 def number_boxes(x: Tensor, count: int) -> Boxes | None:
     """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
@@ -414,6 +419,32 @@ def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: 
         tl.store(p + offsets, x.to(p.dtype.element_ty))
     else:
         tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def upper_offsets(i_tile, BT: tl.constexpr):
+    """Offsets in upper triangular tiles [tiles, 3, BT / 2, BT / 2], and mask: not in the quarter that is zero.
+
+    The first quarter is that of the first rows and columns; then come the rows of the last columns.   [BT, BT]
+    """
+    n: tl.constexpr = BT // 2
+    o_r, o_w = tl.arange(0, BT), tl.arange(0, BT)
+    at = (o_r * n)[:, None] + (o_w + o_w // n * (n * n - n))[None, :]
+    return i_tile.to(tl.int64) * (3 * n * n) + at, (o_r // n)[:, None] <= (o_w // n)[None, :]
+
+
+@triton.jit
+def load_upper(p, i_tile, BT: tl.constexpr):
+    """An upper triangular tile.   [BT, BT]"""
+    offsets, mask = upper_offsets(i_tile, BT)
+    return tl.load(p + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_upper(p, i_tile, x, BT: tl.constexpr):
+    """Write the upper triangle of a tile, rounding once."""
+    offsets, mask = upper_offsets(i_tile, BT)
+    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -56,8 +56,18 @@ from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
 from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
-from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_tokens, shared, tma_load, tma_store, token_tile
-from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.index.gluon import (
+    ELEMENTS,
+    barrier,
+    clear_tokens,
+    quarters,
+    shared,
+    tma_load,
+    tma_store,
+    tma_store_upper,
+    token_tile,
+)
+from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes, upper_boxes
 from wyfold.tile.inverse.gluon import invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
@@ -161,8 +171,9 @@ def prepare(
 
 def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
     """Of decayed q and k, E, F and W."""
-    widths = (BK.value, BK.value, found.total.shape[1], C, C)
-    return [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:7], widths, strict=True)]
+    widths = (BK.value, BK.value, found.total.shape[1])
+    tiles = [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:5], widths, strict=True)]
+    return [*tiles, *(None if x is None else upper_boxes(x) for x in found[5:7])]
 
 
 def _gate_boxes(x: Tensor | None, C: int) -> Boxes | None:
@@ -436,17 +447,17 @@ def wyfold_prepare_channel_gluon(
         squares = gl.convert_layout(_side_by_side(F.to(gl.bfloat16), W), LE, assert_trivial=True)
         gates._reinterpret(gl.bfloat16, [BT, 2 * K], HALF).store(_side_by_side(E.to(gl.bfloat16), squares))
         out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
-        out = gates._reinterpret(gl.bfloat16, [4, BT, BT], HALF)
+        out = quarters(gates, x_F, 4)
         fence_async_shared()
         barrier()
         if PLACED:
             if after < tiles:
                 i_h = after % HV // (HV // H)
                 _ask_tokens(x_k, s_k, x_q, s_q, after // HV * BT, i_h, come, keys, queries)
-        tma_store(x_F, [tile * BT, 0], out.index(2))
+        tma_store_upper(x_F, tile, out, 2)
         tma_store(x_E, [tile * BT, 0], out_E)
         if with_w:
-            tma_store(x_W, [tile * BT, 0], out.index(3))
+            tma_store_upper(x_W, tile, out, 3)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).

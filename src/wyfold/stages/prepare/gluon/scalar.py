@@ -42,8 +42,8 @@ from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
-from wyfold.tile.index.gluon import barrier, clear_tokens, shared, tma_load, tma_store, token_tile
-from wyfold.tile.index.triton import chunk_span, every_box, strides, tile_boxes, token_boxes
+from wyfold.tile.index.gluon import barrier, clear_tokens, quarters, shared, tma_load, tma_store_upper, token_tile
+from wyfold.tile.index.triton import chunk_span, every_box, strides, token_boxes, upper_boxes
 from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
@@ -72,7 +72,7 @@ def prepare(
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
-    factors = every_box(found[5:8], [None if x is None else tile_boxes(x, C, C) for x in found[5:8]])
+    factors = every_box(found[5:8], [None if x is None else upper_boxes(x) for x in found[5:8]])
     if factors is None:  # too many chunks for the numbers of boxes
         given = q, k, g, beta, A_log, dt_bias, grid, options, o
         return triton.prepare(*given, folded=folded, backward=backward, forward=forward, clear=clear)
@@ -190,6 +190,7 @@ def wyfold_prepare_gluon(
 ):
     """One program owns a chunk of one value head; nothing lives longer than its tiles."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
@@ -311,21 +312,22 @@ def wyfold_prepare_gluon(
     columns_W, highs, lows = invert_columns(D, U, BT, LB)
     # Every warp is past its last -U, whose place what leaves takes.
     barrier()
-    out = q._reinterpret(gl.bfloat16, [2, BT, BT], WIDE)
+    out = q._reinterpret(gl.bfloat16, [2, BT, BT], HALF)
+    parts = quarters(out, x_W, 2)
     out.index(1).store(joined(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), none, False, AC)
     for m in gl.static_range(1, 4):
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
     if x_FB is not None:
-        _send_weighed(x_FB, F, numbers.share, out.index(0), pid, BT, LC)
+        _send_weighed(x_FB, F, numbers.share, out.index(0), parts, pid, LC)
     else:
-        _send_weighed(x_F, F, numbers.under, out.index(0), pid, BT, LC)
-    tma_store(x_W, [pid * BT, 0], out.index(1))
+        _send_weighed(x_F, F, numbers.under, out.index(0), parts, pid, LC)
+    tma_store_upper(x_W, pid, parts, 1)
     tma.store_wait(pendings=0)
     if x_F is not None and x_FB is not None:
         barrier()
-        _send_weighed(x_F, F, numbers.under, out.index(0), pid, BT, LC)
+        _send_weighed(x_F, F, numbers.under, out.index(0), parts, pid, LC)
         tma.store_wait(pendings=0)
     # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
     come_k._keep_alive()
@@ -458,9 +460,9 @@ def _up_to(
 
 
 @gluon.jit
-def _send_weighed(x_out, x, by, place, pid, BT: gl.constexpr, LC: gl.constexpr):
-    """A tile goes to its box by way of shared memory, with one number for each of its rows."""
+def _send_weighed(x_out, x, by, place, parts, pid, LC: gl.constexpr):
+    """A tile leaves by way of the first tile in shared memory, with one number for each of its rows."""
     place.store((x * by.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
     fence_async_shared()
     barrier()
-    tma_store(x_out, [pid * BT, 0], place)
+    tma_store_upper(x_out, pid, parts, 0)

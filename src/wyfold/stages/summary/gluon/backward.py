@@ -31,7 +31,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load
+from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -40,6 +40,7 @@ from wyfold.tile.index.triton import (
     strides,
     tile_boxes,
     token_boxes,
+    upper_boxes,
 )
 from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.gluon import state_offsets
@@ -120,8 +121,8 @@ def _boxes(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int
         token_boxes(do, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        None if F is None else tile_boxes(F, C, C),
-        tile_boxes(E, C, K) if E is not None else None if W is None else tile_boxes(W, C, C),
+        None if F is None else upper_boxes(F),
+        tile_boxes(E, C, K) if E is not None else None if W is None else upper_boxes(W),
     )
     boxes = every_box(given, found)
     return None if boxes is None else shared(boxes)
@@ -237,7 +238,7 @@ def wyfold_summary_bwd_gluon(
     do = gl.allocate_shared_memory(x_do.dtype, [STAGES * PARTS, BT, BW], x_do.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
     F = gl.allocate_shared_memory(x_F.dtype, [STAGES, BT, BT], x_F.layout)
-    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
+    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, K if FOLDED else BT], x_write.layout)
     total = rows
     if CHANNEL:
         total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
@@ -246,6 +247,9 @@ def wyfold_summary_bwd_gluon(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
+    clear_lower(quarters(F, x_F, STAGES), STAGES)
+    if not FOLDED:
+        clear_lower(quarters(write, x_write, STAGES), STAGES)
     fence_async_shared()
     barrier()
 
@@ -270,7 +274,7 @@ def wyfold_summary_bwd_gluon(
         gl.warp_specialize(
             [
                 (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -280,7 +284,7 @@ def wyfold_summary_bwd_gluon(
             [
                 (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
                 (_recur, (memory, tiles, at, scale, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -298,6 +302,7 @@ def _bring(
     BW: gl.constexpr,
     PARTS: gl.constexpr,
     CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
@@ -306,8 +311,8 @@ def _bring(
         + source.k.block_type.nbytes
         + source.do.block_type.nbytes * PARTS
         + source.rows.block_type.nbytes
-        + source.F.block_type.nbytes
-        + source.write.block_type.nbytes
+        + source.F.block_type.nbytes * 3
+        + source.write.block_type.nbytes * (1 if FOLDED else 3)
     )
     BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
     tile, token = source.tile, source.token
@@ -322,10 +327,13 @@ def _bring(
             tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
         else:
             tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-        tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        if FOLDED:
+            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        else:
+            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
         for part in gl.static_range(PARTS):
             tma_load(source.do, [token, source.column_do + part * BW], full, tiles.do.index(stage * PARTS + part))
-        tma_load(source.F, [tile * BT, 0], full, tiles.F.index(stage))
+        tma_load_upper(source.F, tile, full, quarters(tiles.F, source.F, STAGES), stage)
         tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
         if CHANNEL:
             tma_load(source.total, [tile * K], full, tiles.total.index(stage))

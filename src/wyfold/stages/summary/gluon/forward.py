@@ -28,7 +28,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, shared, tma_load
+from wyfold.tile.index.gluon import barrier, clear_lower, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
     every_box,
     number_boxes,
@@ -37,6 +37,7 @@ from wyfold.tile.index.triton import (
     strides,
     tile_boxes,
     token_boxes,
+    upper_boxes,
 )
 from wyfold.tile.state.gluon import state_offsets
 
@@ -115,7 +116,7 @@ def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[An
         token_boxes(v, C, BW),
         number_boxes(rows.flatten(1), 4 * C),
         number_boxes(total, K) if channel else total,
-        None if write is None else tile_boxes(write, C, write.shape[2]),
+        None if write is None else tile_boxes(write, C, K) if write is E else upper_boxes(write),
     )
     boxes = every_box(given, found)
     return None if boxes is None else shared(boxes)
@@ -226,7 +227,7 @@ def wyfold_summary_gluon(
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
     v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
-    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, x_write.block_shape[1]], x_write.layout)
+    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, K if FOLDED else BT], x_write.layout)
     total = rows
     if CHANNEL:
         total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
@@ -235,6 +236,8 @@ def wyfold_summary_gluon(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
+    if not FOLDED:
+        clear_lower(quarters(write, x_write, STAGES), STAGES)
     if of_H == 0:
         # Nobody brings any.
         L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
@@ -261,7 +264,7 @@ def wyfold_summary_gluon(
         gl.warp_specialize(
             [
                 (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -271,7 +274,7 @@ def wyfold_summary_gluon(
             [
                 (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
                 (_recur, (memory, tiles, at, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -290,10 +293,12 @@ def _bring(
     BW: gl.constexpr,
     PARTS: gl.constexpr,
     CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
-    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + source.write.block_type.nbytes
+    WRITE: gl.constexpr = source.write.block_type.nbytes * (1 if FOLDED else 3)
+    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + WRITE
     BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
     tile, token = source.tile, source.token
     stage = 0
@@ -314,7 +319,10 @@ def _bring(
         if of_H != 0:
             for part in gl.static_range(PARTS):
                 tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
-        tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        if FOLDED:
+            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+        else:
+            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
         tile += HV
         token += BT
         stage += 1
