@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from tests.compile import aot
+from tests.upper_tiles import whole
 from tools.experiments import prepare_channel_emulate as emulate
 
 from wyfold.runtime.options import DeltaOptions
@@ -127,14 +128,14 @@ def case(sources, B=1, T=128, H=1, HV=2, norm=False, cu=None, gate=True, wide=12
         )
     want = truth(q, k, g if gate else g * 0, beta, norm, spans)
     n, errors = len(want[0]), {}
-    left = found.total, found.F, found.W, found.FB
+    left = found.total, *(whole(x) for x in (found.F, found.W, found.FB))
     got = [x.reshape(-1, *y.shape[1:])[:n] for x, y in zip(left, want, strict=True)]
     both = found.FB, found.rows, found.W, found.F, found.back, found.W
     for x, y in zip(both, (forth.FB, forth.rows, forth.W, back.F, back.rows, back.W), strict=True):
         low = min(n, x.shape[0])
         assert torch.equal(x[:low].view(torch.uint8), y[:low].view(torch.uint8)), "a direction alone has other bits"
     beta = found.rows[:n, 3]
-    assert logit or not found.FB[:n][beta == 0].any()
+    assert logit or not left[3][:n][beta == 0].any()
     for name, x, y in zip(("total", "F", "W", "FB"), got, want, strict=True):
         assert x.isfinite().all(), name
         errors[name] = f"{float((x.double() - y).norm() / y.norm()):.1e}"

@@ -10,7 +10,9 @@ from unittest import mock
 
 import scan_gluon_emulate as E
 import torch
+from tests.upper_tiles import in_quarters, whole
 
+import wyfold.tile.index.gluon as IG
 import wyfold.tile.index.triton as I
 from wyfold.runtime.chunks import chunk_grid
 from wyfold.runtime.launch import Config
@@ -64,6 +66,7 @@ def namespace(pid):
         "fence_async_shared": lambda: None,
         "barrier": lambda: None,
         "clear_rows": E.clear_rows,
+        "quarters": lambda squares, box, count: E.Quarters(squares.t),
         "divisor": divisor,
         **{name: getattr(E, name) for name in ("tma", "tma_load", "tma_store")},
         **{name: getattr(E, name) for name in ("warpgroup_mma", "warpgroup_mma_wait")},
@@ -72,6 +75,9 @@ def namespace(pid):
     scope = {"tl": types.SimpleNamespace(load=E.load, constexpr=int)}
     exec("from __future__ import annotations\n" + span[span.index("def ") :], scope)
     ns["sequence_span"] = scope["sequence_span"]
+    for helper in (IG.clear_lower, IG.tma_load_upper):
+        source = inspect.getsource(helper.fn)
+        exec("from __future__ import annotations\n" + source[source.index("def ") :], ns)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)
     return ns
 
@@ -86,7 +92,7 @@ def drawn(gate, B, T, H, HV, K, V, cu, given, device="cpu", seed=1):
     q, k, v, do = unit(B, T, H, K), unit(B, T, H, K), r(B, T, HV, V).bfloat16(), r(B, T, HV, V).bfloat16()
     grid = chunk_grid(B, T, 64, None if cu is None else torch.tensor(cu, device=device))
     n, N = grid.chunks * HV, B if cu is None else len(cu) - 1
-    square = lambda: (torch.eye(64, device=device) + 0.1 * r(n, 64, 64).tril(-1).mT).bfloat16()
+    square = lambda: in_quarters((torch.eye(64, device=device) + 0.1 * r(n, 64, 64).tril(-1).mT).bfloat16())
     rows = 0.05 + 0.95 * u(n, 4, 64)  # X of a strength of zero would hide all others
     if channel:
         rows[:, :3] = 1.0
@@ -106,7 +112,8 @@ def drawn(gate, B, T, H, HV, K, V, cu, given, device="cpu", seed=1):
 def expected(q, k, v, prepared, S0, do, dST, grid, scale, cu):
     """(tiles that are written, S, dS, e, X, dS0) by the formulas, operands rounded as the launch rounds them; dS and X
     in units of the scale."""
-    rows, totals, q_tiles, k_tiles, E_tiles, F, W = prepared
+    rows, totals, q_tiles, k_tiles, E_tiles, F, W = prepared[:7]
+    F, W = whole(F), whole(W)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     b = lambda x: x.bfloat16().float()
     n = rows.shape[0]

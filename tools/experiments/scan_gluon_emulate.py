@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from tests.upper_tiles import in_quarters
 
 from wyfold.reference import rounded as Rd
 from wyfold.runtime.chunks import chunk_grid
@@ -76,6 +77,17 @@ class Shared:
     def store(self, x):
         assert x.shape == self.t.shape and x.dtype == self.t.dtype, (x.shape, self.t.shape, x.dtype)
         self.t.copy_(x)
+
+
+class Quarters(Shared):
+    """Tiles [n, n] by quarters, as `tile.index.gluon.quarters` has them."""
+
+    shape = property(lambda s: (4 * s.t.shape[0], s.t.shape[1] // 2, s.t.shape[2] // 2))
+
+    def index(self, i):
+        i, n = int(i), self.t.shape[1] // 2
+        rows, columns = n * (i % 2), n * (i // 2 % 2)
+        return Shared(self.t[i // 4, rows : rows + n, columns : columns + n])
 
 
 class Acc:
@@ -388,11 +400,14 @@ def namespace(pid):
         "fence_async_shared": lambda: None,
         "barrier": lambda: None,
         "clear_rows": clear_rows,
+        "quarters": lambda squares, box, count: Quarters(squares.t),
     }
     tl = types.SimpleNamespace(load=load, int64=torch.int64)
-    for helper in (I.sequence_span, I.slot_place, IG.clear_tokens, D.chunk_decay, SG.state_offsets):
+    helpers = I.sequence_span, I.slot_place, IG.clear_tokens, D.chunk_decay, SG.state_offsets
+    for helper in (*helpers, IG.clear_lower, IG.tma_load_upper):
         source = inspect.getsource(helper.fn)
-        exec("from __future__ import annotations\n" + source[source.index("def ") :], {"tl": tl, "gl": gl}, ns)
+        scope = {"tl": tl, "gl": gl, "tma_load": tma_load}
+        exec("from __future__ import annotations\n" + source[source.index("def ") :], scope, ns)
     exec(compile("from __future__ import annotations\n" + text, G.__file__, "exec"), ns)
     # `_step` of a tail: products may meet rows that another part clears
     step = ns["_step"]
@@ -488,9 +503,9 @@ def case(
         "q": nanf(64, K) if ch else None,
         "k": nanf(64, K) if ch else None,
         "E": nanf(64, K) if folded else None,
-        "F": nanf(64, 64) if folded else None,
-        "W": None if folded else nanf(64, 64),
-        "FB": None if folded else nanf(64, 64),
+        "F": nanf(3, 32, 32) if folded else None,
+        "W": None if folded else nanf(3, 32, 32),
+        "FB": None if folded else nanf(3, 32, 32),
     }
     form = Rd.Form(torch.bfloat16, ch, folded, scale)
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, cu[i], cu[i + 1]) for i in range(N)]
@@ -513,9 +528,9 @@ def case(
                 if ch:
                     p["q"][i], p["k"][i] = f.q[h, c], f.k[h, c]
                 if folded:
-                    p["E"][i], p["F"][i] = f.E[h, c], f.F[h, c].T
+                    p["E"][i], p["F"][i] = f.E[h, c], in_quarters(f.F[h, c].T)
                 else:
-                    p["W"][i], p["FB"][i] = f.W[h, c].T, f.FB[h, c].T
+                    p["W"][i], p["FB"][i] = in_quarters(f.W[h, c].T), in_quarters(f.FB[h, c].T)
                     p["rows"][i, 2] *= p["rows"][i, 3]
     o = torch.full_like(v, float("nan"))
     ST = torch.full((N, HV, K, V), float("nan"))

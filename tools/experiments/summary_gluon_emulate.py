@@ -12,6 +12,7 @@ from unittest import mock
 import scan_bwd_gluon_emulate as back
 import scan_gluon_emulate as machine
 import torch
+from tests.upper_tiles import whole
 
 import wyfold.stages.scan.gluon as scan
 from wyfold.runtime.chunks import Cut, chunk_grid, segment_grid
@@ -74,7 +75,7 @@ def truth(k, v, p, S0, segments, H_, M_):
                 if p.E is not None:
                     S = S + (R * beta).bfloat16().float() @ p.E[tile].float()
                 else:
-                    e = R.bfloat16().float() @ p.W[tile].float()
+                    e = R.bfloat16().float() @ whole(p.W[tile]).float()
                     S = S + (e * written).bfloat16().float() @ keys
             (H_ if of_H else M_)[i - n, hv] = S.T
 
@@ -104,8 +105,8 @@ def drawn(channel, folded, lengths, lost):
         q=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
         k=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
         E=(0.1 * torch.randn(n, C, K)).bfloat16() if folded else None,
-        F=(0.3 * torch.randn(n, C, C)).bfloat16(),
-        W=(0.3 * torch.randn(n, C, C)).bfloat16(),
+        F=(0.3 * torch.randn(n, 3, C // 2, C // 2)).bfloat16(),
+        W=(0.3 * torch.randn(n, 3, C // 2, C // 2)).bfloat16(),
     )
     return segments, tokens, p
 
@@ -138,12 +139,12 @@ def truth_back(q, k, do, p, dST, segments, scale, c_, op, number):
                     keys, queries = p.k[tile], p.q[tile]
                 keys, queries, doT = number(keys), number(queries), number(doT).T
                 in_k, in_q, out, beta = number(p.rows[tile])
-                X = doT @ number(p.F[tile]).T * scale
+                X = doT @ number(whole(p.F[tile])).T * scale
                 if p.E is not None:
                     X = X + op(dS) @ number(p.E[tile]).T
                 else:
                     by = back.divisor(beta)
-                    X = X + op(op(dS) @ keys.T * (out * by)) @ number(p.W[tile]).T * (1 / by)
+                    X = X + op(op(dS) @ keys.T * (out * by)) @ number(whole(p.W[tile])).T * (1 / by)
                 dS = dS * number(p.total[tile]) + op(doT * (in_q * scale)) @ queries
                 dS = dS + op(-(X * (beta * in_k))) @ keys
             c_[i - n - 1, hv] = dS.T
@@ -191,7 +192,7 @@ def case(channel, folded, parts, rows, stages, lengths, mode):
     unit = torch.nn.functional.normalize
     k, v = unit(torch.randn(1, T, H, K), dim=-1).bfloat16(), torch.randn(1, T, HV, V).bfloat16()
     n = grid.chunks * HV
-    square = (0.3 * torch.randn(n, C, C)).bfloat16()
+    square = (0.3 * torch.randn(n, 3, C // 2, C // 2)).bfloat16()
     p = Prepared(
         rows=torch.rand(n, 4, C),
         total=torch.rand(n, K if channel else 1),

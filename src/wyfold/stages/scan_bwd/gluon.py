@@ -45,6 +45,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
+from wyfold.tile.dot.gluon import in_bfloat16
 from wyfold.tile.index.gluon import (
     barrier,
     clear_lower,
@@ -702,8 +703,8 @@ def _reverse_step(
     if not FOLDED:
         out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
         dY = warpgroup_mma_wait(1, deps=[dY])
-        d = (dY * out[None, :]).to(OP)
-        less = gl.fma(dY, out[None, :], -d.to(gl.float32))
+        d, d_wide = in_bfloat16(dY * out[None, :])
+        less = gl.fma(dY, out[None, :], -d_wide)
         d = gl.convert_layout(d, AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), less, is_async=True)
     dS = warpgroup_mma(doT, query, dS, is_async=True)
@@ -773,16 +774,16 @@ def _forward_step(
     S = S * total
     Sk = warpgroup_mma_wait(0, deps=[Sk])
     R = v.to(gl.float32) - Sk * in_k[None, :]
-    r = R.to(OP)
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
-        less = R - r.to(gl.float32)
+        r, r_wide = in_bfloat16(R)
+        less = R - r_wide
         r = gl.convert_layout(r, AC, assert_trivial=True)
         e = warpgroup_mma(r, tiles.square.index(stage), less, is_async=True)
         S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
         e = warpgroup_mma_wait(1, deps=[e])
     else:
-        r = gl.convert_layout(r, AC, assert_trivial=True)
+        r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
         e = warpgroup_mma(r, tiles.square.index(stage), nothing, use_acc=False, is_async=True)
         beta_out = beta * number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])

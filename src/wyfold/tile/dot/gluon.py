@@ -61,6 +61,20 @@ def parts(x):
 
 
 @gluon.jit
+def in_bfloat16(x):
+    """x rounded to bfloat16, as such and in float32. Numbers are converted two by two: one by one takes four times as
+    long, which is what the compiler does where both are wanted."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+        "=&r,=&r,=&r,f,f",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
 def exp2(x):
     """2^x; what is too small for a normal number is 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
