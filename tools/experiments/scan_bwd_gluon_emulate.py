@@ -68,6 +68,8 @@ def namespace(pid):
         "clear_rows": E.clear_rows,
         "quarters": lambda squares, box, count: E.Quarters(squares.t),
         "divisor": divisor,
+        "one_over": lambda x: 1 / x,
+        "in_bfloat16": lambda x: (x.bfloat16(), x.bfloat16().float()),
         **{name: getattr(E, name) for name in ("tma", "tma_load", "tma_store")},
         **{name: getattr(E, name) for name in ("warpgroup_mma", "warpgroup_mma_wait")},
     }

@@ -39,7 +39,7 @@ def emulate(kernel, programs, *arguments, **fixed):
             found = made(pid)
         exec("from __future__ import annotations\n" + place, found)
         found["tl"] = found["segment_place"].__globals__["tl"] = type("tl", (), {"load": staticmethod(machine.load)})
-        found.update(clear_rows=cleared, _one_over=lambda x: 1 / x, divisor=back.divisor)
+        found.update(clear_rows=cleared, one_over=lambda x: 1 / x, divisor=back.divisor)
         return found
 
     with mock.patch.object(machine, "namespace", namespace), mock.patch.object(machine, "Acc", back.Acc):

@@ -14,9 +14,9 @@ under that product, and given to the copy engine together with what the chunk be
 put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
 room for two states, a chunk more for the state.
 
-dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1; a product with W starts from what was
-rounded off its operand, but e does not where it is written into the state. In the reverse half do^T q does not wait for
-the gradient's products and fills the matrix units between two that do.
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1, and then multiplies nothing; a product
+with W starts from what was rounded off its operand, but e does not where it is written into the state. In the reverse
+half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
 
 A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
 does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no
@@ -45,7 +45,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import scan_bwd_key
-from wyfold.tile.dot.gluon import in_bfloat16
+from wyfold.tile.dot.gluon import in_bfloat16, one_over
 from wyfold.tile.index.gluon import (
     barrier,
     clear_lower,
@@ -136,7 +136,7 @@ def scan_bwd(
         grid.tokens,
         grid.per_sequence,
         options.unit,
-        options.scale / options.unit,
+        None if options.scale == options.unit else options.scale / options.unit,
         H=H,
         HV=HV,
         K=K,
@@ -696,7 +696,9 @@ def _reverse_step(
         gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), nothing, use_acc=False, is_async=True
     )
     in_q = number.slice(BT, BT).load(ROW)
-    doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
+    if scale is not None:
+        in_q *= scale
+    doT = gl.convert_layout((doT.to(gl.float32) * in_q[None, :]).to(OP), AC, assert_trivial=True)
     if CHANNEL:
         total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
@@ -711,11 +713,12 @@ def _reverse_step(
     # Numbers of rows are read where they are wanted, again if need be: registers are short here.
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
-    X = X * scale
+    if scale is not None:
+        X *= scale
     if FOLDED:
         X += dY
     else:
-        X += dY * (1.0 / divisor(beta))[None, :]
+        X += dY * one_over(divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=OUT - 1)

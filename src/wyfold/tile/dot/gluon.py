@@ -75,6 +75,12 @@ def in_bfloat16(x):
 
 
 @gluon.jit
+def one_over(x):
+    """1 / x of numbers between 2^-126 and 2^126: the bits that the division has, which takes care of all others too."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def exp2(x):
     """2^x; what is too small for a normal number is 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

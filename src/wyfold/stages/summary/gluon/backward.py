@@ -31,6 +31,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
 from wyfold.stages.summary import triton
 from wyfold.tile.decay.gluon import chunk_decay
+from wyfold.tile.dot.gluon import one_over
 from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
     every_box,
@@ -474,13 +475,7 @@ def _step(
     if FOLDED:
         X += dY
     else:
-        X += dY * _one_over(divisor(beta))[None, :]
+        X += dY * one_over(divisor(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     return warpgroup_mma_wait(0, deps=[dS]), later_total
-
-
-@gluon.jit
-def _one_over(x):
-    """1 / x of numbers between 2^-126 and 2^126: the bits that the division has, which takes care of all others too."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
