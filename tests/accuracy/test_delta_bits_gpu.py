@@ -4,6 +4,7 @@ The interpreter's tests hold the same promises at small shapes; here are the lau
 engine beside plain loads, and a machine that could order things differently each time.
 """
 
+import contextlib
 import itertools
 import math
 import threading
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
+from wyfold.parallel import segments
+from wyfold.pipelines import delta_launches
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -138,6 +141,34 @@ def test_states_past_32_bits(op: Any, T: int, steps: tuple[int, int], v_first: b
         assert torch.equal(op(**a, pool=pool, state_indices=slots), op(**a, pool=near, state_indices=slots))
         assert torch.equal(pool, near)
     assert not torch.equal(near[2], near[0])
+
+
+@pytest.mark.parametrize("decay", [1.5, 0.02, 0.0005])
+def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monkeypatch):
+    """Segments, on two streams and one after another, on a stream of the caller's, and in a graph."""
+    a, fed = call(64 * 40 + 7)
+    if "g" in a:
+        a["g"] = a["g"].sigmoid() * (-2 * decay)
+    with segments.forced(5):
+        found = run(a, fed)
+        for _ in range(10):
+            again = run(a, fed)
+            assert all(torch.equal(again[name], x) for name, x in found.items())
+        own = torch.cuda.Stream()
+        own.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(own):
+            again = run(a, fed)
+        torch.cuda.current_stream().wait_stream(own)
+        assert all(torch.equal(again[name], x) for name, x in found.items())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = run(a, fed)
+        graph.replay()
+        assert all(torch.equal(again[name], x) for name, x in found.items())
+        monkeypatch.setattr(delta_launches, "aside", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(delta_launches, "meet", lambda device: None)
+        again = run(a, fed)
+    assert all(torch.equal(again[name], x) for name, x in found.items())
 
 
 @pytest.mark.parametrize("t", [1, 64, 100, 191])

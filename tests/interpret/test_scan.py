@@ -108,7 +108,9 @@ def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatc
     states = a.initial_state.new_zeros(grid.chunks, *a.initial_state.shape[1:])
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, OPTIONS, o, folded=folded, backward=True)
     forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, OPTIONS, key, o, final, states, first)
-    borders = backward.scan_bwd(a.q, a.k, a.v, prepared, a.initial_state, a.do, a.dST, grid, OPTIONS, key, dS0)
+    borders = backward.token_borders(a.q, a.v, grid)
+    given = a.q, a.k, a.v, prepared, a.initial_state, a.do, a.dST, grid, OPTIONS, key, dS0, borders
+    backward.scan_bwd(*given)
     assert all(made) and bool(made) == boxes, "the tensors of these tests can be boxes"
     tiles = (grid.chunks if a.cu is None else int(grid.first[-1])) * a.v.shape[2]
     return {"o": o, "final": final, "states": states, "dS0": dS0} | {

@@ -18,6 +18,7 @@ from wyfold.runtime.chunks import chunk_grid
 from wyfold.runtime.launch import Config
 from wyfold.stages.records import Prepared
 from wyfold.stages.scan_bwd import gluon as G
+from wyfold.stages.scan_bwd.triton import token_borders
 
 VARIANTS = (
     {"BV": 128, "PARTS": 1, "OUT": 2, "stages": 2},
@@ -194,7 +195,8 @@ def case(gate, variant, mode, B=1, T=200, H=1, HV=2, K=128, V=128, cu=None, give
         mock.patch.object(G, "tuned", lambda *a: config),
         mock.patch.object(G, "launched", lambda *a, **b: (done.append(1), E.emulate(*a, **b))),
     ):
-        found = G.scan_bwd(q, k, v, prepared, S0, do, dST, grid, E.options(scale), "bf16", dS0)
+        found = token_borders(q, v, grid)
+        G.scan_bwd(q, k, v, prepared, S0, do, dST, grid, E.options(scale), "bf16", dS0, found)
     assert done
     written, *want = want
     pairs = [(x[written], y[written]) for x, y in zip(found, want)] + ([(dS0, want[4])] if given else [])

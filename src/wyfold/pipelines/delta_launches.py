@@ -7,11 +7,15 @@ Where long sequences are cut, each scan has segments for its sequences, and befo
 
                 segment grid, summary, fold: states, or their gradients, at the segments' borders
 
+What waits for these goes aside, ahead of the rest, which has what they leave idle: segments that begin a sequence need
+no fold, and neither does the half of `scan_bwd` that makes states anew.
+
 Nothing here waits for the device: grids and tiles are sized by capacity, and what boundaries hold is read by kernels.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from wyfold.pipelines.delta_records import (
 )
 from wyfold.pipelines.rows import aligned
 from wyfold.runtime import check
+from wyfold.runtime.aside import aside, meet
 from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -108,15 +113,22 @@ def forward(
         initial, final = call.outside(slots.entering), call.outside(slots.leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
-    folded = _fold(call, k, v, prepared, initial)
-    at_borders = folded[0].mT if folded else None
-    scan = table.serving("scan", options.backend, call.key, t.q.device).scan
-    scan(
+    folded = _at_borders(t, options)
+    scan = partial(
+        table.serving("scan", options.backend, call.key, t.q.device).scan,
         *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
         segments=call.segments,
-        borders=at_borders,
+        borders=folded[0].mT if folded else None,
         slots=slots,
     )
+    if call.segments is None:
+        scan()
+    else:
+        with aside(o.device):
+            _fold(call, call.segments, k, v, prepared, initial, *folded)
+            scan(behind=True)
+        scan(behind=False)
+        meet(o.device)
     return result, [*(folded if options.save else []), *(_kept(prepared) if keep else [])]
 
 
@@ -151,15 +163,24 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
-    leaving = _fold_back(call, q, k, prepared, d_out, final, folded)
-    scan_bwd = table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd
-    borders = scan_bwd(
-        *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering),
+    borders = call.stage("scan_bwd").token_borders(q, v, call.scanned)
+    leaving = torch.empty_like(folded[0]).mT if folded else None
+    scan_bwd = partial(
+        table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
+        *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering, borders),
         segments=call.segments,
         entering=folded[0].mT if folded else None,
         leaving=leaving,
     )
-    del prepared  # the tokens' gradients may lie where it lay
+    if call.segments is None or leaving is None:
+        scan_bwd()
+    else:
+        with aside(q.device):
+            _fold_back(call, call.segments, q, k, prepared, d_out, final, folded[1], leaving)
+            scan_bwd(half="reverse")
+        scan_bwd(half="forward")
+        meet(q.device)
+    del scan_bwd, prepared  # the tokens' gradients may lie where it lay
     found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
     del wanted[INITIAL_STATE]
@@ -190,29 +211,37 @@ def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     return rows
 
 
-def _fold(call: _Call, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None) -> list[Tensor]:
-    """`_at_borders`, written."""
-    if call.segments is None:
-        return []
-    states, maps = found = _at_borders(call.t, call.options)
+def _fold(
+    call: _Call,
+    segments: Segments,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial: Tensor | None,
+    states: Tensor,
+    maps: Tensor,
+) -> None:
+    """Write what `_at_borders` has."""
     summary = table.serving("summary", call.options.backend, f"{call.key} fwd", k.device).summary
-    summary(k, v, prepared, initial, call.segments, call.key, states.mT, maps.mT)
-    call.stage("fold").fold(states.mT, maps.mT, call.segments, back=False, dtype=k.dtype)
-    return found
+    summary(k, v, prepared, initial, segments, call.key, states.mT, maps.mT)
+    call.stage("fold").fold(states.mT, maps.mT, segments, back=False, dtype=k.dtype)
 
 
 def _fold_back(
-    call: _Call, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, folded: list[Tensor]
-) -> Tensor | None:
-    """[borders, HV, K, V] view, gradients of the states at the borders; None without segments."""
-    if call.segments is None:
-        return None
-    states, maps = folded
-    gradients = torch.empty_like(states).mT
+    call: _Call,
+    segments: Segments,
+    q: Tensor,
+    k: Tensor,
+    prepared: Prepared,
+    do: Tensor,
+    final: Tensor | None,
+    maps: Tensor,
+    gradients: Tensor,
+) -> None:
+    """Write gradients of the states at the borders."""
     summary_bwd = table.serving("summary", call.options.backend, f"{call.key} bwd", k.device).summary_bwd
-    summary_bwd(q, k, prepared, do, final, call.segments, call.options, call.key, gradients)
-    call.stage("fold").fold(gradients, maps.mT, call.segments, back=True, dtype=k.dtype)
-    return gradients
+    summary_bwd(q, k, prepared, do, final, segments, call.options, call.key, gradients)
+    call.stage("fold").fold(gradients, maps.mT, segments, back=True, dtype=k.dtype)
 
 
 def pass_through(states: Tensor | None, out: Tensor) -> None:

@@ -101,15 +101,33 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def heard(listener: Callable[..., None]) -> Iterator[None]:
-    """Within, `listener(launch, kernel, new=...)` is told of this thread's launches.
+    """Within, `listener(launch, kernel, new=...)` is told of this thread's launches, and of what else it is to `tell`.
 
-    launch is None where it cannot be made again; new: the kernel's code was looked up by Triton, or compiled.
+    launch is None where it cannot be made again; new: the kernel's code was looked up by Triton, or compiled. What is
+    no launch comes in its place, and then kernel is None.
     """
     _thread.listener = listener
     try:
         yield
     finally:
         _thread.listener = None
+
+
+def tell(step: Any) -> None:
+    """Whoever hears this thread's launches: of something that belongs between them."""
+    listener = getattr(_thread, "listener", None)
+    if listener is not None:
+        listener(step, None, new=False)
+
+
+@contextlib.contextmanager
+def elsewhere(become: Callable[[Launch], Any]) -> Iterator[None]:
+    """Within, launches are told of as what they `become`: there is more to making them again."""
+    _thread.become = become
+    try:
+        yield
+    finally:
+        _thread.become = None
 
 
 @contextlib.contextmanager
@@ -161,7 +179,8 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             listener(None, kernel, new=key in _ready)
         return
     if listener is not None:
-        listener(_again(ready, programs, arguments), kernel, new=False)
+        launch, become = _again(ready, programs, arguments), getattr(_thread, "become", None)
+        listener(launch if launch is None or become is None else become(launch), kernel, new=False)
     run, function, metadata, constants, descriptors = ready
     for place, expand in descriptors:
         flat[place : place + 1] = expand(arguments[place])

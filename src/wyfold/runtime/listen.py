@@ -172,7 +172,7 @@ class _Listener(Hearing):
         number, offset = self.of(x)
         return Part(number, tuple(x.shape), x.stride(), offset // x.itemsize)
 
-    def launched(self, launch: bound.Launch | None, kernel: Any, *, new: bool) -> None:
+    def launched(self, launch: Step | None, kernel: Any, *, new: bool) -> None:
         """As `bound.heard` tells it."""
         with self.hearing():
             if new:
@@ -181,7 +181,8 @@ class _Listener(Hearing):
                 raise _Unheard("Triton looks at a launch")
             else:
                 self.steps.append(launch.moved(self.of))
-                self.kernels.append(kernel)
+                if kernel is not None:
+                    self.kernels.append(kernel)
 
     def course(self, result: Any) -> Course | str:
         """What calls like this one do, or why there is no saying."""

@@ -44,7 +44,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, Slots
 from wyfold.stages.scan import triton
-from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, slot_arguments
+from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, scanned, slot_arguments
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import (
     barrier,
@@ -86,6 +86,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
+    behind: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launch, to which calls are left that want
@@ -104,20 +105,22 @@ def scan(
         states, first_state: Not None where states on the way are wanted.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
+        behind: Whether to run those segments, or the others; None where there are no segments.
         slots: Where in a pool, which is then both `initial_state` and `final_state`, states lie; None: by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.likely
+    named, shift, count = scanned(grid, segments, behind)
     config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
     if boxes is None:
         given = q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state
-        triton.scan(*given, segments, borders, slots)
+        triton.scan(*given, segments, borders, behind, slots)
         return
     launched(
         wyfold_scan_gluon,
-        grid.sequences * HV * (V // BV),
+        count * HV * (V // BV),
         *boxes,
         v.stride(2),
         q.stride(2),
@@ -133,6 +136,8 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
+        named,
+        shift,
         *slot_arguments(initial_state, slots),
         grid.cu,
         grid.first,
@@ -246,7 +251,7 @@ class Place(NamedTuple):
     rest: Any
 
 
-@gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale"])
 def wyfold_scan_gluon(
     x_q,
     x_k,
@@ -270,6 +275,8 @@ def wyfold_scan_gluon(
     p_sequence,
     p_first_segment,
     N,
+    p_named,
+    shift,
     p_source,
     s_source,
     p_target,
@@ -297,13 +304,15 @@ def wyfold_scan_gluon(
 ):
     """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
 
-    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number. Where
-    there are slots, they have the numbers of these.
+    Sequence i_n is a segment where p_sequence says of which one, so many behind one that p_named names; states that
+    come and go have that one's number. Where there are slots, they have the numbers of these.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    if p_named is not None:
+        i_n = gl.load(p_named + i_n) + shift
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv

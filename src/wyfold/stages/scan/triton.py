@@ -67,6 +67,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
+    behind: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
     """Run every sequence, or every segment of one, from its entering state.
@@ -85,12 +86,14 @@ def scan(
         first_state: [N] int64 row in `states` of each sequence's first.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
+        behind: Whether to run those segments, or the others; None where there are no segments.
         slots: Uses `source`, `target`, `given`, `pad`. Then `initial_state` and `final_state` are views of the pool,
             one slot written by each sequence and read by no other, and no sequence is cut; o is zero where there is no
             live slot. None: states lie by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.likely
+    named, shift, count = scanned(grid, segments, behind)
     config = tuned("scan.triton", scan_key(key, side_by_side, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
@@ -101,7 +104,7 @@ def scan(
     x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
     launched(
         wyfold_scan_triton,
-        grid.sequences * HV * -(-V // BV),
+        count * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
         x_k,
@@ -128,6 +131,8 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
+        named,
+        shift,
         *slot_arguments(initial_state, slots),
         grid.cu,
         grid.first,
@@ -193,6 +198,16 @@ def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
     return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
 
 
+def scanned(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
+    """Which of the grid's sequences a launch runs: tensor and number as the kernels take them, and their count.
+
+    Of borders that no sequence needs those behind have no token.
+    """
+    if segments is None:
+        return None, 0, grid.sequences
+    return (segments.leading, 1, segments.borders) if behind else (segments.first, 0, segments.sequences)
+
+
 def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty.
 
@@ -202,7 +217,7 @@ def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
 
 
-@triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "T", "per_sequence", "scale", "every"])
+@triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale", "every"])
 def wyfold_scan_triton(
     x_q,
     s_q,
@@ -230,6 +245,8 @@ def wyfold_scan_triton(
     p_sequence,
     p_first_segment,
     N,
+    p_named,
+    shift,
     p_source,
     s_source,
     p_target,
@@ -260,12 +277,14 @@ def wyfold_scan_triton(
 ):
     """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
 
-    Sequence i_n is a segment where p_sequence says of which one; states that come and go have that one's number. Where
-    there are slots, they have the numbers of these.
+    Sequence i_n is a segment where p_sequence says of which one, so many behind one that p_named names; states that
+    come and go have that one's number. Where there are slots, they have the numbers of these.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    if p_named is not None:
+        i_n = tl.load(p_named + i_n) + shift
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)

@@ -44,7 +44,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
 from wyfold.stages.scan_bwd import triton
-from wyfold.stages.scan_bwd.triton import scan_bwd_key
+from wyfold.stages.scan_bwd.triton import Half, programs, scan_bwd_key
 from wyfold.tile.dot.gluon import in_bfloat16, one_over
 from wyfold.tile.index.gluon import (
     barrier,
@@ -81,10 +81,12 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
+    found: TokenBorders,
     segments: Segments | None = None,
     entering: Tensor | None = None,
     leaving: Tensor | None = None,
-) -> TokenBorders:
+    half: Half = "both",
+) -> None:
     """States and their gradients at the borders of every chunk. Arguments as of the Triton launch, to which calls are
     left whose memory the copy engine cannot read.
 
@@ -98,20 +100,23 @@ def scan_bwd(
         options: Uses `scale`.
         key: Of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
+        found: From `token_borders`, written.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
+        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    config, tiles = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device), grid.chunks * HV
+    config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)
+    halves, going_back = programs(half, grid.sequences)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
-    found = TokenBorders(*v.new_empty(2, tiles, V, K).unbind(), *v.new_empty(2, tiles, C, V).unbind())
     boxes = _boxes(q, k, v, prepared, do, found, C, BV // parts)
     if boxes is None:
-        given = q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0
-        return triton.scan_bwd(*given, segments, entering, leaving)
+        given = q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0, found
+        triton.scan_bwd(*given, segments, entering, leaving, half)
+        return
     launched(
         wyfold_scan_bwd_gluon,
-        2 * grid.sequences * HV * (V // BV),
+        halves * grid.sequences * HV * (V // BV),
         *boxes,
         q.stride(2),
         k.stride(2),
@@ -132,7 +137,7 @@ def scan_bwd(
         grid.sequences if segments is None else segments.sequences,
         grid.cu,
         grid.first,
-        grid.sequences,
+        going_back,
         grid.tokens,
         grid.per_sequence,
         options.unit,
@@ -151,7 +156,6 @@ def scan_bwd(
         STAGES=config.stages,
         **config.options(),
     )
-    return found
 
 
 def _boxes(
@@ -260,7 +264,7 @@ class Place(NamedTuple):
     rest: Any
 
 
-@gluon.jit(do_not_specialize=["N", "scanned", "T", "per_sequence", "unit", "scale"])
+@gluon.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
 def wyfold_scan_bwd_gluon(
     x_q,
     x_k,
@@ -294,7 +298,7 @@ def wyfold_scan_bwd_gluon(
     N,
     p_cu,
     p_first,
-    scanned,
+    going_back,
     T,
     per_sequence,
     unit,
@@ -314,12 +318,13 @@ def wyfold_scan_bwd_gluon(
 ):
     """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first.
 
-    So many sequences are scanned, or segments, of sequences that p_sequence names; states that come and go have theirs.
+    So many sequences are gone back through, or segments, of sequences that p_sequence names; states that come and go
+    have theirs.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
-    half = scanned * HV * NV
+    half = going_back * HV * NV
     back = (pid < half).to(gl.int32)
     pid -= gl.where(back != 0, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)

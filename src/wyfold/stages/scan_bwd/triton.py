@@ -16,7 +16,7 @@ Boxes, and the chunk that a sequence does not fill, as in `scan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -47,6 +47,8 @@ from wyfold.tile.index.triton import (
 from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
 
+Half = Literal["forward", "reverse", "both"]
+
 
 def scan_bwd(
     q: Tensor,
@@ -60,10 +62,12 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
+    found: TokenBorders,
     segments: Segments | None = None,
     entering: Tensor | None = None,
     leaving: Tensor | None = None,
-) -> TokenBorders:
+    half: Half = "both",
+) -> None:
     """States and their gradients at the borders of every chunk.
 
     Args:
@@ -76,15 +80,13 @@ def scan_bwd(
         options: Uses `scale`.
         key: Of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
+        found: From `token_borders`, written.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
+        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    tiles = grid.chunks * HV
-    dtype = workspace(q.dtype)
-    found = TokenBorders(
-        *v.new_empty(2, tiles, V, K, dtype=dtype).unbind(), *v.new_empty(2, tiles, C, V, dtype=dtype).unbind()
-    )
+    halves, going_back = programs(half, grid.sequences)
     config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
@@ -93,7 +95,7 @@ def scan_bwd(
     x_q, x_k, x_v, x_do, *x_tiles = boxes or where
     launched(
         wyfold_scan_bwd_triton,
-        2 * grid.sequences * HV * -(-V // BV),
+        halves * grid.sequences * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
         x_k,
@@ -118,7 +120,7 @@ def scan_bwd(
         grid.sequences if segments is None else segments.sequences,
         grid.cu,
         grid.first,
-        grid.sequences,
+        going_back,
         grid.tokens,
         grid.per_sequence,
         options.unit,
@@ -139,7 +141,20 @@ def scan_bwd(
         STAGES=config.stages,
         **config.options(contract=contracts(q.dtype)),
     )
-    return found
+
+
+def token_borders(q: Tensor, v: Tensor, grid: ChunkGrid) -> TokenBorders:
+    """What `scan_bwd` leaves, unwritten."""
+    K, V, tiles = q.shape[3], v.shape[3], grid.chunks * v.shape[2]
+    states = v.new_empty(2, tiles, V, K, dtype=workspace(q.dtype))
+    tokens = v.new_empty(2, tiles, grid.chunk_size, V, dtype=workspace(q.dtype))
+    return TokenBorders(*states.unbind(), *tokens.unbind())
+
+
+def programs(half: Half, sequences: int) -> tuple[int, int]:
+    """How many programs a launch has for a tile of value rows and head of each sequence, and for how many sequences
+    the first of them go back."""
+    return (2 if half == "both" else 1), (0 if half == "forward" else sequences)
 
 
 def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
@@ -171,7 +186,7 @@ def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | 
     return every_box(given, found)
 
 
-@triton.jit(do_not_specialize=["N", "count", "T", "per_sequence", "unit", "scale"])
+@triton.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
 def wyfold_scan_bwd_triton(
     x_q,
     s_q,
@@ -205,7 +220,7 @@ def wyfold_scan_bwd_triton(
     N,
     p_cu,
     p_first,
-    count,
+    going_back,
     T,
     per_sequence,
     unit,
@@ -225,10 +240,10 @@ def wyfold_scan_bwd_triton(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state, or of its gradient; `count` sequences, or segments as in `scan`."""
+    """One program owns BV value rows of one state, or of its gradient: the latter of so many sequences, or segments."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
-    half = count * HV * NV
+    half = going_back * HV * NV
     reverse = pid < half
     pid -= tl.where(reverse, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)

@@ -1,0 +1,103 @@
+"""Launches beside others: what waits for what, also where a call is repeated from its course."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from wyfold.runtime import aside, bound
+
+CARD = torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream of a card that is not there: what happens on it is a line of `lines`."""
+
+    device_index = 0
+
+    def __init__(self, lines: list[str], handle: int):
+        self.lines, self.cuda_stream = lines, handle
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.lines.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """Calls are made on stream 1, or on what `torch.cuda.stream` says; new streams are numbered from 10."""
+    found: list[str] = []
+    current = [Stream(found, 1)]
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        found.append(f"on {stream.cuda_stream}")
+        try:
+            yield
+        finally:
+            current.pop()
+            found.append(f"on {current[-1].cuda_stream}")
+
+    numbers = iter(range(10, 20))
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
+        mock.patch.object(torch.cuda, "Stream", lambda device, priority: Stream(found, next(numbers))),
+        mock.patch.object(torch.cuda, "stream", on),
+        mock.patch.dict(aside._beside, clear=True),
+    ):
+        yield found
+
+
+def test_what_waits_for_what(lines):
+    for _ in range(2):
+        with aside.aside(CARD):
+            lines.append("aside")
+        lines.append("here")
+        aside.meet(CARD)
+    once = ["10 waits for 1", "on 10", "aside", "on 1", "here", "1 waits for 10"]
+    assert lines == once * 2
+
+
+def test_each_stream_has_its_own(lines):
+    with aside.aside(CARD), torch.cuda.stream(Stream(lines, 2)), aside.aside(CARD):
+        pass
+    assert [line for line in lines if "waits" in line] == ["10 waits for 1", "11 waits for 2"]
+
+
+def test_what_breaks_off_is_waited_for(lines):
+    """Memory that launches aside still use goes back to the stream of the call."""
+
+    def broken() -> None:
+        with aside.aside(CARD):
+            raise KeyError
+
+    with contextlib.suppress(KeyError):
+        broken()
+    assert lines == ["10 waits for 1", "on 10", "on 1", "1 waits for 10"]
+
+
+def test_no_streams_where_nothing_is_launched():
+    with aside.aside(torch.device("cpu")):
+        pass
+    aside.meet(torch.device("cpu"))
+    assert not aside._beside
+
+
+def test_a_course_does_the_same(lines):
+    """Who hears a call is told of the turns, and repeats a launch on the stream it was made on."""
+    heard: list[Any] = []
+    launch = mock.Mock()
+    launch.again = lambda stream, *_: lines.append(f"launched on {stream}")
+    launch.moved = lambda to: launch
+    with bound.heard(lambda step, kernel, *, new: heard.append(step)):
+        with aside.aside(CARD):
+            heard.append(bound._thread.become(launch))
+        heard.append(launch)
+        aside.meet(CARD)
+    lines.clear()
+    for step in heard:
+        step.moved(lambda n, offset: (n, offset)).again(1, [], [])
+    assert lines == ["10 waits for 1", "launched on 10", "launched on 1", "1 waits for 10"]
