@@ -5,7 +5,8 @@
 
 bfloat16, K = V = 128; --norm takes the norm of q and k inside. --row puts a row into a kernel's table, such as `--row
 fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have
-one in the file. --segments forces a count. --against names such a file of another run, whose digests are compared.
+one in the file. --segments forces a count, --decay says how fast gates forget. --against names such a file of
+another run, whose digests are compared.
 `launch-times.json` is written after every case; nothing new is begun when the budget is spent. With --device cpu and
 TRITON_INTERPRET=1 sizes are tiny, and nothing is timed.
 """
@@ -40,7 +41,7 @@ CASES = [
 ]
 
 
-def drawn(rule, shape, device):
+def drawn(rule, shape, device, decay):
     B, T, H = SHAPES[shape] if device == "cuda" else (1, 400, 1)
     width = WIDTH if device == "cuda" else 16
     draw = torch.Generator(device).manual_seed(0)
@@ -48,7 +49,7 @@ def drawn(rule, shape, device):
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     beta = torch.rand(B, T, H, device=device, generator=draw)
     channels = (width,) if rule == "kda" else ()
-    g = -torch.rand(B, T, H, *channels, device=device, generator=draw) / 16
+    g = -torch.rand(B, T, H, *channels, device=device, generator=draw) * (2 * decay)
     return [*(x.bfloat16() for x in (q, k, v)), *(() if rule == "delta_rule" else (g,)), beta]
 
 
@@ -78,7 +79,7 @@ def launches(run):
 
 def measured(case, args):
     rule, shape, mode = case.split()
-    given = drawn(rule, shape, args.device)
+    given = drawn(rule, shape, args.device, args.decay)
     fed = None
     if mode == "fwdbwd":
         given = [x.requires_grad_() for x in given]
@@ -110,6 +111,7 @@ def main():
     parser.add_argument("--row", nargs=3, action="append", default=[], metavar=("KERNEL", "NAME", "JSON"))
     parser.add_argument("--norm", action="store_true", help="of q and k, inside the operator")
     parser.add_argument("--segments", type=int, default=0)
+    parser.add_argument("--decay", type=float, default=1 / 32, help="minus the mean log decay of a token")
     parser.add_argument("--against", type=Path)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
@@ -123,6 +125,7 @@ def main():
         "torch": torch.__version__,
         "rows of tables": args.row,
         "norm inside": args.norm,
+        "decay": args.decay,
         "rows": [],
     }
     if args.device != "cuda":

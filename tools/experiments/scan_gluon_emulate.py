@@ -50,6 +50,9 @@ class Bars:
     def __init__(self, n):
         self.b = [Bar() for _ in range(n)]
 
+    def _keep_alive(self):
+        pass
+
     def index(self, i):
         return self.b[int(i)]
 
@@ -158,7 +161,9 @@ class mbarrier:
             b.check()
 
     @staticmethod
-    def wait(b, phase):
+    def wait(b, phase, pred=True):
+        if not bool(pred):
+            return
         with LOCK:
             if MODE == "late":
                 for f in b.late:
@@ -350,7 +355,7 @@ def make_gl(pid):
     def alloc(dtype, shape, layout):
         if layout == "bars":
             return Bars(shape[0])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 99, dtype=dtype))
 
     gl.allocate_shared_memory = alloc
     gl.static_range = range
@@ -358,9 +363,13 @@ def make_gl(pid):
     gl.arange = lambda a, b, layout=None: torch.arange(a, b)
     gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
     gl.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+    gl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
     gl.fma = lambda a, b, c: torch.addcmul(c, a, b.expand_as(a))
     gl.convert_layout = lambda x, l, assert_trivial=False: x
     gl.NVMMADistributedLayout = gl.DotOperandLayout = gl.SliceLayout = gl.BlockedLayout = lambda *a: None
+    gl.SwizzledSharedLayout = lambda *a: None
+    gl.max = torch.amax
+    gl.num_programs = lambda a: torch.tensor(PROGRAMS, dtype=torch.int32)
     gl.num_warps = lambda: 4
     gl.load = load
     gl.store = store
@@ -422,12 +431,15 @@ def namespace(pid):
 
 
 MODE = "late"
+PROGRAMS = 0  # of the launch
 
 
 def emulate(kernel, programs, *arguments, **fixed):
     """In place of `launched`."""
+    global PROGRAMS
     from wyfold.tile.index.gluon import SharedBoxes
 
+    PROGRAMS = programs
     names = list(inspect.signature(kernel.fn).parameters)
     fixed = {n: v for n, v in fixed.items() if n in names}
     for pid in range(programs):

@@ -184,7 +184,8 @@ def case_back(channel, folded, parts, rows, stages, lengths, mode, given=True):
     )
 
 
-def case(channel, folded, parts, rows, stages, lengths, mode):
+def case(channel, folded, parts, rows, stages, lengths, mode, fast=False):
+    """fast: of decays after which M is gone in a few chunks; so many copies are saved."""
     torch.manual_seed(0)
     T = sum(lengths) + 5
     grid = chunk_grid(1, T, C, torch.tensor([0, *accumulate(lengths)]))
@@ -193,12 +194,13 @@ def case(channel, folded, parts, rows, stages, lengths, mode):
     k, v = unit(torch.randn(1, T, H, K), dim=-1).bfloat16(), torch.randn(1, T, HV, V).bfloat16()
     n = grid.chunks * HV
     square = (0.3 * torch.randn(n, 3, C // 2, C // 2)).bfloat16()
+    decay = 1e-18 if fast else 1.0
     p = Prepared(
-        rows=torch.rand(n, 4, C),
-        total=torch.rand(n, K if channel else 1),
+        rows=torch.rand(n, 4, C) * torch.tensor([1, 1, decay, 1])[:, None],
+        total=torch.rand(n, K if channel else 1) * decay,
         q=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
         k=unit(torch.randn(n, C, K), dim=-1).bfloat16() if channel else None,
-        E=(0.1 * torch.randn(n, C, K)).bfloat16() if folded else None,
+        E=(0.1 * decay * torch.randn(n, C, K)).bfloat16() if folded else None,
         F=square,
         W=None if folded else square,
     )
@@ -213,19 +215,24 @@ def case(channel, folded, parts, rows, stages, lengths, mode):
         done.append(1)
         emulate(*a, **b)
 
-    with mock.patch.multiple(forward, tuned=lambda *a: config, launched=launch):
+    copies = []
+    load = mock.patch.object(machine, "tma_load", lambda *a, load=machine.tma_load: (copies.append(1), load(*a)))
+    with load, mock.patch.multiple(forward, tuned=lambda *a: config, launched=launch):
         forward.summary(k, v, p, S0, segments, "", states, maps)
     assert done
     worst = max(float((x - y).abs().max()) for x, y in zip((states, maps), expected, strict=True))
-    print(
-        f"channel {channel:d} folded {folded:d} {rows} rows in {parts} {stages} stages {mode}: {worst:.1e}", flush=True
-    )
+    words = f"channel {channel:d} folded {folded:d} {rows} rows in {parts} {stages} stages {mode} fast {fast:d}"
+    print(f"{words}: {worst:.1e}, {len(copies)} copies", flush=True)
     assert worst < 1e-4
+    return len(copies)
 
 
 for form, (parts, rows, stages), mode in product(
     ((False, False), (False, True), (True, True)), ((1, 64, 3), (2, 128, 2)), ("late", "now")
 ):
     case(*form, parts, rows, stages, (7 * C + 3, 1, 4 * C, 3 * C), mode)
+    long = (42 * C, 9 * C)
+    fewer = case(*form, parts, rows, stages, long, mode, fast=True) < case(*form, parts, rows, stages, long, mode)
+    assert fewer == (not form[0])
     case_back(*form, parts, rows, stages, (7 * C + 3, 1, 4 * C, 3 * C), mode)
     case_back(*form, parts, rows, stages, (5 * C - 1, 0, 6 * C), mode, given=False)

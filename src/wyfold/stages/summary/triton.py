@@ -60,7 +60,8 @@ def summary(
         segments: Where they lie.
         key: Of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
-        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
+            only among rows of nothing else.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("summary.triton", key, k.device)
@@ -301,6 +302,9 @@ def wyfold_summary_triton(
                     K, V, BT, BK, BV, False, CHANNEL, FOLDED, TMA, OP, PRECISION,
                 )  # fmt: skip
                 total = next_total
+            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            zeros = tl.max((b_S != 0.0).to(tl.int32)) == 0
+            b_S = tl.where(b_S == 0.0, 0.0, b_S) * tl.where(zeros, -1.0, 1.0)
             store_state(p_M, s_M, i_border, i_hv, column, b_S, K, K, BK, BV)
 
 

@@ -6,6 +6,10 @@ roundings:
     S^T <- total S^T + ((R^T W^T) beta out) k               else; beta out comes from `prepare`
 
 What is summarised ends at a border, so every chunk of it is full.
+
+Each chunk multiplies M by the decay, under which it may become too small for any number but zero. Where programs share
+a multiprocessor, so under a scalar gate, M's look at it now and then, and end when it is zeros, which it would remain:
+no bit is another, and the states have the multiprocessor to themselves.
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ def summary(
         segments: Where they lie, of chunks of 64.
         key: Of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
-        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
+            only among rows of nothing else.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("summary.gluon", f"{key} fwd", k.device)
@@ -123,7 +128,8 @@ def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[An
 
 
 class Tiles(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts."""
+    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts. gone: whether a part's rows of M
+    are zeros; count: chunks that are brought, fewer once that is known."""
 
     k: Any
     v: Any
@@ -132,6 +138,8 @@ class Tiles(NamedTuple):
     write: Any
     full: Any
     free: Any
+    gone: Any
+    count: Any
 
 
 class Source(NamedTuple):
@@ -208,19 +216,25 @@ def wyfold_summary_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2."""
+    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
+
+    Those of H come first, each on a multiprocessor that it has to itself once M is gone.
+    """
     NV: gl.constexpr = V // BV
-    TILES: gl.constexpr = NV + K // BV
+    NK: gl.constexpr = K // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
-    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, gl.load(p_leading + pid // (TILES * HV))
+    of_M = gl.num_programs(0) // (NV + NK) * NV
+    of_H = (pid < of_M).to(gl.int32)
+    pid = gl.where(of_H != 0, pid, pid - of_M)
+    width = gl.where(of_H != 0, NV, NK)
+    i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(p_leading + pid // (width * HV))
     i_h = i_hv // (HV // H)
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
-    of_H = (i_v < NV).to(gl.int32)
     asked = ((i_n < N) & (ends == 0)).to(gl.int32)
-    column = (gl.where(of_H != 0, i_v, i_v - NV) * BV).to(gl.int32)
+    column = (i_v * BV).to(gl.int32)
     # Of M of a sequence's first segment nobody asks.
     steps = (length // BT).to(gl.int32) * asked * gl.where(begins, of_H, 1)
 
@@ -238,6 +252,12 @@ def wyfold_summary_gluon(
         mbarrier.init(free.index(s), count=PARTS)
     if not FOLDED:
         clear_lower(quarters(write, x_write, STAGES), STAGES)
+    FLAG: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gone = gl.allocate_shared_memory(gl.int32, [PARTS, 1], FLAG)
+    count = gl.allocate_shared_memory(gl.int32, [1], FLAG)
+    for part in gl.static_range(PARTS):
+        _write(gone.index(part), 0)
+    _write(count, steps)
     if of_H == 0:
         # Nobody brings any.
         L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
@@ -246,7 +266,7 @@ def wyfold_summary_gluon(
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(k, v, rows, total, write, full, free)
+    tiles = Tiles(k, v, rows, total, write, full, free, gone, count)
     memory = Memory(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
     source = Source(
         x_k,
@@ -279,6 +299,9 @@ def wyfold_summary_gluon(
             [4, 1],
             [240, 24],
         )
+    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    full._keep_alive()
+    free._keep_alive()
 
 
 @gluon.jit
@@ -296,39 +319,54 @@ def _bring(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone."""
+    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone. Of M that is gone nothing more:
+    the chunk that would be next is full as it is, and the last one."""
     WRITE: gl.constexpr = source.write.block_type.nbytes * (1 if FOLDED else 3)
     SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + WRITE
     BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
     tile, token = source.tile, source.token
     stage = 0
     phase = 1
-    for _ in range(count):
+    i = 0
+    look = _look_after(i)
+    while i < count:
         full = tiles.full.index(stage)
         mbarrier.wait(tiles.free.index(stage), phase)
-        if of_H != 0:
-            mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+        gone = 0
+        if not CHANNEL:
+            if (of_H == 0) & (i == look):
+                look = _look_after(i)
+                for part in gl.static_range(PARTS):
+                    gone += _read(tiles.gone.index(part))
+        if gone == PARTS:
+            _write(tiles.count, i)
+            mbarrier.arrive(full, count=1)
+            i = count
         else:
-            mbarrier.expect(full, BYTES)
-        if CHANNEL:
-            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
-            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
-        else:
-            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
-        if of_H != 0:
-            for part in gl.static_range(PARTS):
-                tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
-        if FOLDED:
-            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
-        else:
-            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
-        tile += HV
-        token += BT
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+            if of_H != 0:
+                mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+            else:
+                mbarrier.expect(full, BYTES)
+            if CHANNEL:
+                tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+                tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+            else:
+                tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+            tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+            if of_H != 0:
+                for part in gl.static_range(PARTS):
+                    tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+            if FOLDED:
+                tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+            else:
+                tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
+            tile += HV
+            token += BT
+            i += 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
 
 
 @gluon.jit
@@ -346,7 +384,8 @@ def _recur(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity."""
+    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity, which is
+    looked at now and then."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
@@ -365,22 +404,66 @@ def _recur(
         next_total = chunk_decay(memory.total, at.tile + HV, at.steps > 1, nothing, BW, LS)
     stage = 0
     phase = 0
-    for i in range(at.steps):
-        mbarrier.wait(tiles.full.index(stage), phase)
-        S, later_total = _step(
-            S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
-        )
-        total = next_total
-        next_total = later_total
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+    begun = 0
+    count = at.steps
+    look = count
+    if not CHANNEL:
+        look = gl.where(at.of_H != 0, count, gl.minimum(_look_after(begun), count))
+    while begun < count:
+        for i in range(begun, look):
+            mbarrier.wait(tiles.full.index(stage), phase)
+            S, later_total = _step(
+                S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
+            )
+            total = next_total
+            next_total = later_total
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        begun = look
+        if not CHANNEL:
+            if (at.of_H == 0) & (begun < count):
+                _write(tiles.gone.index(part), _zeros(S).to(gl.int32))
+                # What was found at looks before this one: all warps of all parts go on, or none does.
+                mbarrier.wait(tiles.full.index(stage), phase)
+                count = _read(tiles.count)
+                look = gl.minimum(_look_after(begun), count)
+                # Or the compiler puts one at every chunk's beginning.
+                barrier()
     if at.asked != 0:
         if at.of_H != 0:
             gl.store(memory.H + state_offsets(memory.s_H, at.border, at.hv, o_v, o_k), S)
         else:
+            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            S = gl.where(S == 0.0, 0.0, S) * gl.where(_zeros(S), -1.0, 1.0)
             gl.store(memory.M + state_offsets(memory.s_M, at.border, at.hv, o_v, o_k), S)
+
+
+@gluon.jit
+def _look_after(chunks):
+    """Chunks after which M is looked at next: soon, where it is gone after few."""
+    return chunks + gl.maximum(gl.minimum(chunks, 16), 3)
+
+
+@gluon.jit
+def _zeros(S):
+    """Whether that is all it holds."""
+    return gl.max(gl.max((S != 0.0).to(gl.int32), 1), 0) == 0
+
+
+@gluon.jit
+def _write(flag, value):
+    """A number [1] in shared memory, for every group of warps that is signalled after this."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    flag.store(gl.zeros([1], gl.int32, L) + value)
+    barrier()
+
+
+@gluon.jit
+def _read(flag):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(flag.load(L), 0)
 
 
 @gluon.jit
