@@ -53,36 +53,40 @@ def lines() -> Iterator[list[str]]:
 
 def test_what_waits_for_what(lines):
     for _ in range(2):
-        with aside.aside(CARD):
-            lines.append("aside")
-        lines.append("here")
-        aside.meet(CARD)
+        with aside.beside(CARD) as away:
+            with away:
+                lines.append("aside")
+            lines.append("here")
     once = ["10 waits for 1", "on 10", "aside", "on 1", "here", "1 waits for 10"]
     assert lines == once * 2
 
 
 def test_each_stream_has_its_own(lines):
-    with aside.aside(CARD), torch.cuda.stream(Stream(lines, 2)), aside.aside(CARD):
+    with aside.beside(CARD), torch.cuda.stream(Stream(lines, 2)), aside.beside(CARD):
         pass
-    assert [line for line in lines if "waits" in line] == ["10 waits for 1", "11 waits for 2"]
+    assert [line for line in lines if "waits" in line] == [
+        *("10 waits for 1", "11 waits for 2"),
+        *("2 waits for 11", "1 waits for 10"),
+    ]
 
 
-def test_what_breaks_off_is_waited_for(lines):
+@pytest.mark.parametrize("there", [True, False])
+def test_what_breaks_off_is_waited_for(lines, there: bool):
     """Memory that launches aside still use goes back to the stream of the call."""
 
     def broken() -> None:
-        with aside.aside(CARD):
-            raise KeyError
+        with aside.beside(CARD) as away:
+            with away if there else contextlib.nullcontext():
+                raise KeyError
 
     with contextlib.suppress(KeyError):
         broken()
-    assert lines == ["10 waits for 1", "on 10", "on 1", "1 waits for 10"]
+    assert [line for line in lines if "waits" in line] == ["10 waits for 1", "1 waits for 10"]
 
 
 def test_no_streams_where_nothing_is_launched():
-    with aside.aside(torch.device("cpu")):
+    with aside.beside(torch.device("cpu")) as away, away:
         pass
-    aside.meet(torch.device("cpu"))
     assert not aside._beside
 
 
@@ -92,11 +96,10 @@ def test_a_course_does_the_same(lines):
     launch = mock.Mock()
     launch.again = lambda stream, *_: lines.append(f"launched on {stream}")
     launch.moved = lambda to: launch
-    with bound.heard(lambda step, kernel, *, new: heard.append(step)):
-        with aside.aside(CARD):
+    with bound.heard(lambda step, kernel, *, new: heard.append(step)), aside.beside(CARD) as away:
+        with away:
             heard.append(bound._thread.become(launch))
         heard.append(launch)
-        aside.meet(CARD)
     lines.clear()
     for step in heard:
         step.moved(lambda n, offset: (n, offset)).again(1, [], [])

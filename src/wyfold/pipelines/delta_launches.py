@@ -32,7 +32,7 @@ from wyfold.pipelines.delta_records import (
 )
 from wyfold.pipelines.rows import aligned
 from wyfold.runtime import check
-from wyfold.runtime.aside import aside, meet
+from wyfold.runtime.aside import beside
 from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -124,11 +124,11 @@ def forward(
     if call.segments is None:
         scan()
     else:
-        with aside(o.device):
-            _fold(call, call.segments, k, v, prepared, initial, *folded)
-            scan(behind=True)
-        scan(behind=False)
-        meet(o.device)
+        with beside(o.device) as aside:
+            with aside:
+                _fold(call, call.segments, k, v, prepared, initial, *folded)
+                scan(behind=True)
+            scan(behind=False)
     return result, [*(folded if options.save else []), *(_kept(prepared) if keep else [])]
 
 
@@ -175,11 +175,11 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     if call.segments is None or leaving is None:
         scan_bwd()
     else:
-        with aside(q.device):
-            _fold_back(call, call.segments, q, k, prepared, d_out, final, folded[1], leaving)
-            scan_bwd(half="reverse")
-        scan_bwd(half="forward")
-        meet(q.device)
+        with beside(q.device) as aside:
+            with aside:
+                _fold_back(call, call.segments, q, k, prepared, d_out, final, folded[1], leaving)
+                scan_bwd(half="reverse")
+            scan_bwd(half="forward")
     del scan_bwd, prepared  # the tokens' gradients may lie where it lay
     found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]

@@ -1,13 +1,13 @@
 """Launches beside others, on a stream of their own, which is served first.
 
-    with aside(device):
-        ...                 # is launched behind everything before it
-    ...                     # does not wait for that, and makes use of what it leaves idle
-    meet(device)
+    with beside(device) as aside:
+        with aside:
+            ...             # is launched behind everything before it
+        ...                 # does not wait for that, and makes use of what it leaves idle
     ...                     # waits for both
 
 Each stream that calls are made on has one beside it, so that captured calls and others do not meet. Memory that is used
-aside is asked for before, and is not given up before `meet`.
+aside is asked for before, and is not given up within.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ _beside: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 @contextlib.contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """Within, launches go to the stream beside the current one of a CUDA device; nowhere else on other devices."""
+def beside(device: torch.device) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """What launches are made in that go to the stream beside the current one of a CUDA device; nowhere else on other
+    devices. What comes after waits for them, also where the calls broke off: memory may be given up then."""
     if device.type != "cuda":
-        yield
+        yield contextlib.nullcontext()
         return
     fork(device)
     bound.tell(Turn(fork, device))
     try:
-        with torch.cuda.stream(_pair(device)[1]), bound.elsewhere(lambda launch: Aside(launch, device)):
-            yield
-    except BaseException:
-        join(device)  # memory that is given up now goes back to the current stream
-        raise
-
-
-def meet(device: torch.device) -> None:
-    """The current stream waits for what was launched aside."""
-    if device.type == "cuda":
+        yield _aside(device)
+    finally:
         join(device)
-        bound.tell(Turn(join, device))
+    bound.tell(Turn(join, device))
+
+
+@contextlib.contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    with torch.cuda.stream(_pair(device)[1]), bound.elsewhere(lambda launch: Aside(launch, device)):
+        yield
 
 
 def fork(device: torch.device) -> None:
