@@ -16,13 +16,18 @@ CARD = torch.device("cuda", 0)
 class Stream:
     """A stream of a card that is not there: what happens on it is a line of `lines`."""
 
-    device_index = 0
-
     def __init__(self, lines: list[str], handle: int):
         self.lines, self.cuda_stream = lines, handle
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.lines.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
+
+class Event:
+    """A place on such a stream."""
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = stream.cuda_stream
+
+    def wait(self, stream: Stream) -> None:
+        stream.lines.append(f"{stream.cuda_stream} waits for {self.recorded}")
 
 
 @pytest.fixture
@@ -45,8 +50,9 @@ def lines() -> Iterator[list[str]]:
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
         mock.patch.object(torch.cuda, "Stream", lambda device, priority: Stream(found, next(numbers))),
+        mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.dict(aside._beside, clear=True),
+        mock.patch.dict(aside._pairs, clear=True),
     ):
         yield found
 
@@ -87,7 +93,7 @@ def test_what_breaks_off_is_waited_for(lines, there: bool):
 def test_no_streams_where_nothing_is_launched():
     with aside.beside(torch.device("cpu")) as away, away:
         pass
-    assert not aside._beside
+    assert not aside._pairs
 
 
 def test_a_course_does_the_same(lines):
@@ -100,7 +106,12 @@ def test_a_course_does_the_same(lines):
         with away:
             heard.append(bound._thread.become(launch))
         heard.append(launch)
-    lines.clear()
-    for step in heard:
-        step.moved(lambda n, offset: (n, offset)).again(1, [], [])
-    assert lines == ["10 waits for 1", "launched on 10", "launched on 1", "1 waits for 10"]
+    for stream, beside in ((1, 10), (2, 11)):
+        lines.clear()
+        with torch.cuda.stream(Stream(lines, stream)):
+            for step in heard:
+                step.moved(lambda n, offset: (n, offset)).again(stream, [], [])
+        assert lines[1:-1] == [
+            *(f"{beside} waits for {stream}", f"launched on {beside}"),
+            *(f"launched on {stream}", f"{stream} waits for {beside}"),
+        ]

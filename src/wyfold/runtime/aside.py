@@ -20,7 +20,28 @@ import torch
 
 from wyfold.runtime import bound
 
-_beside: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+class Pair(NamedTuple):
+    """A stream, the one beside it, and what each waits for of the other: made once, for they take longer than waiting.
+
+    An event may be recorded again while somebody waits for it, who then does not wait longer.
+    """
+
+    here: torch.cuda.Stream
+    there: torch.cuda.Stream
+    forked: torch.cuda.Event
+    joined: torch.cuda.Event
+
+    def fork(self) -> None:
+        self.forked.record(self.here)
+        self.forked.wait(self.there)
+
+    def join(self) -> None:
+        self.joined.record(self.there)
+        self.joined.wait(self.here)
+
+
+_pairs: dict[tuple[int, int], Pair] = {}
 """By the device's number and a stream's handle."""
 
 
@@ -31,39 +52,31 @@ def beside(device: torch.device) -> Iterator[contextlib.AbstractContextManager[N
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
-    fork(device)
-    bound.tell(Turn(fork, device))
+    number = device.index or 0
+    pair = _pair(number, torch.cuda.current_stream(device).cuda_stream)
+    pair.fork()
+    bound.tell(Turn(Pair.fork, number))
     try:
-        yield _aside(device)
+        yield _aside(pair, number)
     finally:
-        join(device)
-    bound.tell(Turn(join, device))
+        pair.join()
+    bound.tell(Turn(Pair.join, number))
 
 
 @contextlib.contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    with torch.cuda.stream(_pair(device)[1]), bound.elsewhere(lambda launch: Aside(launch, device)):
+def _aside(pair: Pair, number: int) -> Iterator[None]:
+    with torch.cuda.stream(pair.there), bound.elsewhere(lambda launch: Aside(launch, number)):
         yield
-
-
-def fork(device: torch.device) -> None:
-    here, there = _pair(device)
-    there.wait_stream(here)
-
-
-def join(device: torch.device) -> None:
-    here, there = _pair(device)
-    here.wait_stream(there)
 
 
 class Turn(NamedTuple):
     """`fork` or `join` as a step of a call that is repeated."""
 
-    turn: Callable[[torch.device], None]
-    device: torch.device
+    turn: Callable[[Pair], None]
+    number: int
 
     def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.turn(self.device)
+        self.turn(_pair(self.number, stream))
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Turn:
         return self
@@ -73,19 +86,20 @@ class Aside(NamedTuple):
     """A launch that was made aside, as such a step."""
 
     launch: bound.Launch
-    device: torch.device
+    number: int
 
     def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.launch.again(_pair(self.device)[1].cuda_stream, tensors, addresses)
+        self.launch.again(_pair(self.number, stream).there.cuda_stream, tensors, addresses)
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Aside:
         return self._replace(launch=self.launch.moved(to))
 
 
-def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The current stream, and the one beside it."""
-    here = torch.cuda.current_stream(device)
-    key = here.device_index, here.cuda_stream
-    if key not in _beside:
-        _beside[key] = torch.cuda.Stream(device, priority=-1)
-    return here, _beside[key]
+def _pair(number: int, handle: int) -> Pair:
+    """Of a device's current stream."""
+    found = _pairs.get((number, handle))
+    if found is None:
+        here = torch.cuda.current_stream(number)
+        there = torch.cuda.Stream(number, priority=-1)
+        found = _pairs[number, handle] = Pair(here, there, torch.cuda.Event(), torch.cuda.Event())
+    return found
