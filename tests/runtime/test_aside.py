@@ -8,7 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from wyfold.runtime import aside, bound
+from wyfold.parallel import segments
+from wyfold.pipelines import delta_launches
+from wyfold.runtime import aside, bound, recall
+from wyfold.runtime.recall import Course
+
+triton = pytest.importorskip("triton")
+
+from tests.runtime.test_recall import chunked, ordinary  # noqa: E402
+from tests.runtime.test_recall import lines as launches  # noqa: E402, F401
+from triton.runtime import driver  # noqa: E402
 
 CARD = torch.device("cuda", 0)
 
@@ -115,3 +124,34 @@ def test_a_course_does_the_same(lines):
             *(f"{beside} waits for {stream}", f"launched on {beside}"),
             *(f"launched on {stream}", f"{stream} waits for {beside}"),
         ]
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
+    op, given = chunked(rule)
+    wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
+    beside = aside.beside
+    monkeypatch.setattr(delta_launches, "beside", lambda device: beside(CARD))
+    stream = lambda device: torch.cuda.current_stream(device).cuda_stream
+    monkeypatch.setattr(driver.active, "get_current_stream", stream, raising=False)
+
+    def called() -> list[tuple[str, int]]:
+        launches.clear(), lines.clear()
+        o = op(**given)
+        torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, torch.ones_like(given["v"]))
+        return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, stream, *_ in launches]
+
+    with segments.forced(2):
+        with ordinary():
+            called()
+            found = called()
+        waits = [line for line in lines if "waits" in line]
+        assert [called() for _ in range(3)] == [found] * 3
+        assert all(type(course) is Course for course in recall._courses.values()) and len(recall._courses) == 2
+    assert waits == lines == ["10 waits for 1", "1 waits for 10"] * 2
+    assert found == [
+        *(("segment_grid", 1), ("prepare", 1), ("summary", 10), ("fold", 10), ("scan", 10), ("scan", 1)),
+        *(("segment_grid", 1), ("prepare", 1), ("summary_bwd", 10), ("fold", 10), ("scan_bwd", 10), ("scan_bwd", 1)),
+        ("gradients", 1),
+    ]
