@@ -101,5 +101,6 @@ def _pair(number: int, handle: int) -> Pair:
     if found is None:
         here = torch.cuda.current_stream(number)
         there = torch.cuda.Stream(number, priority=-1)
-        found = _pairs[number, handle] = Pair(here, there, torch.cuda.Event(), torch.cuda.Event())
+        # Another thread may have come first: all are to find the same.
+        found = _pairs.setdefault((number, handle), Pair(here, there, torch.cuda.Event(), torch.cuda.Event()))
     return found
