@@ -1,6 +1,7 @@
 """Launches beside others: what waits for what, also where a call is repeated from its course."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 
 from wyfold.parallel import segments
 from wyfold.pipelines import delta_launches
-from wyfold.runtime import aside, bound, recall
+from wyfold.runtime import aside, bound, listen, recall
 from wyfold.runtime.recall import Course
 
 triton = pytest.importorskip("triton")
@@ -99,10 +100,58 @@ def test_what_breaks_off_is_waited_for(lines, there: bool):
     assert [line for line in lines if "waits" in line] == ["10 waits for 1", "1 waits for 10"]
 
 
-def test_no_streams_where_nothing_is_launched():
+def test_no_streams_where_nothing_is_launched(lines):
     with aside.beside(torch.device("cpu")) as away, away:
         pass
     assert not aside._pairs
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_course_that_breaks_off_is_waited_for(lines, there: bool, monkeypatch):
+    monkeypatch.setattr(bound, "enter_context", lambda given: None)
+    monkeypatch.setattr(bound, "stream", lambda device: 1)
+    broken = mock.Mock()
+    broken.again.side_effect = KeyboardInterrupt
+    steps = aside.Turn(0, joins=False), aside.Aside(broken, 0) if there else broken, aside.Turn(0, joins=True)
+    with pytest.raises(KeyboardInterrupt):
+        Course(CARD, (), (), 0, steps, (), single=False).take((), [])
+    assert lines == ["10 waits for 1", "1 waits for 10"]
+
+
+def test_between_the_turns_there_are_launches_alone(lines):
+    """A course would ask for memory there, or give it up, on the other stream."""
+    x = torch.zeros(4)
+
+    def asked() -> None:
+        with aside.beside(CARD) as away, away:
+            torch.empty(4)
+
+    def given_up() -> None:
+        y = torch.empty(4)
+        with aside.beside(CARD) as away, away:
+            del y
+
+    assert listen.listened((x,), asked)[1] == "aten::empty is called while launches are made aside"
+    assert listen.listened((x,), given_up)[1] == "memory is given up while launches are made aside"
+
+
+def test_threads_that_come_first_find_one_pair(lines):
+    """Each has made one when it hears of the other's."""
+    made = threading.Barrier(2)
+
+    class Late(Event):
+        def __init__(self) -> None:
+            made.wait(1)
+
+    found: list[aside.Pair] = []
+    with mock.patch.object(torch.cuda, "Event", Late):
+        threads = [threading.Thread(target=lambda: found.append(aside._pair(0, 1))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 2
+    assert found[0] is found[1]
 
 
 def test_a_course_does_the_same(lines):

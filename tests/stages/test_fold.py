@@ -13,9 +13,11 @@ LENGTHS = (0, 1, 9 * 16, 30, 17 * 16, 64)
 HV = 2
 
 
-def drawn(K: int, V: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+def drawn(
+    K: int, V: int, dtype: torch.dtype, device: torch.device, most: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, Segments]:
     cu = torch.tensor([0, *itertools.accumulate(LENGTHS)], device=device)
-    segments = chunks.segment_grid(chunks.chunk_grid(1, sum(LENGTHS) + 40, 16, cu), Cut(1, 5), device)
+    segments = chunks.segment_grid(chunks.chunk_grid(1, sum(LENGTHS) + 40, 16, cu), Cut(1, most), device)
     assert segments.first[-1] - segments.sequences < segments.borders, "some borders are spare"
     S = torch.randn(segments.borders, HV, K, V, dtype=dtype)
     M = torch.randn(segments.borders, HV, K, K, dtype=dtype) / K**0.5
@@ -53,3 +55,30 @@ def test_the_kernel(K: int, V: int, back: bool, device: torch.device):
     S, M = S.mT.contiguous().mT, M.mT.contiguous().mT
     table.launches("fold", "triton").fold(S, M, segments, back=back, dtype=torch.float32)
     assert (S.double() - truth).norm() <= 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("other", [None, 1, 8, 9, 10, 15], ids=lambda r: f"not {r}")
+def test_maps_that_are_zeros(back: bool, other: int | None, device: torch.device):
+    """Of one sequence all are, or all but one: then nothing is done, or all of it, wherever a state is not finite."""
+    S, M, segments = drawn(8, 8, torch.float32, device, most=17)
+    start = int(segments.first[4]) - 4
+    assert int(segments.first[5]) - 5 - start == 16, "borders of the longest sequence"
+    zeros = torch.full_like(M[0], -0.0)
+    for r in range(start, start + 16):
+        if r - start != other:
+            M[r] = zeros
+    S[start + 5, 0, 2, 3] = -0.0
+    fold = table.launches("fold", "triton").fold
+    for lost in (None, *range(16)):
+        given = S.clone()
+        if lost is not None:
+            given[start + lost, 1, 4, 0] = torch.nan
+        truth = folded(given.clone(), M, segments, back)
+        got = given.clone().mT.contiguous().mT
+        fold(got, M.mT.contiguous().mT, segments, back=back, dtype=torch.float32)
+        assert torch.equal(got.isnan(), truth.isnan()), lost
+        assert (got.double() - truth).nan_to_num().norm() <= 1e-6 * truth.nan_to_num().norm(), lost
+        if lost is None:
+            # A zero that something was added to is no longer a negative one.
+            assert bool(torch.signbit(got[start + 5, 0, 2, 3])) == (other is None)

@@ -6,8 +6,8 @@
         ...                 # does not wait for that, and makes use of what it leaves idle
     ...                     # waits for both
 
-Each stream that calls are made on has one beside it, so that captured calls and others do not meet. Memory that is used
-aside is asked for before, and is not given up within.
+Each stream that calls are made on has one beside it, one of the 32 that PyTorch has of this priority, so that captured
+calls and others do not meet as a rule. Memory that is used aside is asked for before, and is not given up within.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def beside(device: torch.device) -> Iterator[contextlib.AbstractContextManager[N
         return
     number = device.index or 0
     pair = _pair(number, torch.cuda.current_stream(device).cuda_stream)
-    pair.fork()
-    bound.tell(Turn(Pair.fork, number))
     try:
+        pair.fork()
+        bound.tell(Turn(number, joins=False))
         yield _aside(pair, number)
     finally:
         pair.join()
-    bound.tell(Turn(Pair.join, number))
+    bound.tell(Turn(number, joins=True))
 
 
 @contextlib.contextmanager
@@ -70,13 +70,17 @@ def _aside(pair: Pair, number: int) -> Iterator[None]:
 
 
 class Turn(NamedTuple):
-    """`fork` or `join` as a step of a call that is repeated."""
+    """`fork` or `join` as a step of a call that is repeated. Between the two there are launches alone."""
 
-    turn: Callable[[Pair], None]
     number: int
+    joins: bool
 
     def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.turn(_pair(self.number, stream))
+        pair = _pair(self.number, stream)
+        if self.joins:
+            pair.join()
+        else:
+            pair.fork()
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Turn:
         return self

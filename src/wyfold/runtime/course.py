@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import bound
+from wyfold.runtime.aside import Turn
 
 
 class Step(Protocol):
     """Something that reaches the device, or keeps memory."""
 
     def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        """Do it on numbered tensors at these addresses, and on this stream."""
+        """Do it on numbered tensors at these addresses, and on this stream, or the one beside it."""
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Step:
         """The same of other tensors; to: number, and bytes behind its first element, of what they were."""
@@ -134,8 +135,17 @@ class Course(NamedTuple):
         stream = bound.stream(self.device.index or 0)
         tensors = [*given, *[None] * self.made]
         addresses = addresses + [0] * self.made
-        for step in self.steps:
-            step.again(stream, tensors, addresses)
+        steps = iter(self.steps)
+        step: Step | None = None
+        try:
+            for step in steps:
+                step.again(stream, tensors, addresses)
+        except BaseException:
+            # Or memory would be given up that launches aside still use.
+            for left in (step, *steps):
+                if type(left) is Turn:
+                    left.again(stream, tensors, addresses)
+            raise
         if self.single:
             (result,) = self.results
             return None if result is None else tensors[result]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wyfold.runtime import bound, register
+from wyfold.runtime.aside import Turn
 from wyfold.runtime.course import Ask, Course, Drop, Operation, Part, Step
 
 Result = TypeVar("Result")
@@ -95,6 +96,7 @@ class _Listener(Hearing):
         self.steps: list[Step] = []
         self.kernels: list[Any] = []
         self.refusal, self.compiled = "", False
+        self.forked = False  # launches are made aside, which nothing but launches may come between
         for number, x in enumerate(given):
             if x is not None and id(x) in self.pieces:
                 self.alike.append((self.pieces[id(x)].tensor, number))
@@ -110,6 +112,8 @@ class _Listener(Hearing):
         """A tensor is no longer there."""
         del self.pieces[identity], self.watches[identity]
         self.alive[number] -= 1
+        if self.forked and not self.alive[number]:
+            self.refusal = self.refusal or "memory is given up while launches are made aside"
         if not self.alive[number]:
             self.steps.append(Drop(number))
 
@@ -130,6 +134,8 @@ class _Listener(Hearing):
         found = func(*args, **kwargs)
         name = func._schema.name
         with self.hearing():
+            if self.forked and not func.is_view:
+                raise _Unheard(f"{name} is called while launches are made aside")
             if name in ASKS:
                 number = self.make(found)
                 self.steps.append(Ask(number, tuple(found.shape), found.stride(), found.dtype, self.device))
@@ -180,6 +186,8 @@ class _Listener(Hearing):
             elif launch is None:
                 raise _Unheard("Triton looks at a launch")
             else:
+                if type(launch) is Turn:
+                    self.forked = not launch.joins
                 self.steps.append(launch.moved(self.of))
                 if kernel is not None:
                     self.kernels.append(kernel)

@@ -28,7 +28,8 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
 
     Args:
         S: [borders, HV, K, V] float32 view, H or c as `fold.eager` has them.
-        M: [borders, HV, K, K] float32 view.
+        M: [borders, HV, K, K] float32 view. A zero is negative only among rows of nothing else: a diagonal of negative
+            zeros stands for a map of zeros.
         segments: Where they lie.
         back: Whether these are gradients.
         dtype: Of the call's tokens: products are as exact as theirs.

@@ -218,7 +218,7 @@ def wyfold_summary_gluon(
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
-    Those of H come first, each on a multiprocessor that it has to itself once M is gone.
+    Those of H come first: on a multiprocessor each, if there are as many, that it has to itself once M is gone.
     """
     NV: gl.constexpr = V // BV
     NK: gl.constexpr = K // BV
@@ -320,7 +320,7 @@ def _bring(
     STAGES: gl.constexpr,
 ):
     """Bring every chunk's tiles as soon as there is a stage for them; v for H alone. Of M that is gone nothing more:
-    the chunk that would be next is full as it is, and the last one."""
+    at the look it is at, those who wait for the next chunk find that there is none."""
     WRITE: gl.constexpr = source.write.block_type.nbytes * (1 if FOLDED else 3)
     SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + WRITE
     BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
@@ -423,6 +423,9 @@ def _recur(
                 phase ^= 1
         begun = look
         if not CHANNEL:
+            # `count` is written as soon as there is a place for the chunk behind a look. Places are freed a chunk late,
+            # and looks are 3 chunks apart or more: with 5 places some could still be reading it at the look before.
+            gl.static_assert(STAGES <= 4)
             if (at.of_H == 0) & (begun < count):
                 _write(tiles.gone.index(part), _zeros(S).to(gl.int32))
                 # What was found at looks before this one: all warps of all parts go on, or none does.
