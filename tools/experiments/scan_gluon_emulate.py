@@ -359,6 +359,7 @@ def make_gl(pid):
 
     gl.allocate_shared_memory = alloc
     gl.static_range = range
+    gl.static_assert = lambda true: None
     gl.zeros = lambda s, d, l: torch.zeros(s, dtype=d)
     gl.arange = lambda a, b, layout=None: torch.arange(a, b)
     gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
