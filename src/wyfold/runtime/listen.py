@@ -112,9 +112,9 @@ class _Listener(Hearing):
         """A tensor is no longer there."""
         del self.pieces[identity], self.watches[identity]
         self.alive[number] -= 1
-        if self.forked and not self.alive[number]:
-            self.refusal = self.refusal or "memory is given up while launches are made aside"
         if not self.alive[number]:
+            if self.forked:
+                self.refusal = self.refusal or "memory is given up while launches are made aside"
             self.steps.append(Drop(number))
 
     def of(self, x: Any, _: int = 0) -> _Piece:
