@@ -56,15 +56,25 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("wyfold")
     if interpreting():
-        from tests import triton_bf16, triton_shortcuts
-
-        triton_bf16.repair()
-        triton_shortcuts.take()
-        # A kernel computes on in rows that are masked later, where numpy has something to say about it.
-        for module in ("triton.runtime.interpreter", "numpy", "tests.triton_shortcuts"):
+        mend_interpreter()
+        for module in NUMPYS_WARNINGS:
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
-        # A bound of a loop is an array of one number there.
-        config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+        config.addinivalue_line("filterwarnings", f"ignore:{BOUNDS_WARNING}:DeprecationWarning")
+
+
+NUMPYS_WARNINGS = ("triton.runtime.interpreter", "numpy", "tests.triton_shortcuts")
+"""Modules of the interpreter's: a kernel computes on in rows that are masked later, and numpy has something to say."""
+
+BOUNDS_WARNING = "Conversion of an array with ndim > 0"
+"""How the interpreter's begins of a loop's bound, which is an array of one number there."""
+
+
+def mend_interpreter() -> None:
+    """Make it right, and quicker."""
+    from tests import triton_bf16, triton_shortcuts
+
+    triton_bf16.repair()
+    triton_shortcuts.take()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.conftest import YOUNG
+from tests.conftest import BOUNDS_WARNING, NUMPYS_WARNINGS, YOUNG, interpreting, mend_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 40
@@ -72,6 +72,11 @@ def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying
 
 def main(folder: Path, module: str, table: str, worlds: Sequence[int]) -> None:
     warnings.simplefilter("error")
+    if interpreting():
+        mend_interpreter()
+        for by in NUMPYS_WARNINGS:
+            warnings.filterwarnings("ignore", category=RuntimeWarning, module=by)
+        warnings.filterwarnings("ignore", BOUNDS_WARNING, DeprecationWarning)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as in every test: memory that nobody wrote is NaN
     cases: dict[str, Case] = getattr(importlib.import_module(module), table)

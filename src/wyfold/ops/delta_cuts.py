@@ -73,8 +73,7 @@ def cut_of(call: DeltaCall, checked: Checked, chunk_size: int) -> Cut:
         return segments.WHOLE
     if chunk.max_splits is not None:
         check.integer(call.op, "max_splits", chunk.max_splits, least=1)
-    eager = flags.backend == "eager" or (flags.backend is None and q.device.type != "cuda")
-    if flags.batch_invariant or checked.every or (eager and segments.forcing() is None):
+    if flags.batch_invariant or checked.every or (runs_eagerly(call) and segments.forcing() is None):
         return segments.WHOLE
     B, T, HV, V = checked.v.shape
     # As long as the last chunk would make it: sequences that are counted by chunks must not be asked for their tokens.
@@ -82,6 +81,11 @@ def cut_of(call: DeltaCall, checked: Checked, chunk_size: int) -> Cut:
         return segments.WHOLE
     cut = segments.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
     return cut if cut.chunks and most_borders(B, T, chunk_size, checked.packed, cut) else segments.WHOLE
+
+
+def runs_eagerly(call: DeltaCall) -> bool:
+    """Whether the eager backend is asked for, or is what these tensors get."""
+    return call.flags.backend == "eager" or (call.flags.backend is None and call.q.device.type != "cuda")
 
 
 @constant_to_compilers

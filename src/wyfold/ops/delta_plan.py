@@ -10,9 +10,10 @@ from torch import Tensor
 from wyfold.ops.decisions import keeps_gradients
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import Checked, check_call
-from wyfold.ops.delta_cuts import chunk_size_of, cut_of
+from wyfold.ops.delta_cuts import chunk_size_of, cut_of, runs_eagerly
 from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
+from wyfold.parallel.segments import WIDEST
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.rows import copied
 from wyfold.runtime import check, launch
@@ -60,7 +61,8 @@ def _plan(
     """The launches of both directions, and who makes them; given: all floating tensors."""
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
-    between = ("summary", "fold") if cut.chunks else ()
+    tells = context is not None and not runs_eagerly(call) and _tells(context, sizes)
+    between = ("summary", "fold") if cut.chunks or tells else ()
     stages = (
         (("prepare", "recurrent"),) * 2
         if recurrent
@@ -73,6 +75,8 @@ def _plan(
             stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
             return token_keys(q, v, g, stored, v_first=flags.state_v_first)
         likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
+        if tells and context is not None:
+            likely = context.segments(sizes["B"], chunk_size, cut, torch.device("cpu"))[1].segments
         return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0)
 
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
@@ -125,6 +129,11 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
     K, V = q.shape[-1], v.shape[-1]
     walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
     return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *walk_back]
+
+
+def _tells(context: ContextParallel, sizes: dict[str, int]) -> bool:
+    """Whether kernels summarise what a rank tells the others."""
+    return bool(context.shares.chains) and max(sizes["K"], sizes["V"]) <= WIDEST
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

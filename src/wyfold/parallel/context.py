@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from wyfold.parallel import exchange
+from wyfold.parallel.share_segments import Counts, listed
 from wyfold.parallel.shares import LAYOUTS, Piece, Range, cut, owned
 from wyfold.runtime import check
+from wyfold.runtime.chunks import Cut
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
@@ -96,6 +98,7 @@ class ContextParallel:
         self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
         self._made: dict[tuple[object, ...], Tensor] = {}
+        self._counts: dict[tuple[int, int, Cut], tuple[list[int], Counts]] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -212,9 +215,21 @@ class ContextParallel:
         if not self.dense and B != 1:
             raise ValueError(f"{op}: cp_context with boundaries must come with a batch of B = 1, got B = {B}")
 
+    def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, Counts]:
+        """What `ShareSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
+        key = batch, chunk_size, cut
+        if key not in self._counts:
+            self._counts[key] = listed(self.pieces, batch, self.tokens, chunk_size, cut)
+        numbers, counts = self._counts[key]
+        return self._kept((*key, device), lambda: torch.tensor(numbers, dtype=torch.int64, device=device)), counts
+
     def gather(self, x: Tensor) -> Tensor:
         """[world, *x.shape] what every rank passed; x has the same shape everywhere."""
         return exchange.gather(x, self.group)
+
+    def gathering(self, x: Tensor) -> Tensor:
+        """`gather` that is under way until `exchange.arrived` of it."""
+        return exchange.gathering(x, self.group)
 
     def agreed(
         self,

@@ -89,13 +89,42 @@ def gather(x: Tensor, group: Any) -> Tensor:
 
     world = dist.get_world_size(group)
     found = x.new_empty(world, *x.shape)
-    if x.numel():  # the same on every rank
-        for sent in _counters:
-            sent.append(x.numel() * x.element_size())
+    if _sends(x):
         # PyTorch 2.13 knows it by another name, and warns of the one it had.
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         collective(found.flatten(), x.contiguous().flatten(), group=group)
     return found
+
+
+def gathering(x: Tensor, group: Any) -> Tensor:
+    """`gather` that is under way: whoever reads what it returns calls `arrived` before.
+
+    Between the two a device computes what does not wait for other ranks.
+    """
+    if torch.compiler.is_compiling():
+        return gather(x, group)  # a compiler moves the two ends apart by itself
+    import torch.distributed as dist
+
+    world = dist.get_world_size(group)
+    if not _sends(x):
+        return x.new_empty(world, *x.shape)
+    begun = torch.ops._c10d_functional.all_gather_into_tensor
+    found: Tensor = begun(x.contiguous().flatten(), world, group.group_name)
+    return found.view(world, *x.shape)
+
+
+def arrived(x: Tensor) -> Tensor:
+    """x, once all ranks have sent theirs; work that is launched after this waits for it on the device."""
+    if not torch.compiler.is_compiling():
+        torch.ops._c10d_functional.wait_tensor(x)
+    return x
+
+
+def _sends(x: Tensor) -> bool:
+    """Whether there is anything to tell, the same on every rank; if so it is counted."""
+    for sent in _counters if x.numel() else ():
+        sent.append(x.numel() * x.element_size())
+    return x.numel() > 0
 
 
 def total(x: Tensor, group: Any) -> Tensor:

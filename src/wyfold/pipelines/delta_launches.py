@@ -37,10 +37,10 @@ from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages import table
-from wyfold.stages.records import Prepared, Slots, TokenGradients
+from wyfold.stages.records import Prepared, Slots, TokenBorders, TokenGradients
 
 
-class _Call:
+class LaunchedCall:
     """What both directions derive from a call's tensors and options before the first launch."""
 
     def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
@@ -80,6 +80,24 @@ class _Call:
         found: Prepared = prepare(*arguments, folded=self.folded, **directions, clear=clear)
         return found
 
+    def summary(
+        self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
+    ) -> None:
+        """Write [borders, HV, V, K] and [borders, HV, K, K], H and M of the segment that ends at each border."""
+        summary = table.serving("summary", self.options.backend, f"{self.key} fwd", k.device).summary
+        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
+
+    def summary_bwd(
+        self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
+    ) -> None:
+        """Write [borders, HV, V, K], c of the segment that begins at each border."""
+        summary_bwd = table.serving("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
+        summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
+
+    def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
+        """Make summaries [borders, HV, V, K] what lies at the borders, with the maps between them."""
+        self.stage("fold").fold(states.mT, maps.mT, self.segments, back=back, dtype=self.t.k.dtype)
+
     def outside(self, states: Tensor | None) -> Tensor | None:
         """A K-first view of the caller's states."""
         return None if states is None else turned(states, self.options)
@@ -96,7 +114,7 @@ def forward(
 
     `slots`: of a call that has tokens and is not cut, whose states are read and written where they lie in a pool.
     """
-    call, result = _Call(t, options, grid), empty_result(t, options, out)
+    call, result = LaunchedCall(t, options, grid), empty_result(t, options, out)
     t = call.t
     if t.v.numel() == 0:
         if options.final_state:
@@ -126,10 +144,11 @@ def forward(
     else:
         with beside(o.device) as aside:
             with aside:
-                _fold(call, call.segments, k, v, prepared, initial, *folded)
+                call.summary(k, v, prepared, initial, *folded)
+                call.fold(*folded, back=False)
                 scan(behind=True)
             scan(behind=False)
-    return result, [*(folded if options.save else []), *(_kept(prepared) if keep else [])]
+    return result, [*(folded if options.save else []), *(kept_factors(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
@@ -143,13 +162,13 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = most_chunks(B, T, C, t.packed_sequences) * HV
     folds = prepare.reads_folded(t.g)
-    return [*folded, *_kept(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
+    return [*folded, *kept_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
 
 
 def backward(given: DeltaGradient) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, kept, do, dST, needs = given
-    call, dS0 = _Call(t, options), given.room(INITIAL_STATE)
+    call, dS0 = LaunchedCall(t, options), given.room(INITIAL_STATE)
     t = call.t
     if t.v.numel() == 0:
         found = [room.zero_() for room in given.rooms()]
@@ -159,36 +178,45 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
-    prepared = _prepared(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
+    prepared = unlisted(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
     borders = call.stage("scan_bwd").token_borders(q, v, call.scanned)
-    leaving = torch.empty_like(folded[0]).mT if folded else None
+    leaving = torch.empty_like(folded[0]) if folded else None
     scan_bwd = partial(
         table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
         *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering, borders),
         segments=call.segments,
         entering=folded[0].mT if folded else None,
-        leaving=leaving,
+        leaving=None if leaving is None else leaving.mT,
     )
-    if call.segments is None or leaving is None:
+    if leaving is None:
         scan_bwd()
     else:
         with beside(q.device) as aside:
             with aside:
-                _fold_back(call, call.segments, q, k, prepared, d_out, final, folded[1], leaving)
+                call.summary_bwd(q, k, prepared, d_out, final, leaving)
+                call.fold(leaving, folded[1], back=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
     del scan_bwd, prepared  # the tokens' gradients may lie where it lay
+    return token_gradients(call, given, do, borders, dS0)
+
+
+def token_gradients(
+    call: LaunchedCall, given: DeltaGradient, do: Tensor, borders: TokenBorders, dS0: Tensor
+) -> list[Tensor]:
+    """Every wanted gradient, from what lies at the borders of chunks."""
+    t, needs = call.t, given.needs
     found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
     del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
         key = call.stage("gradients").gradients_key(call.key, t.q, t.v)
-        gradients = table.serving("gradients", options.backend, key, t.q.device).gradients
+        gradients = table.serving("gradients", call.options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
-        gradients(*inputs, do, borders, call.grid, options, key, TokenGradients(*wanted))
+        gradients(*inputs, do, borders, call.grid, call.options, key, TokenGradients(*wanted))
     return found
 
 
@@ -211,39 +239,6 @@ def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     return rows
 
 
-def _fold(
-    call: _Call,
-    segments: Segments,
-    k: Tensor,
-    v: Tensor,
-    prepared: Prepared,
-    initial: Tensor | None,
-    states: Tensor,
-    maps: Tensor,
-) -> None:
-    """Write what `_at_borders` has."""
-    summary = table.serving("summary", call.options.backend, f"{call.key} fwd", k.device).summary
-    summary(k, v, prepared, initial, segments, call.key, states.mT, maps.mT)
-    call.stage("fold").fold(states.mT, maps.mT, segments, back=False, dtype=k.dtype)
-
-
-def _fold_back(
-    call: _Call,
-    segments: Segments,
-    q: Tensor,
-    k: Tensor,
-    prepared: Prepared,
-    do: Tensor,
-    final: Tensor | None,
-    maps: Tensor,
-    gradients: Tensor,
-) -> None:
-    """Write gradients of the states at the borders."""
-    summary_bwd = table.serving("summary", call.options.backend, f"{call.key} bwd", k.device).summary_bwd
-    summary_bwd(q, k, prepared, do, final, segments, call.options, call.key, gradients)
-    call.stage("fold").fold(gradients, maps.mT, segments, back=True, dtype=k.dtype)
-
-
 def pass_through(states: Tensor | None, out: Tensor) -> None:
     """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
     if states is None:
@@ -252,13 +247,18 @@ def pass_through(states: Tensor | None, out: Tensor) -> None:
         out.copy_(states)
 
 
-def _kept(prepared: Prepared) -> list[Tensor]:
-    """What the backward reads of it; a tensor without a tile's dimensions stands for what is not there."""
+def kept_factors(prepared: Prepared) -> list[Tensor]:
+    """What the backward reads of it."""
     if prepared.back is not None:
         prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
+    return listed(prepared)
+
+
+def listed(prepared: Prepared) -> list[Tensor]:
+    """A list of tensors; one without a tile's dimensions stands for what is not there."""
     return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
 
 
-def _prepared(kept: list[Tensor]) -> Prepared:
-    """The inverse of `_kept`."""
-    return Prepared(*(None if x.ndim == 1 else x for x in kept))  # type: ignore[arg-type]
+def unlisted(factors: list[Tensor]) -> Prepared:
+    """The inverse of `listed`."""
+    return Prepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -196,9 +196,13 @@ class Cut(NamedTuple):
 
     def segments(self, chunks: int) -> int:
         """Of a sequence of so many chunks."""
+        return max(1, -(-chunks // self.length(chunks)))
+
+    def length(self, chunks: int) -> int:
+        """Chunks of every segment of such a sequence but its last."""
         if not self.chunks or chunks < CUT_FROM * self.chunks:
-            return 1
-        return -(-chunks // max(self.chunks, -(-chunks // self.most)))
+            return max(1, chunks)
+        return max(self.chunks, -(-chunks // self.most))
 
 
 CUT_FROM = 4

@@ -1,0 +1,102 @@
+"""What ranks tell each other of the delta family, found by ordinary calls: the walk of the eager backend, of states too
+wide to be summarised by kernels, and of ranks without a token.
+
+A piece's map is the final state of the piece alone, with K value columns more; the replay is the call of all pieces
+from the states that enter them. So a crossing piece is run twice.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wyfold.parallel.chains import arriving, carried, returning
+from wyfold.parallel.exchange import after, arrived
+from wyfold.parallel.shares import Piece
+from wyfold.pipelines.delta import run, run_backward, walk
+from wyfold.pipelines.delta_rank import RankCall
+from wyfold.pipelines.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaGradient
+from wyfold.runtime.register import call as called
+from wyfold.runtime.register import register
+
+
+def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """[leaving, B, HV, K, V + K] H and M of the pieces that go on elsewhere."""
+    K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
+    leaving = [piece for piece in call.context.pieces if not piece.last]
+    sent = call.states(len(leaving) * call.B, V + K).unflatten(0, (len(leaving), call.B))
+    for piece in leaving:
+        S = entering[call.rows(piece)]
+        if piece.first:  # M stays zero, whose S is the caller's
+            options = call.inside._replace(final_state=True, save=False, keep_factors=False)
+            sent[piece.leaving, ..., :V] = run(call.alone(piece, S), options)[0].final_state
+        else:
+            sent[piece.leaving] = call.map_of(piece, S)
+    return sent, []
+
+
+def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, final states of all pieces, and what the backward needs."""
+    S = _carried(told, arriving(call.context.shares, call.context.rank), call.tensors.v.shape[3])
+    entering = after(entering.clone(), told)
+    for piece in call.context.pieces:
+        if not piece.first:
+            entering[call.rows(piece)] = S[piece.entering]
+    result, saved = run(call.packed(entering), call.inside)
+    return result.o, result.final_state, [entering, *saved]
+
+
+def maps_back(call: RankCall, do: Tensor, leaving: Tensor, saved: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """[entering, B, HV, K, V] c of the pieces that began elsewhere."""
+    coming = [piece for piece in call.context.pieces if not piece.first]
+    c = call.states(len(coming) * call.B, do.shape[3]).unflatten(0, (len(coming), call.B))
+    for piece in coming:
+        rows = call.rows(piece)
+        c[piece.entering] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
+    return c, []
+
+
+def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
+    """[B, HV, K, V] gradient of the state that enters a piece, if that of the leaving one is dS."""
+    # A piece in segments would need their maps, which its forward alone makes.
+    options = call.inside._replace(final_state=True, keep_factors=False, segment_chunks=0, segments=1)
+    t = call.alone(piece, S)
+    needs = [index == INITIAL_STATE for index in range(DIFFERENTIABLE)]
+    room = walk(options).saved(t, options)  # states of the forward, which this does not depend on
+    d_out = do.narrow(1, piece.offset, piece.length)
+    return run_backward(DeltaGradient(t, options, room, d_out, dS, needs))[INITIAL_STATE]
+
+
+def backward(
+    call: RankCall,
+    do: Tensor,
+    leaving: Tensor,
+    saved: list[Tensor],
+    kept: list[Tensor],
+    told: Tensor,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Every wanted gradient."""
+    dS = _carried(told, returning(call.context.shares, call.context.rank), do.shape[3])
+    leaving = after(leaving.clone(), told)
+    for piece in call.context.pieces:
+        if not piece.last:
+            leaving[call.rows(piece)] = dS[piece.leaving]
+    entering, *of_the_call = saved
+    packed, do = call.packed(entering), call.one_buffer(do)
+    return run_backward(DeltaGradient(packed, call.inside, of_the_call, do, leaving, needs))
+
+
+def _carried(told: Tensor, steps: list[int], V: int) -> Tensor:
+    found: Tensor = called(_carried_op, told, steps, V)
+    return found
+
+
+def _carried_fake(told: Tensor, steps: list[int], V: int) -> Tensor:
+    return told.new_empty(sum(wanted >= 0 for wanted in steps[2::4]), *told.shape[2:-1], V)
+
+
+_carried_op = register(
+    "delta_carried(Tensor told, int[] steps, int V) -> Tensor",
+    lambda told, steps, V: carried(arrived(told), steps, V),
+    _carried_fake,
+)

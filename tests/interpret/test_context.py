@@ -1,0 +1,135 @@
+"""Delta rules over the ranks of a group on the kernels' walk: against float64 of one process.
+
+Ranks are processes of a gloo group that interpret the kernels (`tests.parallel.ranks`). Shares are cut so that edges
+fall on chunks and inside them, and pieces are cut into segments themselves.
+"""
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.parallel.ranks import Case, refusals
+from tests.parallel.test_context import Comparison, delta
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import wyfold
+from wyfold.cp import build_cp_context
+from wyfold.parallel import segments
+from wyfold.pipelines import delta_share
+from wyfold.reference.error import rms
+
+C = 16
+
+
+class Kernels:
+    """A comparison whose ranks run kernels in `dtype`, and whose pieces are cut into `count` segments or left whole.
+
+    Args:
+        limit: Of the relative RMS of outputs, states and gradients.
+    """
+
+    def __init__(self, of: Comparison, dtype: torch.dtype = torch.float32, limit: float = 2e-6, count: int = 0):
+        self.of, self.dtype, self.limit, self.count = of, dtype, limit, count
+        of.arguments["chunk_size"] = C
+
+    def prepare(self) -> dict[str, Tensor]:
+        rounded = {name: self.cast(x, self.dtype) for name, x in self.of.arguments.items()}
+        self.of.arguments = {name: self.cast(x, torch.float64) for name, x in rounded.items()}
+        truth = self.of.prepare()
+        self.of.arguments = rounded | {"backend": "triton"}
+        return truth
+
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def run(self, truth: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+        cut = segments.forced(self.count) if self.count else contextlib.nullcontext()
+        with cut:
+            self.of.run(truth, group, self.judge)
+
+    def judge(self, name: str, found: Tensor, expected: Tensor) -> None:
+        if expected.numel():
+            error = rms(found, expected)
+            assert error <= self.limit, f"{name}: {error:.2e}"
+
+
+def kernels(rule: str, number: int, **options: Any) -> Kernels:
+    own = {name: options.pop(name) for name in ("dtype", "limit", "count") if name in options}
+    return Kernels(delta(rule, number, **options), **own)
+
+
+COMPARISONS = {
+    "packed": kernels("gated_delta_rule", 1),
+    "packed, in segments": kernels("kda", 2, count=3, tokens=230),
+    "packed, no gate": kernels("delta_rule", 3, count=2, beta="logits", use_qk_l2norm_in_kernel=True),
+    "one sequence": kernels("gated_delta_rule", 4, B=1, tokens=192, layout="contiguous", count=4),
+    "one sequence, zigzag": kernels("kda", 5, B=1, tokens=201, layout="zigzag", gate="model", disable_recompute=True),
+    "rows": kernels("delta_rule", 6, B=2, layout="fragments", tokens=150, count=2),
+    "shares of less than a chunk": kernels("gated_delta_rule", 7, B=2, layout="contiguous", tokens=40),
+    "factors are kept": kernels("gated_delta_rule", 8, gate="model", disable_recompute=True, tokens=160),
+    "no token on some": kernels("kda", 13, layout="contiguous", tokens=2),
+    "bfloat16": kernels("gated_delta_rule", 9, B=1, tokens=256, count=2, dtype=torch.bfloat16, limit=6e-3),
+}
+
+
+def other_ways(given: None, group: dist.ProcessGroup) -> None:
+    """Compiled as one graph, or run a second time by activation checkpointing: the same bits."""
+    warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
+    torch.manual_seed(0)
+    # The first rank is entered by nothing, the second one left by nothing: neither needs all that it is told.
+    context = build_cp_context(torch.tensor([0, 20, 90]), group)
+    q, k, v, g = (context.shard(torch.randn(1, 90, 2, 16)) for _ in range(4))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        flags = {"use_qk_l2norm_in_kernel": True, "chunk_size": C, "backend": "triton"}
+        return wyfold.chunk_kda(q, k, v, -g.abs(), cp_context=context, **flags)[0]
+
+    def step(run: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, g)]
+        o = run(*leaves)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+
+    expected = step(call)
+    for run in (
+        torch.compile(call, fullgraph=True, backend="aot_eager"),
+        lambda *leaves: checkpoint(call, *leaves, use_reentrant=False),
+    ):
+        assert all(map(torch.equal, step(run), expected))
+
+
+def registered(given: None, group: dist.ProcessGroup) -> None:
+    """PyTorch's own checks of what is registered: sizes come from metadata alone, nothing is changed or aliased."""
+    warnings.simplefilter("ignore")  # PyTorch's own
+    asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def called(operator: Any, *arguments: Any) -> Any:
+        asked[operator.name()] = operator, arguments
+        return call(operator, *arguments)
+
+    call, delta_share.called = delta_share.called, called
+    try:
+        for keep in (False, True):
+            context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
+            q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
+            flags = {"disable_recompute": keep, "output_final_state": True, "chunk_size": C, "backend": "triton"}
+            o, final = wyfold.chunk_gated_delta_rule(q, q, q, -q[..., 0].abs(), cp_context=context, **flags)
+            (o.sum() + final.sum()).backward()
+            assert len(asked) == 4
+            for operator, arguments in asked.values():
+                plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+                torch.library.opcheck(operator, tuple(plain), test_utils=("test_schema", "test_faketensor"))
+    finally:
+        delta_share.called = call
+
+
+CASES = {name: Case(x.prepare, x.run) for name, x in COMPARISONS.items()}
+CASES |= {run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered)}
+
+
+def test_ranks_compute_what_one_process_does(interpreter, tmp_path: Path):
+    found = refusals([2, 3], tmp_path, "tests.interpret.test_context", "CASES")
+    assert not found, found
