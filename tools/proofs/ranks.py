@@ -11,6 +11,7 @@ finds mistakes in this file and nothing else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib.util
 import itertools
@@ -43,7 +44,7 @@ from wyfold.cli import main as wyfold_main
 from wyfold.cli.subjects import PER_TOKEN, bound, incoming, measured, widened
 from wyfold.cp import ContextParallel, Watch, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
-from wyfold.parallel import exchange, split
+from wyfold.parallel import exchange, segments, split
 from wyfold.reference import inputs
 from wyfold.reference.error import Verdict, judge, rms
 from wyfold.reference.rounded import chunked
@@ -72,7 +73,7 @@ LIVED_STEPS = 5
 TAIL = 40
 """Lines of a survivor's log that are kept: the stacks of all its threads, if it hung."""
 LOSSES = 0.005
-STEPS = 4 if TINY else 200
+STEPS, BATCH = (4, 1) if TINY else (200, 16)
 SCALED = {4: 3.2}
 """Least speed of so many GPUs by one GPU's; of other counts it is said and held to nothing."""
 MEMORY = 1.12
@@ -356,22 +357,26 @@ def _as_it_is(x: Tensor) -> Tensor:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def train(add: Add, place: Place, folder: str) -> None:
-    """`wyfold train` on the language reference inside Python, each row's bytes over all ranks; the losses it wrote."""
-    run = Path(folder) / f"cp {place.world}"
+def train(add: Add, place: Place, folder: str, segmented: str = "1") -> None:
+    """`wyfold train` on the language reference inside Python, each row's bytes over all ranks; the losses it wrote.
+
+    On one rank also with its sequences in segments, which rounds as differently as ranks do: what that alone changes.
+    """
+    run = Path(folder) / (f"cp {place.world}" + (f", {segmented} segments" if segmented != "1" else ""))
     words = ["train", "--out", str(run), "--device", place.device.type, "--dtype", "bfloat16", "--cp", str(place.world)]
     words += ["--steps", str(STEPS), "--eval-every", str(max(1, STEPS // 4)), "--save-every", str(STEPS)]
-    words += ["--layers", "kda gdn delta_net attention", "--batch", "4", "--length", "1024", "--warmup", "20"]
+    words += ["--layers", "kda gdn delta_net attention", "--batch", str(BATCH), "--length", "1024", "--warmup", "20"]
     if TINY:
         words += ["--layers", "kda attention", "--depth", "2", "--width", "32", "--heads", "2", "--head-dim", "16"]
-        words += ["--batch", "1", "--length", "64", "--eval-bytes", "256"]
+        words += ["--length", "64", "--eval-bytes", "256"]
     began = time.monotonic()
-    code = wyfold_main(words)
+    with segments.forced(int(segmented)) if segmented != "1" else contextlib.nullcontext():
+        code = wyfold_main(words)
     if place.leads:
         history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [entry["loss"] for entry in history if "loss" in entry]
         looks = [value for entry in history for key, value in entry.items() if key.startswith("validation")]
-        add("train", f"cp {place.world}", code == 0 and len(losses) == STEPS, losses=losses, looks=looks,
+        add("train", run.name, code == 0 and len(losses) == STEPS, losses=losses, looks=looks,
             seconds=time.monotonic() - began)  # fmt: skip
 
 
@@ -386,7 +391,7 @@ def compare_losses(ledger: Ledger) -> None:
             continue
         apart = [abs(x - y) / y for x, y in zip(_smooth(row["losses"]), first)]
         looks = [abs(x - y) / y for x, y in zip(row["looks"], runs["cp 1"]["looks"])]
-        held = bool(looks) and max(apart[-1], looks[-1]) <= LOSSES
+        held = None if "segments" in name else bool(looks) and max(apart[-1], looks[-1]) <= LOSSES
         ledger.add("train", f"{name} and cp 1", held, end_apart=apart[-1], most_apart=max(apart), looks_apart=looks)
 
 
@@ -534,7 +539,8 @@ def death(add: Add, ranks: str, where: str) -> None:
 # --- scaling ---------------------------------------------------------------------------------------------------------
 
 SCALING = {"gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention}
-LENGTHS = (256,) if TINY else (262144, 1048576)
+LENGTHS = (256,) if TINY else (262144, 524288, 1048576)
+"""The longest over twice as many GPUs are shares of the length before it."""
 
 
 def timed(place: Place, call: Callable[[], object], rounds: int) -> float:
@@ -693,6 +699,7 @@ def jobs(ledger: Ledger, world: int, folder: str) -> list[Job]:
     ]
     sizes = [size for size in (1, 2, 4, 8) if size <= world]
     found += [of_ranks(f"train:{folder}", size, launched=size > 1, limit_s=150) for size in reversed(sizes)]
+    found += [of_ranks(f"train:{folder}:4", 1, limit_s=150)]
     found += [of_ranks(f"warm:{kind}", world) for kind in SCALING]
     found += [of_ranks(f"layers:{name}", world) for name in BUILT]
     found += [of_ranks(f"errors:{rule}:{layout}", world) for rule in GATED for layout in LAYOUTS]
