@@ -107,7 +107,8 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
     def called(operator: Any, *arguments: Any) -> Any:
-        asked[operator.name()] = operator, arguments
+        # A list of what is given up on the way is empty afterwards.
+        asked[operator.name()] = operator, tuple([*x] if isinstance(x, list) else x for x in arguments)
         return call(operator, *arguments)
 
     call, delta_share.called = delta_share.called, called

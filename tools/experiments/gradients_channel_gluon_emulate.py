@@ -68,7 +68,7 @@ def warpgroup_mma_wait(n, deps):
 
 
 def sums_inside(x):
-    x = x.reshape(*x.shape[:-1], 8, 8)
+    x = x.reshape(*x.shape[:-1], -1, 8)
     until = x.flip(-1).cumsum(-1).flip(-1)
     until = torch.cat((until[..., 1:], torch.zeros_like(x[..., :1])), -1)
     return x.cumsum(-1).flatten(-2), until.flatten(-2)
@@ -117,7 +117,7 @@ def program(pid):
     gl.fma = lambda a, b, c: a * b + c
     gl.rsqrt = torch.rsqrt
     gl.minimum = lambda a, b: torch.as_tensor(min(int(a), int(b)))
-    gl.NVMMASharedLayout = gl.SwizzledSharedLayout = lambda *a: None
+    gl.NVMMASharedLayout = gl.SwizzledSharedLayout = gl.SharedLinearLayout = lambda *a: None
     gl.where = lambda c, a, b: torch.where(c, *(torch.as_tensor(x, dtype=torch.float32) for x in (a, b)))
     names = {"gluon": types.SimpleNamespace(jit=E.jit), "gl": gl, "mbarrier": E.mbarrier, "tma": E.tma}
     names |= {"tma_load": E.tma_load, "tma_store": E.tma_store, "fence_async_shared": lambda: None}

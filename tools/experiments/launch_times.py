@@ -3,7 +3,8 @@
     PYTHONPATH=src:. python tools/experiments/launch_times.py --commit HASH --out DIR --budget 120 [--cases EXPRESSION]
         [--row KERNEL NAME JSON]... [--against FILE]
 
-bfloat16, K = V = 128; --norm takes the norm of q and k inside. --row puts a row into a kernel's table, such as `--row
+bfloat16, K = V = 128; --norm takes the norm of q and k inside, --gate activates the gate and beta there, as layers do.
+--row puts a row into a kernel's table, such as `--row
 fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have
 one in the file. --segments forces a count, --decay says how fast gates forget. --against names such a file of
 another run, whose digests are compared.
@@ -41,7 +42,7 @@ CASES = [
 ]
 
 
-def drawn(rule, shape, device, decay):
+def drawn(rule, shape, device, decay, gate="given"):
     B, T, H = SHAPES[shape] if device == "cuda" else (1, 400, 1)
     width = WIDTH if device == "cuda" else 16
     draw = torch.Generator(device).manual_seed(0)
@@ -50,14 +51,24 @@ def drawn(rule, shape, device, decay):
     beta = torch.rand(B, T, H, device=device, generator=draw)
     channels = (width,) if rule == "kda" else ()
     g = -torch.rand(B, T, H, *channels, device=device, generator=draw) * (2 * decay)
-    return [*(x.bfloat16() for x in (q, k, v)), *(() if rule == "delta_rule" else (g,)), beta]
+    tokens = [x.bfloat16() for x in (q, k, v)]
+    if gate == "given" or rule == "delta_rule":
+        return [*tokens, *(() if rule == "delta_rule" else (g,)), beta]
+    # As a layer's projections leave them, and its two parameters.
+    A_log, dt_bias = torch.zeros(H, device=device), torch.full((H, *channels), -3.0, device=device)
+    return [*tokens, g.mul_(-1 / decay).bfloat16(), beta.logit(1e-3).bfloat16(), A_log, dt_bias]
 
 
-def call(rule, given, fed, norm=False):
+def call(rule, given, fed, norm=False, gate="given"):
     """Results, and every gradient where one is fed."""
     names = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda": "chunk_kda"}
+    inside = {}
+    if gate != "given" and rule != "delta_rule":
+        inside = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        inside |= {"A_log": given[5], "dt_bias": given[6]}
+        inside |= {"safe_gate": True, "lower_bound": -5.0} if gate == "bounded" else {}
     o, state = getattr(wyfold, names[rule])(
-        *given, backend="triton", output_final_state=True, use_qk_l2norm_in_kernel=norm
+        *given[:5], backend="triton", output_final_state=True, use_qk_l2norm_in_kernel=norm, **inside
     )
     return (o.detach(), state.detach(), *(() if fed is None else torch.autograd.grad(o, given, fed)))
 
@@ -79,13 +90,13 @@ def launches(run):
 
 def measured(case, args):
     rule, shape, mode = case.split()
-    given = drawn(rule, shape, args.device, args.decay)
+    given = drawn(rule, shape, args.device, args.decay, args.gate)
     fed = None
     if mode == "fwdbwd":
         given = [x.requires_grad_() for x in given]
         fed = torch.randn(given[2].shape, device=args.device, generator=torch.Generator(args.device).manual_seed(1))
         fed = fed.to(given[2].dtype)
-    run = partial(call, rule, given, fed, args.norm)
+    run = partial(call, rule, given, fed, args.norm, args.gate)
     with torch.set_grad_enabled(fed is not None), contextlib.ExitStack() as stack:
         for kernel, name, text in args.row:
             blocks = json.loads(text)
@@ -110,6 +121,7 @@ def main():
     parser.add_argument("--cases", default="", help="an expression found in a case, such as 'gdn (h96|64k) fwd$'")
     parser.add_argument("--row", nargs=3, action="append", default=[], metavar=("KERNEL", "NAME", "JSON"))
     parser.add_argument("--norm", action="store_true", help="of q and k, inside the operator")
+    parser.add_argument("--gate", choices=("given", "softplus", "bounded"), default="given", help="activated inside")
     parser.add_argument("--segments", type=int, default=0)
     parser.add_argument("--decay", type=float, default=1 / 32, help="minus the mean log decay of a token")
     parser.add_argument("--against", type=Path)
@@ -125,6 +137,7 @@ def main():
         "torch": torch.__version__,
         "rows of tables": args.row,
         "norm inside": args.norm,
+        "gate": args.gate,
         "decay": args.decay,
         "rows": [],
     }

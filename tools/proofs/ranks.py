@@ -543,8 +543,8 @@ LENGTHS = (256,) if TINY else (262144, 524288, 1048576)
 """The longest over twice as many GPUs are shares of the length before it."""
 
 
-def timed(place: Place, call: Callable[[], object], rounds: int) -> float:
-    """Milliseconds of a call that all ranks begin together: the median, of the slowest rank."""
+def timed(place: Place, call: Callable[[], object], rounds: int) -> list[float]:
+    """Milliseconds of a call that all ranks begin together, of the slowest rank, in every round."""
     call()
     times = []
     for _ in range(rounds):
@@ -555,9 +555,9 @@ def timed(place: Place, call: Callable[[], object], rounds: int) -> float:
         call()
         place.wait()
         times.append(time.perf_counter() - began)
-    slowest = torch.tensor(1e3 * statistics.median(times), device=place.device, dtype=torch.float64)
+    slowest = torch.tensor(times, device=place.device, dtype=torch.float64) * 1e3
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    return [round(ms, 3) for ms in slowest.tolist()]
 
 
 def layer_step(
@@ -600,13 +600,13 @@ def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) ->
     dist.all_gather_object(fits, failed)
     if any(fits):
         return {"failed": fits}
-    ms = timed(place, call, rounds)
+    rounds_ms = timed(place, call, rounds)
     with exchange.counted() as sent:
         call()
     peak = 0 if TINY else torch.cuda.max_memory_allocated() - before - weights
     peaks: list[Any] = [None] * place.world
     dist.all_gather_object(peaks, peak / 2**30)
-    return {"ms": ms, "GiB": peaks, "sent": sent}
+    return {"ms": statistics.median(rounds_ms), "rounds_ms": rounds_ms, "GiB": peaks, "sent": sent}
 
 
 def scaling(add: Add, place: Place, kind: str, rounds: str = "5") -> None:
@@ -664,9 +664,10 @@ def peers(add: Add, place: Place, kind: str, folder: str) -> None:
             torch.autograd.grad(o, leaves, arrow)
 
         sides = {"ours": (getattr(wyfold, f"chunk_{rule}"), context), "fla": (theirs, other)}
-        ms = {name: timed(place, partial(step, *side, leaves, arrow), 5) for name, side in sides.items()}
+        rounds = {name: timed(place, partial(step, *side, leaves, arrow), 5) for name, side in sides.items()}
         if place.leads:
-            add("peers", f"{kind}, {T} tokens", None, ms=ms, faster=ms["fla"] / ms["ours"])
+            ms = {name: statistics.median(times) for name, times in rounds.items()}
+            add("peers", f"{kind}, {T} tokens", None, ms=ms, rounds_ms=rounds, faster=ms["fla"] / ms["ours"])
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ def backward(
     told: Tensor,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Every wanted gradient."""
-    (entering, tails, states, M), (c, *factors) = saved[:4], kept
+    """Every wanted gradient. What was made for it is given up on the way: it is as large as the gradients."""
+    (entering, tails, states, M), c, factors = saved[:4], kept.pop(0), kept
     steps = returning(call.context.shares, call.context.rank)
     own = told, steps, tails, call.one_buffer(do), leaving, states, M, c, factors, needs
     found: list[Tensor] = called(_backward_op, *call.packed(entering), *_places(call), *own, *call.inside)
@@ -213,7 +213,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
                 launched.fold(gradients, M, back=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
-    del scan_bwd, prepared, factors
+    del scan_bwd, prepared
+    factors.clear()  # the tokens' gradients may lie where they lay
     return given.rounded(token_gradients(launched, given, do, borders, dS0))
 
 

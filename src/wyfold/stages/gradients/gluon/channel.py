@@ -399,17 +399,20 @@ def wyfold_gradients_channel_gluon(
             clear_rows(t_g, rows, BT, BK)
     bias = 0.0
     if p_dt_bias is not None:
-        o_b = gl.arange(0, BK, layout=gl.SliceLayout(1, LC))
+        o_b = gl.arange(0, BK, layout=gl.SliceLayout(1, L))
         bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[:, None]
-    log_g = _log_gate(t_g.permute((1, 0)).load(LC).to(gl.float32), bias, gate, o_c[None, :] < rows, ACTIVATION)
-    E = _eighths(exp2(gl.sum(log_g.reshape([BK, 8, 8]), axis=2)), CH)
-    since, until = _sums_inside(log_g)
     DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
     I, Q = _tiles(gl.float32, BK, DECAYS), _tiles(gl.float32, BK, DECAYS)
-    since, until = _quarters(exp2(since), L), _quarters(exp2(until), L)
-    for i in gl.static_range(4):
-        I[i].store(since[i])
-        Q[i].store(until[i])
+    E = _none()
+    for n in gl.static_range(4):
+        o_16 = 16 * n + gl.arange(0, 16, layout=gl.SliceLayout(0, L))
+        log_g = _log_gate(_rows(t_g, n, L), bias, gate, o_16[None, :] < rows, ACTIVATION)
+        E = _also(E, _two(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
+        since, until = _sums_inside(log_g)
+        I[n].store(exp2(since))
+        Q[n].store(exp2(until))
+        if ACTIVATION != "given":
+            barrier()  # an activation wants registers of its own: 16 tokens at a time
     E01, E23, E45, E67 = E[0] * E[1], E[2] * E[3], E[4] * E[5], E[6] * E[7]
     E03, E47 = E01 * E23, E45 * E67
     whole = gl.full([BK], 1.0, gl.float32, CH)
@@ -451,26 +454,31 @@ def wyfold_gradients_channel_gluon(
     TURNED: gl.constexpr = gl.SharedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
     )
-    turned_q = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-    turned_k = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-    turned_c = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-    overs = gl.allocate_shared_memory(gl.float32, [BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
-    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+    turned = _none()
     for h in gl.static_range(2):
         a, d = _inside(P, J, t_q, t_k, 2 * h, I, Q, all_q, all_k, all_c, E, L)
         b, f = _inside(P, J, t_q, t_k, 2 * h + 1, I, Q, all_q, all_k, all_c, E, L)
         a_q, a_k, b_q, b_k, c_d, c_f = warpgroup_mma_wait(0, deps=[a.to_q, a.to_k, b.to_q, b.to_k, d.to, f.to])
         a_I, b_I, a_Q, b_Q = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
+        # The second half's where decays were.
+        turned_q = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
+        turned_k = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
+        turned_c = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
+        overs = gl.allocate_shared_memory(gl.float32, [BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
         turned_q.store(_merged(a_q * a_I, b_q * b_I))
         turned_k.store(_merged(a_k * a_I, b_k * b_I))
         turned_c.store(_merged(c_d * a_Q, c_f * b_Q))
         overs.store(_fourths(base[2 * h] + a.x, base[2 * h] + d.x, base[2 * h + 1] + b.x, base[2 * h + 1] + f.x))
-        n_q, n_k = turned_q.permute((1, 0)).load(NEAR), turned_k.permute((1, 0)).load(NEAR)
-        n_c, over = turned_c.permute((1, 0)).load(NEAR), overs.permute((1, 0)).load(ROW)
+        turned = _also(turned, ((turned_q, turned_k, turned_c, overs),))
+    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+    for h in gl.static_range(2):
+        turned_q, turned_k, turned_c, overs = turned[h]
         o_t = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, NEAR))
         real = o_t[:, None] < rows
         raw = t_g.slice(32 * h, 32).load(NEAR).to(gl.float32)
         a = exp2(_log_gate(raw, near_bias, gate, real, ACTIVATION))
+        n_q, n_k = turned_q.permute((1, 0)).load(NEAR), turned_k.permute((1, 0)).load(NEAR)
+        n_c, over = turned_c.permute((1, 0)).load(NEAR), overs.permute((1, 0)).load(ROW)
         q, k = t_q.slice(32 * h, 32).load(NEAR).to(gl.float32), t_k.slice(32 * h, 32).load(NEAR).to(gl.float32)
         n_q, n_k, n_g = _near_pairs(near, h, q, k, a, n_q, n_k, n_c, over, NEAR)
         if NORM:
@@ -478,9 +486,14 @@ def wyfold_gradients_channel_gluon(
             o_z = p_along + pid * (2 * BT) + o_t
             gl.store(o_z, gl.sum(gl.fma(q, n_q, 0.0), axis=1))
             gl.store(o_z + BT, gl.sum(gl.fma(k, n_k, 0.0), axis=1))
-        dx, dA = activated_bwd(raw, n_g, rate, near_bias, lower_bound, clamp, CLAMPED, ACTIVATION)
         t_q.slice(32 * h, 32).store(n_q.to(x_q.dtype))
         t_k.slice(32 * h, 32).store(n_k.to(x_k.dtype))
+        if ACTIVATION != "given":
+            # Read again, behind stores and a barrier: or what the activation's two directions have alike is made once
+            # and kept through all pairs.
+            barrier()
+            raw = t_g.slice(32 * h, 32).load(NEAR).to(gl.float32)
+        dx, dA = activated_bwd(raw, n_g, rate, near_bias, lower_bound, clamp, CLAMPED, ACTIVATION)
         t_g.slice(32 * h, 32).store(dx.to(x_g.dtype))
         if p_ddt_bias is not None:
             sum_x += gl.sum(gl.where(real, dx, 0.0), axis=0)
@@ -689,6 +702,12 @@ def _add(rows, i: gl.constexpr, x):
 
 
 @gluon.jit
+def _none():
+    """No rows yet."""
+    return ()
+
+
+@gluon.jit
 def _also(rows, x):
     """The rows and some more."""
     return rows + x
@@ -761,25 +780,10 @@ def _quarters(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _eighths(x, CH: gl.constexpr):
-    """[M, 8] -> 8 x [M]"""
-    even, odd = gl.split(x.reshape([x.shape[0], 2, 2, 2]))
-    e0, e2 = gl.split(even)
-    o1, o3 = gl.split(odd)
-    x0, x4 = gl.split(e0)
-    x2, x6 = gl.split(e2)
-    x1, x5 = gl.split(o1)
-    x3, x7 = gl.split(o3)
-    return (
-        gl.convert_layout(x0, CH, assert_trivial=True),
-        gl.convert_layout(x1, CH, assert_trivial=True),
-        gl.convert_layout(x2, CH, assert_trivial=True),
-        gl.convert_layout(x3, CH, assert_trivial=True),
-        gl.convert_layout(x4, CH, assert_trivial=True),
-        gl.convert_layout(x5, CH, assert_trivial=True),
-        gl.convert_layout(x6, CH, assert_trivial=True),
-        gl.convert_layout(x7, CH, assert_trivial=True),
-    )
+def _two(x, CH: gl.constexpr):
+    """[M, 2] -> 2 x [M]"""
+    x0, x1 = gl.split(x)
+    return gl.convert_layout(x0, CH, assert_trivial=True), gl.convert_layout(x1, CH, assert_trivial=True)
 
 
 @gluon.jit
