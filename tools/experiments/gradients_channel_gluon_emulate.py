@@ -22,12 +22,17 @@ from wyfold.stages.records import TokenBorders
 
 
 class Shared(E.Shared):
+    layout = None
     shape = property(lambda s: s.t.shape)
     index = lambda s, i: Shared(s.t[int(i)])
     permute = lambda s, o: Shared(s.t.permute(o))
 
     def _keep_alive(self):
         pass
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert dtype == self.t.dtype
+        return Shared(self.t.view(shape))
 
     def slice(self, a, n, dim=0):
         assert 0 <= a and a + n <= self.t.shape[dim]
@@ -174,15 +179,23 @@ def drawn(gate, T, B, H, norm, seed=0):
     return q, k, v, g, beta, do
 
 
-def truth(q, k, v, g, beta, do, spans, norm):
-    given = {"q": q, "k": k, "v": v, "g": g.clamp(min=-104), "beta": beta}
+PARAMETERS = ("A_log", "dt_bias")
+
+
+def log_gate(raw, A_log, dt_bias):
+    return -A_log.exp()[:, None] * torch.nn.functional.softplus(raw + dt_bias)
+
+
+def truth(q, k, v, g, beta, do, spans, norm, inside):
+    given = {"q": q, "k": k, "v": v, "g": g.clamp(min=-104), "beta": beta, **(inside or {})}
     leaves = {n: x.double().requires_grad_() for n, x in given.items()}
     total = 0
     for b, s, e in spans:
         if e > s:
-            y = reference.kda(
-                *(x[b : b + 1, s:e] for x in leaves.values()), scale=K**-0.5, use_qk_l2norm_in_kernel=norm
-            )[0]
+            tokens = {name: x[b : b + 1, s:e] for name, x in leaves.items() if name not in PARAMETERS}
+            if inside:
+                tokens["g"] = log_gate(tokens["g"], *(leaves[name] for name in PARAMETERS))
+            y = reference.kda(*tokens.values(), scale=K**-0.5, use_qk_l2norm_in_kernel=norm)[0]
             total = total + (y * do[b : b + 1, s:e].double()).sum()
     return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
@@ -216,12 +229,17 @@ def borders(q, k, v, g, beta, do, spans, counts, chunks):
     return TokenBorders(*(x.bfloat16() for x in (S_, dS_ / scale, e_, X_ / scale)))
 
 
-def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False):
+def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False, inside=None):
     q, k, v, g, beta, do = drawn(gate, T, B, H, norm)
+    raw, parameters = g, None
+    if inside:
+        raw = torch.randn(g.shape).to(inside)
+        parameters = {"A_log": 0.3 * torch.randn(H), "dt_bias": torch.randn(H, K) - 1}
+        g = log_gate(raw.double(), *(x.double() for x in parameters.values()))
     spans = [(0, a, b) for a, b in itertools.pairwise(cuts)] if cuts else [(b, 0, T) for b in range(B)]
     counts = [-(-(e - s) // C) for _, s, e in spans]
     chunks = sum(counts) + (1 if cuts else 0)
-    want = truth(q, k, v, g, beta, do, spans, norm)
+    want = truth(q, k, v, raw, beta, do, spans, norm, parameters)
     long = [x.double() for x in (q, k)]
     y_q, y_k = (x * (x.square().sum(-1, True) + 1e-6).rsqrt() if norm else x for x in long)
     lie = borders(y_q, y_k, v, g, beta, do, spans, counts, chunks)
@@ -230,23 +248,28 @@ def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False):
         first = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)])
         sequence = torch.tensor([i for i, c in enumerate(counts) for _ in range(c)] + [len(counts)])
         cu = torch.tensor([*cuts, T])
-        for x in (q, k, do, g):
+        for x in (q, k, do, raw):
             x[:, cuts[-1] :] = float("nan")
     if strided:
         q = q[..., None].expand(*q.shape, 2).flatten(-2)[..., ::2]
-        g = g.transpose(1, 2).contiguous().transpose(1, 2)
+        raw = raw.transpose(1, 2).contiguous().transpose(1, 2)
     empty = lambda x, dtype: torch.full(x.shape, float("nan"), dtype=dtype)
-    out = types.SimpleNamespace(q=empty(q, q.dtype), k=empty(k, k.dtype), v=empty(v, v.dtype), g=empty(g, g.dtype))
+    out = types.SimpleNamespace(q=empty(q, q.dtype), k=empty(k, k.dtype), v=empty(v, v.dtype), g=empty(raw, raw.dtype))
     out.beta, out.A_log, out.dt_bias = empty(beta, beta.dtype), None, None
+    if parameters:
+        out.A_log, out.dt_bias = (empty(x, x.dtype) for x in parameters.values())
     grid = types.SimpleNamespace(chunk_size=C, cu=cu, first=first, sequence=sequence, sequences=len(spans), tokens=T)
     grid.per_sequence, grid.chunks = -(-T // C), chunks
-    how = types.SimpleNamespace(qk_l2norm=norm, beta_logit=False, beta_most=1.0, activation="given", scale=K**-0.5)
+    how = types.SimpleNamespace(qk_l2norm=norm, beta_logit=False, beta_most=1.0, scale=K**-0.5)
+    how.activation = "softplus" if inside else "given"
     how.clamp, how.lower_bound, how.unit = 0.0, 0.0, how.scale
     with mock.patch.object(G, "launched", launched), mock.patch.object(G, "tuned", lambda *_: Config(4, 1, {})):
-        G.gradients(q, k, g, beta, None, None, do, lie, grid, how, "", out)
+        G.gradients(q, k, raw, beta, *(parameters or dict.fromkeys(PARAMETERS)).values(), do, lie, grid, how, "", out)
     end = cuts[-1] if cuts else T
-    assert all(not x[:, end:].any() for x in vars(out).values() if x is not None), "the tail is not zero"
-    found = {n: (getattr(out, n)[:, :end].double(), x[:, :end]) for n, x in want.items()}
+    tails = [x[:, end:] for n, x in vars(out).items() if n not in PARAMETERS]
+    assert not any(x.any() for x in tails), "the tail is not zero"
+    found = {n: (getattr(out, n).double(), x) for n, x in want.items()}
+    found = {n: pair if n in PARAMETERS else tuple(x[:, :end] for x in pair) for n, pair in found.items()}
     assert not any(bool(x[y == 0].any()) for x, y in found.values()), "not zero where it must be"
     errors = {n: float((x - y).norm() / y.norm()) for n, (x, y) in found.items()}
     print(
@@ -258,6 +281,7 @@ def case(gate, T=128, B=1, H=1, cuts=None, strided=False, norm=False):
         cuts or "",
         "strided" * strided,
         "norm" * norm,
+        f"{inside}" * bool(inside),
         {n: f"{e:.1e}" for n, e in errors.items()},
         flush=True,
     )
@@ -272,6 +296,8 @@ CASES = (
     {"gate": "harsh", "norm": True},
     {"gate": "mid", "T": 200, "cuts": [0, 70, 190], "norm": True},
     {"gate": "mid", "T": 300, "H": 2, "cuts": [0, 70, 70, 198, 240]},
+    {"gate": "mid", "T": 200, "H": 2, "norm": True, "inside": torch.bfloat16},
+    {"gate": "mid", "T": 200, "cuts": [0, 70, 190], "inside": torch.float32},
 )
 
 if __name__ == "__main__":

@@ -298,8 +298,9 @@ def store(p, x, mask=None):
     m = torch.ones_like(off, dtype=torch.bool) if mask is None else torch.as_tensor(mask).expand(off.shape)
     f = flat(p.t)
     assert bool(((off >= 0) & (off < f.numel()))[m].all()), "store outside"
+    x = torch.as_tensor(x, dtype=f.dtype) if isinstance(x, float) else x
     assert x.dtype == f.dtype
-    f[off[m]] = x[m]
+    f[off[m]] = x.expand(m.shape)[m]
 
 
 class Fn:

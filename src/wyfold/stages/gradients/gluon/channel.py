@@ -248,6 +248,8 @@ def wyfold_gradients_channel_gluon(
 ):
     """One program owns a chunk of one head and half of its channels."""
     BK: gl.constexpr = K // 2
+    # The code of an activation is long, and instructions that do not fit into their cache are fetched for every chunk.
+    ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 16, 16])
     CH: gl.constexpr = gl.SliceLayout(1, L)
@@ -397,22 +399,21 @@ def wyfold_gradients_channel_gluon(
             clear_rows(t_q, rows, BT, BK)
             clear_rows(t_k, rows, BT, BK)
             clear_rows(t_g, rows, BT, BK)
-    bias = 0.0
-    if p_dt_bias is not None:
-        o_b = gl.arange(0, BK, layout=gl.SliceLayout(1, L))
-        bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[:, None]
     DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
     I, Q = _tiles(gl.float32, BK, DECAYS), _tiles(gl.float32, BK, DECAYS)
+    logs = t_g
+    if ACTIVATION != "given":
+        logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+        _activate(logs, t_g, p_dt_bias, i_h * K + column, gate, rows, ROLLED, ACTIVATION, BT, BK)
     E = _none()
     for n in gl.static_range(4):
-        o_16 = 16 * n + gl.arange(0, 16, layout=gl.SliceLayout(0, L))
-        log_g = _log_gate(_rows(t_g, n, L), bias, gate, o_16[None, :] < rows, ACTIVATION)
+        log_g = _rows(logs, n, L)
+        if ACTIVATION == "given":
+            log_g = _log_gate(log_g, 0.0, gate, True, ACTIVATION)
         E = _also(E, _two(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
         since, until = _sums_inside(log_g)
         I[n].store(exp2(since))
         Q[n].store(exp2(until))
-        if ACTIVATION != "given":
-            barrier()  # an activation wants registers of its own: 16 tokens at a time
     E01, E23, E45, E67 = E[0] * E[1], E[2] * E[3], E[4] * E[5], E[6] * E[7]
     E03, E47 = E01 * E23, E45 * E67
     whole = gl.full([BK], 1.0, gl.float32, CH)
@@ -444,11 +445,6 @@ def wyfold_gradients_channel_gluon(
     decay = E03 * E47
     x32, y32 = gl.fma(carried, decay, x32), gl.fma(carried, decay, y32)
     base = (x32 + x01, x32 + y01, y32 + x23, y32 + y23)
-    near_bias = 0.0
-    if p_dt_bias is not None:
-        o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
-        near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
-    ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     # Rows of 32 numbers, four neighbours staying together: in no bank meet four rows at once, as they are stored, nor
     # every second one of 16, as they are read.
     TURNED: gl.constexpr = gl.SharedLinearLayout(
@@ -460,45 +456,44 @@ def wyfold_gradients_channel_gluon(
         b, f = _inside(P, J, t_q, t_k, 2 * h + 1, I, Q, all_q, all_k, all_c, E, L)
         a_q, a_k, b_q, b_k, c_d, c_f = warpgroup_mma_wait(0, deps=[a.to_q, a.to_k, b.to_q, b.to_k, d.to, f.to])
         a_I, b_I, a_Q, b_Q = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
-        # The second half's where decays were.
-        turned_q = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-        turned_k = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-        turned_c = gl.allocate_shared_memory(gl.float32, [BK, 32], TURNED)
-        overs = gl.allocate_shared_memory(gl.float32, [BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
-        turned_q.store(_merged(a_q * a_I, b_q * b_I))
-        turned_k.store(_merged(a_k * a_I, b_k * b_I))
-        turned_c.store(_merged(c_d * a_Q, c_f * b_Q))
-        overs.store(_fourths(base[2 * h] + a.x, base[2 * h] + d.x, base[2 * h + 1] + b.x, base[2 * h + 1] + f.x))
-        turned = _also(turned, ((turned_q, turned_k, turned_c, overs),))
-    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+        rows_q, rows_k, columns = (
+            _merged(a_q * a_I, b_q * b_I),
+            _merged(a_k * a_I, b_k * b_I),
+            _merged(c_d * a_Q, c_f * b_Q),
+        )
+        over = _fourths(base[2 * h] + a.x, base[2 * h] + d.x, base[2 * h + 1] + b.x, base[2 * h + 1] + f.x)
+        turned = _also(turned, ((rows_q, rows_k, columns, over),))
+    # Both halves lie where decays and pairs were, before near pairs want registers.
+    barrier()
+    for n in gl.static_range(4):
+        P[n]._keep_alive()
+        J[n]._keep_alive()
+    to_q = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
+    to_k = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
+    to_c = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
+    overs = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     for h in gl.static_range(2):
-        turned_q, turned_k, turned_c, overs = turned[h]
-        o_t = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, NEAR))
-        real = o_t[:, None] < rows
-        raw = t_g.slice(32 * h, 32).load(NEAR).to(gl.float32)
-        a = exp2(_log_gate(raw, near_bias, gate, real, ACTIVATION))
-        n_q, n_k = turned_q.permute((1, 0)).load(NEAR), turned_k.permute((1, 0)).load(NEAR)
-        n_c, over = turned_c.permute((1, 0)).load(NEAR), overs.permute((1, 0)).load(ROW)
-        q, k = t_q.slice(32 * h, 32).load(NEAR).to(gl.float32), t_k.slice(32 * h, 32).load(NEAR).to(gl.float32)
-        n_q, n_k, n_g = _near_pairs(near, h, q, k, a, n_q, n_k, n_c, over, NEAR)
-        if NORM:
-            # [tile, half, q or k, token]
-            o_z = p_along + pid * (2 * BT) + o_t
-            gl.store(o_z, gl.sum(gl.fma(q, n_q, 0.0), axis=1))
-            gl.store(o_z + BT, gl.sum(gl.fma(k, n_k, 0.0), axis=1))
-        t_q.slice(32 * h, 32).store(n_q.to(x_q.dtype))
-        t_k.slice(32 * h, 32).store(n_k.to(x_k.dtype))
-        if ACTIVATION != "given":
-            # Read again, behind stores and a barrier: or what the activation's two directions have alike is made once
-            # and kept through all pairs.
-            barrier()
-            raw = t_g.slice(32 * h, 32).load(NEAR).to(gl.float32)
-        dx, dA = activated_bwd(raw, n_g, rate, near_bias, lower_bound, clamp, CLAMPED, ACTIVATION)
-        t_g.slice(32 * h, 32).store(dx.to(x_g.dtype))
-        if p_ddt_bias is not None:
-            sum_x += gl.sum(gl.where(real, dx, 0.0), axis=0)
-        if p_dA_log is not None:
-            sum_A += gl.sum(gl.sum(gl.where(real, dA, 0.0), axis=1), axis=0)
+        to_q.index(h).store(turned[h][0])
+        to_k.index(h).store(turned[h][1])
+        to_c.index(h).store(turned[h][2])
+        overs.index(h).store(turned[h][3])
+    near_bias = 0.0
+    if p_dt_bias is not None:
+        o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
+        near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
+    tiles = NearTiles(near, to_q, to_k, to_c, overs, t_q, t_k, t_g, logs)
+    p_z = p_along
+    if NORM:
+        p_z = p_along + pid * (2 * BT)
+    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+    if ROLLED:
+        for h in range(2):
+            dA, dx = _near_half(tiles, h, p_z, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            sum_A, sum_x = sum_A + dA, sum_x + dx
+    else:
+        for h in gl.static_range(2):
+            dA, dx = _near_half(tiles, h, p_z, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            sum_A, sum_x = sum_A + dA, sum_x + dx
     if p_ddt_bias is not None:
         gl.store(p_ddt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
     if p_dA_log is not None:
@@ -509,9 +504,6 @@ def wyfold_gradients_channel_gluon(
     send(x_dk, p_dk, s_dk, at, column, t_k, WHOLE, BT, BK)
     send(x_dg, p_dg, s_dg, at, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
-    for n in gl.static_range(4):
-        P[n]._keep_alive()
-        J[n]._keep_alive()
     bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
 
 
@@ -649,8 +641,105 @@ def _inside(P, J, t_q, t_k, i: gl.constexpr, I, Q, to_q, to_k, to, E, L: gl.cons
     return _exchange(P, J, later, Earlier(_operand(w, t_k.dtype, L), to, y), i, i)
 
 
+class NearTiles(NamedTuple):
+    """Shared memory of the near pairs: their coefficients; of both halves of the tokens what rows and columns have
+    gathered, and the gate's gradient that spans sub-chunks; tiles that are read and written; log gates to base 2."""
+
+    near: Any
+    to_q: Any
+    to_k: Any
+    to_c: Any
+    overs: Any
+    q: Any
+    k: Any
+    g: Any
+    logs: Any
+
+
 @gluon.jit
-def _near_pairs(near, h: gl.constexpr, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
+def _activate(
+    logs,
+    t_g,
+    p_dt_bias,
+    parameters,
+    gate,
+    rows,
+    ROLLED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+):
+    """Log gates to base 2 of a chunk, 16 tokens at a time."""
+    G: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    o_t = gl.arange(0, 16, layout=gl.SliceLayout(1, G))
+    bias = 0.0
+    if p_dt_bias is not None:
+        bias = gl.load(p_dt_bias + parameters + gl.arange(0, BK, layout=gl.SliceLayout(0, G))).to(gl.float32)[None, :]
+    if ROLLED:
+        for n in range(BT // 16):
+            raw = _part(t_g, n, 16).load(G).to(gl.float32)
+            _part(logs, n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
+    else:
+        for n in gl.static_range(BT // 16):
+            raw = t_g.slice(16 * n, 16).load(G).to(gl.float32)
+            logs.slice(16 * n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
+
+
+@gluon.jit
+def _part(tile, n, size: gl.constexpr):
+    """The n-th rows of a tile, `size` together; its rows are no longer than the copy engine's."""
+    return tile._reinterpret(tile.dtype, [tile.shape[0] // size, size, tile.shape[1]], tile.layout).index(n)
+
+
+@gluon.jit
+def _near_half(
+    tiles,
+    h,
+    p_z,
+    bias,
+    gate,
+    rows,
+    ROLLED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    NORM: gl.constexpr,
+    NEAR: gl.constexpr,
+):
+    """Gradients of 32 tokens, where the tokens were; their share of the parameters' sums."""
+    ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    BT: gl.constexpr = tiles.q.shape[0]
+    o_t = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, NEAR))
+    real = o_t[:, None] < rows
+    t_q, t_k = _part(tiles.q, h, 32), _part(tiles.k, h, 32)
+    if ROLLED:
+        t_g = _part(tiles.g, h, 32)
+    else:
+        t_g = tiles.g.slice(32 * h, 32)
+    if ACTIVATION == "given":
+        raw = t_g.load(NEAR).to(gl.float32)
+        a = exp2(_log_gate(raw, 0.0, gate, True, ACTIVATION))
+    else:
+        a = exp2(_part(tiles.logs, h, 32).load(NEAR))
+    n_q, n_k = tiles.to_q.index(h).permute((1, 0)).load(NEAR), tiles.to_k.index(h).permute((1, 0)).load(NEAR)
+    n_c, over = tiles.to_c.index(h).permute((1, 0)).load(NEAR), tiles.overs.index(h).permute((1, 0)).load(ROW)
+    q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
+    n_q, n_k, n_g = _near_pairs(tiles.near, h, q, k, a, n_q, n_k, n_c, over, NEAR)
+    if NORM:
+        # [tile, half, q or k, token]
+        gl.store(p_z + o_t, gl.sum(gl.fma(q, n_q, 0.0), axis=1))
+        gl.store(p_z + o_t + BT, gl.sum(gl.fma(k, n_k, 0.0), axis=1))
+    t_q.store(n_q.to(t_q.dtype))
+    t_k.store(n_k.to(t_k.dtype))
+    if ACTIVATION != "given":
+        raw = t_g.load(NEAR).to(gl.float32)
+    dx, dA = activated_bwd(raw, n_g, gate.rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
+    t_g.store(dx.to(t_g.dtype))
+    dA = gl.sum(gl.sum(gl.where(real, dA, 0.0), axis=1), axis=0)
+    return dA, gl.sum(gl.where(real, dx, 0.0), axis=0)
+
+
+@gluon.jit
+def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
     """32 tokens' gradients plus what pairs inside sub-chunks give, and the gate's; z, u and b of `add_near_pairs`.
 
     Args:
@@ -671,7 +760,7 @@ def _near_pairs(near, h: gl.constexpr, q, k, a, dq, dk, dw, over, NEAR: gl.const
         dg = _add(dg, s, earlier)
         earlier = gl.fma(k[s], dw[s], earlier)
     for s in gl.static_range(8):
-        P, J = _coefficients(near.slice(64 * s + 32 * h, 32), NEAR)
+        P, J = _coefficients(_part(near, 2 * s + h, 32), NEAR)
         dq = _add(dq, s, P[s] * k[s])
         dk = _add(dk, s, P[s] * q[s])
         z, zs = k[s], ()
