@@ -101,6 +101,7 @@ class Call:
         segments: That the sequence is cut into.
         askew: Whether tokens lie where no box of the copy engine begins.
         scalar: Whether a gate over channels is left with the first of them.
+        projected: Whether the gate is of the inputs' dtype, as a projection leaves it that is activated inside.
         only: Kernels, as tables name them, that `make test` compiles of it; empty for all. The rest other calls have.
     """
 
@@ -115,6 +116,7 @@ class Call:
     segments: int = 1
     askew: bool = False
     scalar: bool = False
+    projected: bool = False
     only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ class Call:
         words += [f"in {self.segments} segments"] if self.segments != 1 else []
         words += ["askew"] if self.askew else []
         words += ["scalar"] if self.scalar else []
+        words += ["projected"] if self.projected else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
@@ -137,6 +140,8 @@ class Call:
         arguments |= self.moved(arguments)
         if self.scalar:
             arguments["g"] = arguments["g"][..., 0].contiguous()
+        if self.projected:
+            arguments["g"] = arguments["g"].to(arguments["q"].dtype)
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
@@ -598,6 +603,13 @@ OWN: dict[str, tuple[Call | Served, ...]] = {
             packed=True,
             heads=1,
             only=("prepare.gluon", "gradients.gluon"),
+        ),
+        Call(
+            "chunk_kda, gate inside",
+            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
+            heads=1,
+            projected=True,
+            only=("gradients.gluon",),
         ),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",), only=SCANS),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),

@@ -18,6 +18,11 @@ def read(kernel: Any) -> str:
         return subprocess.run([str(tool), file.name], capture_output=True, text=True, check=True).stdout
 
 
+def instructions(sass: str) -> int:
+    """How many there are."""
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", sass, re.MULTILINE))
+
+
 def overtaken(sass: str) -> list[str]:
     """Instructions that write a register which a product under way still reads as its left operand."""
     groups: list[set[int]] = [set()]

@@ -5,12 +5,15 @@ import importlib.util
 import pytest
 import torch
 from tests.compile import aot
-from tests.compile.machine_code import brought_back, overtaken, read
+from tests.compile.machine_code import brought_back, instructions, overtaken, read
 
 import wyfold
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
+
+CACHED = 128 * aot.KIB // 16
+"""Instructions: what is longer is fetched anew by every program, several times as slow (docs/facts.md, SASS-8)."""
 
 GLUON = ("wyfold_gradients_gluon", "wyfold_gradients_channel_gluon")
 NAMES = ("wyfold_gradients_triton", *GLUON)
@@ -136,3 +139,5 @@ def test_operands_are_not_overtaken_nor_their_places_brought_back(call: aot.Call
     assert not overtaken(code)
     if "kda" not in call.subject:  # whose turns are written out
         assert not brought_back(code)
+    if call.projected or "inside" not in call.subject:
+        assert instructions(code) <= CACHED

@@ -127,8 +127,20 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
         delta_share.called = call
 
 
+def explained(given: None, group: dist.ProcessGroup) -> None:
+    """The launches for what ranks tell each other are in the plan, where there is anything to tell and kernels can."""
+    crossing = build_cp_context(torch.tensor([0, 20, 90]), group)
+    apart = build_cp_context(torch.tensor([0, 45, 90]), group)
+    q, wide = (torch.ones(1, crossing.tokens, 1, K) for K in (16, 256))
+    for x, context, summed in ((q, crossing, True), (q, apart, False), (wide, crossing, False)):
+        plan = wyfold.explain(wyfold.chunk_kda, x, x, x, chunk_size=C, cp_context=context, backend="triton")
+        for launches in (plan.forward, plan.backward):
+            assert [name.partition(" ")[0] in ("summary", "fold") for name in launches].count(True) == 2 * summed
+        assert {"summary", "fold"} <= {launch.stage for launch in plan.rows} or not summed
+
+
 CASES = {name: Case(x.prepare, x.run) for name, x in COMPARISONS.items()}
-CASES |= {run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered)}
+CASES |= {run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered, explained)}
 
 
 def test_ranks_compute_what_one_process_does(interpreter, tmp_path: Path):

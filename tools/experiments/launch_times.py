@@ -134,6 +134,7 @@ def main():
         against = {row["case"]: row.get("digests") for row in json.loads(args.against.read_text())["rows"]}
     found = {
         "commit": args.commit,
+        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "",
         "torch": torch.__version__,
         "rows of tables": args.row,
         "norm inside": args.norm,
