@@ -20,7 +20,7 @@ def read(kernel: Any) -> str:
 
 def instructions(sass: str) -> int:
     """How many there are."""
-    return len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", sass, re.MULTILINE))
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+.*?;", sass, re.MULTILINE))
 
 
 def overtaken(sass: str) -> list[str]:

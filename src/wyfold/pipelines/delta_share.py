@@ -23,13 +23,7 @@ from wyfold.parallel.chains import arriving, carried, returning
 from wyfold.parallel.exchange import arrived
 from wyfold.parallel.share_segments import Counts, ShareSegments
 from wyfold.pipelines.delta import TENSORS_SCHEMA
-from wyfold.pipelines.delta_launches import (
-    LaunchedCall,
-    kept_factors,
-    listed,
-    token_gradients,
-    unlisted,
-)
+from wyfold.pipelines.delta_launches import LaunchedCall, kept_factors, listed, token_gradients, unlisted
 from wyfold.pipelines.delta_rank import RankCall
 from wyfold.pipelines.delta_records import INITIAL_STATE, TENSORS, DeltaGradient, DeltaTensors
 from wyfold.runtime.aside import beside
@@ -162,6 +156,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             launched.fold(states, M, back=False)
             scan(behind=True)
         if counts.entering < counts.sequences:
+            # Of sequences from elsewhere these are segments without a token: what they read meanwhile goes nowhere.
             scan(behind=False)
     return o, final_state, entering, states
 
