@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import wyfold
 from wyfold.cp import build_cp_context
 from wyfold.parallel import segments
-from wyfold.pipelines import delta_share
+from wyfold.pipelines import delta_share_launches
 from wyfold.reference.error import rms
 
 C = 16
@@ -72,6 +72,8 @@ COMPARISONS = {
     "shares of less than a chunk": kernels("gated_delta_rule", 7, B=2, layout="contiguous", tokens=40),
     "factors are kept": kernels("gated_delta_rule", 8, gate="model", disable_recompute=True, tokens=160),
     "no token on some": kernels("kda", 13, layout="contiguous", tokens=2),
+    "nothing crosses": kernels("gated_delta_rule", 12, tokens=64, boundaries=[0, 32, 64], layout="contiguous", count=4),
+    "float16": kernels("kda", 10, B=1, tokens=150, layout="zigzag", dtype=torch.float16, limit=2e-3),
     "bfloat16": kernels("gated_delta_rule", 9, B=1, tokens=256, count=2, dtype=torch.bfloat16, limit=6e-3),
 }
 
@@ -93,12 +95,58 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
         o = run(*leaves)
         return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
 
+    # First by the compiler: nothing of the context was made by a call before it.
+    compiled = step(torch.compile(call, fullgraph=True, backend="aot_eager"))
     expected = step(call)
-    for run in (
-        torch.compile(call, fullgraph=True, backend="aot_eager"),
-        lambda *leaves: checkpoint(call, *leaves, use_reentrant=False),
-    ):
-        assert all(map(torch.equal, step(run), expected))
+    again = step(lambda *leaves: checkpoint(call, *leaves, use_reentrant=False))
+    for found in (compiled, again):
+        assert all(map(torch.equal, found, expected))
+
+
+def twice(given: None, group: dist.ProcessGroup) -> None:
+    """A second backward through the same call finds what the first one found, also where the factors were kept."""
+    context = build_cp_context(torch.tensor([0, 20, 90]), group)
+    for keep in (False, True):
+        q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
+        o = wyfold.chunk_kda(q, q, q, cp_context=context, disable_recompute=keep, chunk_size=C, backend="triton")[0]
+        first, second = (torch.autograd.grad(o.sum(), q, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def moved(given: None, group: dist.ProcessGroup) -> None:
+    """Boundaries that change between the two directions are refused before anything is sent."""
+    context = build_cp_context(torch.tensor([0, 40]), group)
+    q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
+    for backend in ("triton", "eager"):
+        o = wyfold.chunk_kda(q, q, q, cp_context=context.update_(torch.tensor([0, 40])), backend=backend)[0]
+        context.update_(torch.tensor([0, 20, 40]))
+        try:
+            o.sum().backward()
+        except ValueError as error:
+            assert "cp_context must be as in the forward" in str(error)
+        else:
+            raise AssertionError("not refused")
+
+
+def broken(given: None, group: dist.ProcessGroup) -> None:
+    """A call that breaks off behind its collective leaves none that nobody waits for."""
+    context = build_cp_context(torch.tensor([0, 40]), group)
+    q = torch.ones(1, context.tokens, 1, 16)
+    carried, waiting = delta_share_launches.carried, torch._C._distributed_c10d._get_work_registry_size
+    before = waiting()
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("broken off")
+
+    delta_share_launches.carried = failing
+    try:
+        wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)
+        assert group.rank() == 0, "nothing enters the first rank"
+    except RuntimeError as error:
+        assert "broken off" in str(error)
+    finally:
+        delta_share_launches.carried = carried
+    assert waiting() == before
 
 
 def registered(given: None, group: dist.ProcessGroup) -> None:
@@ -111,7 +159,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
         asked[operator.name()] = operator, tuple([*x] if isinstance(x, list) else x for x in arguments)
         return call(operator, *arguments)
 
-    call, delta_share.called = delta_share.called, called
+    call, delta_share_launches.called = delta_share_launches.called, called
     try:
         for keep in (False, True):
             context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
@@ -124,7 +172,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
                 plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
                 torch.library.opcheck(operator, tuple(plain), test_utils=("test_schema", "test_faketensor"))
     finally:
-        delta_share.called = call
+        delta_share_launches.called = call
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:
@@ -140,7 +188,9 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
 
 
 CASES = {name: Case(x.prepare, x.run) for name, x in COMPARISONS.items()}
-CASES |= {run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered, explained)}
+CASES |= {
+    run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered, explained, twice, moved, broken)
+}
 
 
 def test_ranks_compute_what_one_process_does(interpreter, tmp_path: Path):

@@ -115,7 +115,9 @@ def delta(rule: str, number: int, **options: Any) -> Comparison:
     dense = options.pop("B", None)
     layout = options.pop("layout", ("contiguous", "zigzag", "fragments")[number % 3])
     tokens = options.pop("tokens", 90 + number)
-    boundaries = packing(number, tokens - number % 2) if dense is None else None
+    boundaries = options.pop("boundaries", None)
+    if dense is None and boundaries is None:
+        boundaries = packing(number, tokens - number % 2)
     shape = Shape(B=dense or 1, T=tokens, H=1 + number % 2, HV=2, K=8, V=16 - 8 * (number % 2))
     sequences = None if boundaries is None else len(boundaries) - 1
     flags = {name: options.pop(name) for name in list(options) if name in FLAGS}

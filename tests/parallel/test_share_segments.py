@@ -9,7 +9,7 @@ import torch
 from wyfold.parallel.chains import arriving, carried, returning
 from wyfold.parallel.share_segments import ShareSegments, listed
 from wyfold.parallel.shares import cut, owned
-from wyfold.runtime.chunks import Cut
+from wyfold.runtime.chunks import Cut, chunk_grid
 
 C = 4
 
@@ -20,6 +20,10 @@ def packing(seed: int, tokens: int) -> list[int]:
     while sum(lengths) < tokens:
         lengths.append(draw.choice([0, 1, 2, C, 3 * C + 1, 40, tokens]))
     return [0, *(min(tokens - seed % 3, end) for end in itertools.accumulate(lengths))]
+
+
+def by_piece(pieces, batch: int) -> list[int]:
+    return [piece.length for _ in range(batch) for piece in pieces]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -53,6 +57,11 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
                 if not piece.last:
                     assert lengths[own.stop - 1] == piece.length % C
             assert counts.chunks == chunks
+            whole = chunk_grid(1, batch * T, C, torch.tensor([0, *itertools.accumulate(by_piece(pieces, batch))]))
+            grid = found.grid(C, batch * T)
+            assert torch.equal(grid.cu, whole.cu) and torch.equal(grid.first, whole.first)
+            assert torch.equal(grid.sequence, whole.sequence[: grid.chunks])
+            assert grid.chunks == counts.tiles == chunks + -(-(batch * T - counts.tokens) // C)
             goes_on = [i for i in range(counts.segments - 1) if found.sequence[i] == found.sequence[i + 1]]
             assert found.leading.tolist() == goes_on
             divided = [n for n in range(counts.sequences) if first[n + 1] - first[n] > 1]

@@ -13,7 +13,7 @@ from wyfold.ops.delta_checks import Checked, check_call
 from wyfold.ops.delta_cuts import chunk_size_of, cut_of, runs_eagerly
 from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
-from wyfold.parallel.segments import WIDEST
+from wyfold.pipelines.delta_context import summarised
 from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.rows import copied
 from wyfold.runtime import check, launch
@@ -76,7 +76,7 @@ def _plan(
             return token_keys(q, v, g, stored, v_first=flags.state_v_first)
         likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if tells and context is not None:
-            likely = context.segments(sizes["B"], chunk_size, cut, torch.device("cpu"))[1].segments
+            likely = context.counts(sizes["B"], chunk_size, cut).segments
         return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0)
 
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
@@ -132,8 +132,8 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
 
 
 def _tells(context: ContextParallel, sizes: dict[str, int]) -> bool:
-    """Whether kernels summarise what a rank tells the others."""
-    return bool(context.shares.chains) and max(sizes["K"], sizes["V"]) <= WIDEST
+    """Whether there is anything to tell, and kernels find what this rank has to."""
+    return bool(context.shares.chains) and summarised(context, sizes["K"], sizes["V"])
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -98,7 +99,7 @@ class ContextParallel:
         self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
         self._made: dict[tuple[object, ...], Tensor] = {}
-        self._counts: dict[tuple[int, int, Cut], tuple[list[int], Counts]] = {}
+        self._lists: dict[tuple[Any, ...], tuple[list[int], Counts]] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -112,7 +113,7 @@ class ContextParallel:
 
     @property
     def sizes(self) -> Sizes:
-        """All that the checks of a call and its plan look at."""
+        """All that the checks of a call look at, and its plan unless it is to be explained."""
         room = self.shares.most_leaving, self.shares.most_entering
         return Sizes(self.tokens, len(self.pieces), len(self.starts), *room, self.dense)
 
@@ -217,11 +218,21 @@ class ContextParallel:
 
     def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, Counts]:
         """What `ShareSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
-        key = batch, chunk_size, cut
-        if key not in self._counts:
-            self._counts[key] = listed(self.pieces, batch, self.tokens, chunk_size, cut)
-        numbers, counts = self._counts[key]
-        return self._kept((*key, device), lambda: torch.tensor(numbers, dtype=torch.int64, device=device)), counts
+        numbers, counts = self._listed(batch, chunk_size, cut)
+        make = partial(torch.tensor, numbers, dtype=torch.int64, device=device)
+        return self._kept((batch, chunk_size, cut, device), make), counts
+
+    def counts(self, batch: int, chunk_size: int, cut: Cut) -> Counts:
+        """How many there are."""
+        return self._listed(batch, chunk_size, cut)[1]
+
+    def _listed(self, *how: Any) -> tuple[list[int], Counts]:
+        """`share_segments.listed`, once for these boundaries."""
+        if torch.compiler.is_compiling():
+            return listed(self.pieces, how[0], self.tokens, *how[1:])
+        if how not in self._lists:
+            self._lists[how] = listed(self.pieces, how[0], self.tokens, *how[1:])
+        return self._lists[how]
 
     def gather(self, x: Tensor) -> Tensor:
         """[world, *x.shape] what every rank passed; x has the same shape everywhere."""

@@ -97,9 +97,8 @@ def gather(x: Tensor, group: Any) -> Tensor:
 
 
 def gathering(x: Tensor, group: Any) -> Tensor:
-    """`gather` that is under way: whoever reads what it returns calls `arrived` before.
-
-    Between the two a device computes what does not wait for other ranks.
+    """`gather` that is under way: whoever reads what it returns calls `arrived` before, and keeps x, contiguous, until
+    then. Between the two a device computes what does not wait for other ranks.
     """
     if torch.compiler.is_compiling():
         return gather(x, group)  # a compiler moves the two ends apart by itself
@@ -109,7 +108,7 @@ def gathering(x: Tensor, group: Any) -> Tensor:
     if not _sends(x):
         return x.new_empty(world, *x.shape)
     begun = torch.ops._c10d_functional.all_gather_into_tensor
-    found: Tensor = begun(x.contiguous().flatten(), world, group.group_name)
+    found: Tensor = begun(x.view(-1), world, group.group_name)
     return found.view(world, *x.shape)
 
 

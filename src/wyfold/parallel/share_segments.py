@@ -31,6 +31,7 @@ class Counts(NamedTuple):
         segments, borders, divided: As in `Segments`.
         entering, leaving: Pieces of all rows that come from another rank, and that go on at one.
         chunks: Chunks with a token.
+        tiles: And those of the tokens past the last piece.
         tokens: Up to the end of the last piece.
     """
 
@@ -41,6 +42,7 @@ class Counts(NamedTuple):
     entering: int
     leaving: int
     chunks: int
+    tiles: int
     tokens: int
 
 
@@ -54,6 +56,7 @@ class ShareSegments(NamedTuple):
         entered, came: [entering] border at which the state of another rank enters, and its sequence; by piece, then by
             row.
         exits, goes: [leaving] last border before the rank's edge, and its sequence; likewise.
+        grid_cu, grid_first, grid_sequence: Of the pieces' own chunks, `ChunkGrid`'s.
     """
 
     counts: Counts
@@ -67,13 +70,21 @@ class ShareSegments(NamedTuple):
     came: Tensor
     exits: Tensor
     goes: Tensor
+    grid_cu: Tensor
+    grid_first: Tensor
+    grid_sequence: Tensor
 
     @classmethod
     def of(cls, table: Tensor, counts: Sequence[int]) -> ShareSegments:
         """From what `listed` gives, its numbers on the device of the call."""
-        N, segments, borders, divided, entering, leaving = counts[:6]
+        N, segments, borders, divided, entering, leaving, _, tiles, _ = counts
         sizes = segments + 1, segments, segments, N + 1, borders, divided, entering, entering, leaving, leaving
-        return cls(Counts(*counts), *table.split(sizes))
+        return cls(Counts(*counts), *table.split((*sizes, N + 2, N + 1, tiles)))
+
+    def grid(self, chunk_size: int, tokens: int) -> ChunkGrid:
+        """Of the pieces, in a buffer of so many tokens."""
+        N, tiles = self.counts.sequences, self.counts.tiles
+        return ChunkGrid(chunk_size, 1, tokens, N, tiles, self.grid_cu, self.grid_first, self.grid_sequence)
 
     def segments(self, grid: ChunkGrid) -> Segments:
         """As the scans take them; grid: of the pieces."""
@@ -100,6 +111,9 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
     divided: list[int] = []
     entered: dict[tuple[int, int], tuple[int, int]] = {}
     exits: dict[tuple[int, int], tuple[int, int]] = {}
+    grid_cu: list[int] = []
+    grid_first: list[int] = []
+    grid_sequence: list[int] = []
     chunks = end = 0
     for row in range(batch):
         for piece in pieces:
@@ -112,7 +126,10 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
                 chunk.append(at)
                 sequence.append(n)
                 token, at = token + length, at + length // chunk_size
-            chunks, end = chunks + -(-piece.length // chunk_size), token
+            grid_cu.append(token - piece.length)
+            grid_first.append(chunks)
+            grid_sequence += [n] * -(-piece.length // chunk_size)
+            chunks, end = len(grid_sequence), token
             borders = range(before, before + len(lengths) - 1)
             leading += borders
             if borders:
@@ -121,9 +138,13 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
                 entered[piece.entering, row] = borders[0] - n, n
             if not piece.last:
                 exits[piece.leaving, row] = borders[-1] - n, n
-    counts = Counts(len(first), len(sequence), len(leading), len(divided), len(entered), len(exits), chunks, end)
+    N = len(first)
+    grid_sequence += [N] * -(-(batch * tokens - end) // chunk_size)
+    tiles = chunks, len(grid_sequence)
+    counts = Counts(N, len(sequence), len(leading), len(divided), len(entered), len(exits), *tiles, end)
     edges = [[found[key][which] for key in sorted(found)] for found in (entered, exits) for which in (0, 1)]
     tables = [*cu, end], chunk, sequence, [*first, len(sequence)], leading, divided, *edges
+    tables = *tables, [*grid_cu, end, batch * tokens], [*grid_first, chunks], grid_sequence
     return [number for table in tables for number in table], counts
 
 

@@ -21,8 +21,7 @@ long into segments anyway, whose maps they are; `delta_pieces` by ordinary calls
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from wyfold.parallel.context import ContextParallel
 from wyfold.parallel.exchange import after
 from wyfold.parallel.segments import WIDEST
 from wyfold.pipelines import delta_pieces, delta_share
-from wyfold.pipelines.delta_rank import RankCall
+from wyfold.pipelines.delta_rank import RankCall, RankGradient
 from wyfold.pipelines.delta_records import (
     DIFFERENTIABLE,
     INITIAL_STATE,
@@ -66,7 +65,7 @@ class DeltaAcross(torch.autograd.Function):
         sent = _in_room(found, context.shares.most_leaving)
         o, final_state, saved = walk(call).forward(call, entering, kept, context.gathering(sent))
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.context = options, context
+        ctx.options, ctx.context, ctx.shares = options, context, context.shares
         ctx.save_for_backward(*given, _maps_between(call, sent), *saved)
         if options.final_state:
             final_state = turned(final_state[context.ending(call.B, device)], options).to(options.state_dtype)
@@ -78,6 +77,11 @@ class DeltaAcross(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         t, (between, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
+        if context.shares is not ctx.shares:  # on every rank, and before anything is sent
+            op = call.options.operator
+            raise ValueError(
+                f"{op}: cp_context must be as in the forward, got one that was updated before the backward"
+            )
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         dST = dST if call.options.final_state else None
         if do is None:
@@ -86,7 +90,7 @@ class DeltaAcross(torch.autograd.Function):
         found, made = walk(call).maps_back(call, do, leaving, saved)
         sent = _in_room(torch.cat([found, between.mT], dim=-1), context.shares.most_entering)
         told = context.gathering(after(sent, do, dST))
-        gradients = walk(call).backward(call, do, leaving, saved, made, told, needs)
+        gradients = walk(call).backward(call, RankGradient(do, leaving, saved, needs), made, told)
         if needs[INITIAL_STATE] and t.initial_state is not None:
             begun = gradients[INITIAL_STATE][context.beginning(call.B, device)]
             gradients[INITIAL_STATE] = turned(begun, call.options).to(t.initial_state.dtype)
@@ -96,11 +100,39 @@ class DeltaAcross(torch.autograd.Function):
         return *(dx.view_as(x) if need and x is not None else None for dx, x, need in wanted), *none
 
 
-def walk(call: RankCall) -> ModuleType:
+class Walk(Protocol):
+    """Both directions of a rank's call, each in two steps: before ranks tell each other, and after."""
+
+    def maps(self, call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[leaving, B, HV, K, V + K] H and M of the pieces that go on elsewhere; and what the second step reads.
+
+        `entering`: [B pieces, HV, K, V] states of the sequences that begin here, and zeros.
+        """
+
+    def forward(
+        self, call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output, final states of all pieces, and what the backward needs. `told`: what all ranks sent, under way."""
+
+    def maps_back(
+        self, call: RankCall, do: Tensor, leaving: Tensor, saved: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """[entering, B, HV, K, V] c of the pieces that began elsewhere; and what the second step reads."""
+
+    def backward(self, call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
+        """Every wanted gradient. `kept` is given up."""
+
+
+def walk(call: RankCall) -> Walk:
     """The walk of a rank's call. What ranks tell each other is the same, so each has its own."""
     t = call.tensors
-    summarised = call.options.backend == "triton" and max(t.q.shape[3], t.v.shape[3]) <= WIDEST
-    return delta_share if summarised and t.v.numel() and call.context.pieces else delta_pieces
+    by_kernels = call.options.backend == "triton" and summarised(call.context, t.q.shape[3], t.v.shape[3])
+    return delta_share if by_kernels else delta_pieces
+
+
+def summarised(context: ContextParallel, K: int, V: int) -> bool:
+    """Whether kernels find what this rank tells the others, if kernels run the call."""
+    return max(K, V) <= WIDEST and context.tokens > 0 and len(context.pieces) > 0
 
 
 def _in_room(found: Tensor, room: int) -> Tensor:

@@ -13,7 +13,7 @@ from wyfold.parallel.chains import arriving, carried, returning
 from wyfold.parallel.exchange import after, arrived
 from wyfold.parallel.shares import Piece
 from wyfold.pipelines.delta import run, run_backward, walk
-from wyfold.pipelines.delta_rank import RankCall
+from wyfold.pipelines.delta_rank import RankCall, RankGradient
 from wyfold.pipelines.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaGradient
 from wyfold.runtime.register import call as called
 from wyfold.runtime.register import register
@@ -66,24 +66,16 @@ def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tenso
     return run_backward(DeltaGradient(t, options, room, d_out, dS, needs))[INITIAL_STATE]
 
 
-def backward(
-    call: RankCall,
-    do: Tensor,
-    leaving: Tensor,
-    saved: list[Tensor],
-    kept: list[Tensor],
-    told: Tensor,
-    needs: list[bool],
-) -> list[Tensor]:
+def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
     """Every wanted gradient."""
-    dS = _carried(told, returning(call.context.shares, call.context.rank), do.shape[3])
-    leaving = after(leaving.clone(), told)
+    dS = _carried(told, returning(call.context.shares, call.context.rank), given.do.shape[3])
+    leaving = after(given.leaving.clone(), told)
     for piece in call.context.pieces:
         if not piece.last:
             leaving[call.rows(piece)] = dS[piece.leaving]
-    entering, *of_the_call = saved
-    packed, do = call.packed(entering), call.one_buffer(do)
-    return run_backward(DeltaGradient(packed, call.inside, of_the_call, do, leaving, needs))
+    entering, *saved = given.saved
+    packed, do = call.packed(entering), call.one_buffer(given.do)
+    return run_backward(DeltaGradient(packed, call.inside, saved, do, leaving, given.needs))
 
 
 def _carried(told: Tensor, steps: list[int], V: int) -> Tensor:

@@ -91,3 +91,19 @@ class RankCall(NamedTuple):
         H = run(t, options)[0].final_state
         M = run(t._replace(v=nothing, initial_state=identity.contiguous()), options)[0].final_state
         return torch.cat([H, M], dim=-1)
+
+
+class RankGradient(NamedTuple):
+    """What the gradients of a rank's call are made from.
+
+    Attributes:
+        do: [B, T, HV, V] gradient of the output.
+        leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here, and zeros.
+        saved: What the forward kept.
+        needs: Of each differentiable tensor, whether its gradient is wanted.
+    """
+
+    do: Tensor
+    leaving: Tensor
+    saved: list[Tensor]
+    needs: list[bool]
