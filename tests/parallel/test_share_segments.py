@@ -36,6 +36,7 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
         for rank, pieces in enumerate(shares.pieces):
             numbers, counts = listed(pieces, batch, shares.tokens(rank), C, length)
             found = ShareSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
+            assert all(x.storage_offset() % 2 == 0 for x in found[1:]), "16 bytes"
             T, first, lengths = shares.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
             assert counts.sequences == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
             chunks = 0

@@ -78,8 +78,10 @@ class ShareSegments(NamedTuple):
     def of(cls, table: Tensor, counts: Sequence[int]) -> ShareSegments:
         """From what `listed` gives, its numbers on the device of the call."""
         N, segments, borders, divided, entering, leaving, _, tiles, _ = counts
-        sizes = segments + 1, segments, segments, N + 1, borders, divided, entering, entering, leaving, leaving
-        return cls(Counts(*counts), *table.split((*sizes, N + 2, N + 1, tiles)))
+        ends = entering, entering, leaving, leaving
+        sizes = segments + 1, segments, segments, N + 1, borders, divided, *ends, N + 2, N + 1, tiles
+        found = table.split([size + size % 2 for size in sizes])
+        return cls(Counts(*counts), *(x[:size] if size % 2 else x for x, size in zip(found, sizes, strict=True)))
 
     def grid(self, chunk_size: int, tokens: int) -> ChunkGrid:
         """Of the pieces, in a buffer of so many tokens."""
@@ -95,7 +97,7 @@ class ShareSegments(NamedTuple):
 
 
 def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cut: Cut) -> tuple[list[int], Counts]:
-    """The numbers of `ShareSegments`, one list after another, and their counts.
+    """The numbers of `ShareSegments`, one list after another, each of an even length, and their counts.
 
     Args:
         pieces: The rank's.
@@ -145,7 +147,8 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
     edges = [[found[key][which] for key in sorted(found)] for found in (entered, exits) for which in (0, 1)]
     tables = [*cu, end], chunk, sequence, [*first, len(sequence)], leading, divided, *edges
     tables = *tables, [*grid_cu, end, batch * tokens], [*grid_first, chunks], grid_sequence
-    return [number for table in tables for number in table], counts
+    # Each begins at a multiple of 16 bytes: kernels for tables that do not are other kernels, to be compiled.
+    return [number for table in tables for number in (*table, *[0] * (len(table) % 2))], counts
 
 
 def _lengths(piece: Piece, chunk_size: int, cut: Cut) -> list[int]:
