@@ -52,6 +52,8 @@ def kkt(k: Shape, beta: Shape, g: Shape | None, cu_seqlens: Shape | None, chunk_
 FORMULAS: dict[str, tuple[Callable[..., int], int]] = {
     "delta_fwd": (delta, 1),
     "delta_bwd": (delta, 2),
+    "delta_share_fwd": (delta, 1),
+    "delta_share_bwd": (delta, 2),
     "ttt_fwd": (ttt, 1),
     "ttt_bwd": (ttt, 2),
     "causal_conv1d_fwd": (conv, 1),
