@@ -194,11 +194,20 @@ class _Call(Generic[Own]):
         return table.serving(name, self.options.backend, self.launched.key, self.t.q.device)
 
 
-def _read(kind: type[Own], arguments: tuple[Any, ...]) -> tuple[DeltaTensors, Counts, Own, DeltaOptions]:
-    """The arguments of an operator: those of a call, its table and counts, its own, its options."""
+class _Asked(NamedTuple, Generic[Own]):
+    """The arguments of an operator: those of a call, its counts, its own, its options."""
+
+    tensors: DeltaTensors
+    counts: Counts
+    own: Own
+    options: DeltaOptions
+
+
+def _read(kind: type[Own], arguments: tuple[Any, ...]) -> _Asked[Own]:
     rest = arguments[TENSORS + 2 :]
     own: Own = kind(*rest[: len(kind._fields)])
-    return DeltaTensors(*arguments[:TENSORS]), Counts(*arguments[TENSORS + 1]), own, DeltaOptions(*rest[len(own) :])
+    counts = Counts(*arguments[TENSORS + 1])
+    return _Asked(DeltaTensors(*arguments[:TENSORS]), counts, own, DeltaOptions(*rest[len(own) :]))
 
 
 def _waits(run: Callable[..., Any]) -> Callable[..., Any]:
