@@ -1,5 +1,6 @@
 """Patched models say what stock ones say, packed documents are separate ones, and nothing is replaced for good."""
 
+import copy
 import sys
 from types import ModuleType
 from typing import Any
@@ -155,7 +156,12 @@ def test_greedy_tokens_are_the_stock_ones(model: Any, ids: Tensor):
 
 
 def test_a_prompt_may_come_in_pieces(model: Any, ids: Tensor):
-    """Several tokens on top of a cache: the convolution is handed the stored columns too."""
+    """Several tokens on top of a cache: the convolution is handed the stored columns too.
+
+    In float64 where PyTorch has it, which is not for experts: what float32 rounds differs by processor, up to 1.2e-6.
+    """
+    if not any("experts" in name for name, _ in model.named_modules()):
+        model = copy.deepcopy(model).double()
     with patch(model), torch.no_grad():
         whole = model(ids).logits
         cache, pieces = None, []
