@@ -7,7 +7,8 @@
     ...                     # waits for both
 
 Each stream that calls are made on has one beside it, one of the 32 that PyTorch has of this priority, so that captured
-calls and others do not meet as a rule. Memory that is used aside is asked for before, and is not given up within.
+calls and others do not meet as a rule. Memory that is used on both is asked for before, and is not given up
+within; what is asked for aside is of that stream.
 """
 
 from __future__ import annotations
