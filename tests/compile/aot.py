@@ -33,13 +33,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from tests.compile.machine_code import reused_barriers
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wyfold
 from wyfold import TTTState, serving
 from wyfold.cli.subjects import SUBJECTS
+from wyfold.cp import build_cp_context
 from wyfold.ops import serving_call
 from wyfold.parallel import segments
+from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
 from wyfold.stages import table
@@ -221,6 +225,38 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A call of the second of three ranks: its tokens come from another one and go on at one, behind a full chunk.
+
+    Attributes:
+        dtype: Of the inputs, by torch's name.
+        K, V: Widths.
+        only: As of a `Call`, and of `make compile` as well.
+    """
+
+    dtype: str = "bfloat16"
+    K: int = 128
+    V: int = 128
+    only: tuple[str, ...] = ("carry.triton",)
+
+    def __str__(self) -> str:
+        return f"a rank's share {self.dtype} K{self.K} V{self.V}"
+
+    def run(self) -> None:
+        tokens = 88
+        shape = Shape(1, tokens, 1, 2, self.K, self.V)
+        arguments = inputs.draw("random", "gated_delta_rule", shape, dtype=getattr(torch, self.dtype), seed=0)
+        given = {name: arguments[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+        try:
+            context = build_cp_context(None, dist.group.WORLD, total_tokens=3 * tokens, check="never")
+            o = wyfold.chunk_gated_delta_rule(**given, chunk_size=64, cp_context=context, backend="triton")[0]
+            o.backward(torch.zeros_like(o))
+        finally:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
 class Usage:
     """What a compiled kernel takes.
 
@@ -289,17 +325,19 @@ def named(kernel: Any) -> str:
     return ".".join(kernel.fn.__module__.split(".")[2:4])
 
 
-def wanted(call: Call | Served, kernel: str) -> bool:
+def wanted(call: Call | Served | Share, kernel: str) -> bool:
     """Whether `make test` compiles this kernel of a call."""
     return not call.only or kernel in call.only
 
 
-def compiled(call: Call | Served, architecture: str, code_of: str = "", *, whole: bool = False) -> list[Usage]:
+def compiled(call: Call | Served | Share, architecture: str, code_of: str = "", *, whole: bool = False) -> list[Usage]:
     """A call's kernels, or `only` some unless it is wanted whole; of `code_of`, assembled for this architecture."""
     found: list[Usage] = []
 
+    everything = whole and not isinstance(call, Share)
+
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        if not whole and not wanted(call, named(kernel)):
+        if not everything and not wanted(call, named(kernel)):
             return
         ready, log = code(kernel, *arguments, **options)
         found.append(usage(ready, log) if code_of in ("", architecture) else usage(ready, "", architecture))
@@ -423,7 +461,7 @@ def accesses_laid_out_once() -> Iterator[None]:
         yield
 
 
-def rows_of(call: Call | Served, architecture: str) -> set[tuple[str, str]]:
+def rows_of(call: Call | Served | Share, architecture: str) -> set[tuple[str, str]]:
     """(kernel, row) of every configuration that a call takes; nothing is compiled."""
     found, usual = set(), launch.row
 
@@ -487,7 +525,7 @@ def allowances() -> dict[str, dict[str, dict[str, int]]]:
     return json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
 
 
-def complaints(call: Call | Served, architecture: str, found: list[Usage]) -> list[str]:
+def complaints(call: Call | Served | Share, architecture: str, found: list[Usage]) -> list[str]:
     """What is wrong with a call's kernels; empty if they fit."""
     recorded = allowances()
     minor = ".".join(launch.version().split(".")[:2])
@@ -526,6 +564,8 @@ CALLS = (
     # With the gate inside as in the second call, whose `prepare` it has: made once.
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
     Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, only=SEGMENTS),
+    Share(),
+    Share("float32", 24, 40),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
         for dtype, D, C, packed in (
@@ -572,7 +612,7 @@ Of a call whose other kernels take rows that another call has too, only its own;
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
 """With states on the way, which cost shared memory beside that of the tokens in flight."""
 
-OWN: dict[str, tuple[Call | Served, ...]] = {
+OWN: dict[str, tuple[Call | Served | Share, ...]] = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
@@ -697,12 +737,12 @@ SERVED = (
 """For kernels that the differentiable operators have no use for."""
 
 
-def calls(architecture: str) -> tuple[Call | Served, ...]:
+def calls(architecture: str) -> tuple[Call | Served | Share, ...]:
     """What is compiled for one architecture."""
     return *CALLS, *SERVED, *OWN.get(architecture, ())
 
 
-def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served, list[Usage]]]:
+def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served | Share, list[Usage]]]:
     """Every call whose name holds the word, with its kernels, for one architecture."""
     found = [call for call in (*calls(architecture), *(WIDE if wide else ())) if word in str(call)]
     return [(call, compiled(call, architecture, whole=wide)) for call in found]
@@ -734,7 +774,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def record(allowed: dict[str, int], call: Call | Served, kernels: list[Usage]) -> None:
+def record(allowed: dict[str, int], call: Call | Served | Share, kernels: list[Usage]) -> None:
     """A call's spills as what it may spill: the worst of a kernel's launches, a quarter more, in steps of 64 bytes."""
     for u in kernels:
         for name in (f"{call}: {u.kernel}", f"{call}: {u.kernel}: serialized"):

@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from wyfold.parallel.chains import arriving, carried, returning
+from wyfold.parallel.chains import arriving, returning
 from wyfold.parallel.share_segments import ShareSegments, listed
 from wyfold.parallel.shares import cut, owned
 from wyfold.runtime.chunks import Cut, chunk_grid
+from wyfold.stages.carry.eager import carried
 
 C = 4
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.runtime import bound, check, launch, listen, recall
+from wyfold.runtime.course import Operation
 from wyfold.runtime.recall import Course, recalled
 
 triton = pytest.importorskip("triton")
@@ -405,10 +406,17 @@ def memory_once() -> Iterator[None]:
 
         return keep
 
+    def again(step: Operation, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        repeated(step, stream, tensors, addresses)
+        kept.extend(x for x in tensors if x is not None)
+
+    repeated = Operation.again
     with contextlib.ExitStack() as patches:
-        for where, names in ((torch, ["empty_strided"]), (torch.Tensor, ["new_empty", "new_zeros", "clone"])):
+        made = (torch, ["empty_strided", "eye", "cat"]), (torch.Tensor, ["new_empty", "new_zeros", "clone"])
+        for where, names in made:
             for name in names:
                 patches.enter_context(mock.patch.object(where, name, keeping(getattr(where, name))))
+        patches.enter_context(mock.patch.object(Operation, "again", again))
         yield
 
 

@@ -1,86 +1,48 @@
-"""State on its way along the pieces of a sequence, from what every rank tells of its own.
-
-A rank walks each chain that it has a piece of from its first piece on, or back from its last:
+"""Routes of states along the pieces of a sequence, through what every rank tells of its own.
 
     S of the next piece = M S + H        dS of the piece before = M^T dS + c
 
-with one row of what ranks told for each piece. Which rows, is known on the host: a chain is a run of steps.
+with a row of what ranks told, [H | M] or [c | M^T], for every piece. Where the sequence begins, or ends, on the way
+back, its rank knows the state that goes in, and M is not asked for. Which rows lead to a state is known on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from collections.abc import Callable, Iterable
 
 from wyfold.parallel.shares import Piece, Shares
 
 
-class Step(NamedTuple):
-    """One piece of a chain, in the order in which state goes through it.
-
-    Attributes:
-        rank, row: Where it is told of.
-        wanted: Place of the state that enters it among those that are wanted, -1 if it is another rank's.
-        begins: Whether state goes in here as the rank that has it knows it, so that its map is not asked for.
-    """
-
-    rank: int
-    row: int
-    wanted: int
-    begins: int
-
-
 def arriving(shares: Shares, rank: int) -> list[int]:
-    """Steps to the states that enter a rank's pieces, in the order of `Piece.entering`, as one list of numbers."""
+    """Routes of the states that enter a rank's pieces, in the order of `Piece.entering`.
 
-    def step(piece: Piece) -> Step:
-        return Step(piece.rank, piece.leaving, piece.entering if piece.rank == rank else -1, int(piece.first))
-
-    return _flat(map(step, chain) for chain in shares.chains)
+    Returns:
+        Where each route begins in this very list, and where the last one ends; then the routes: numbers of rows, of
+        which each rank told as many as there is room for.
+    """
+    return _routes(shares.chains, rank, shares.most_leaving, lambda piece: (piece.leaving, piece.entering))
 
 
 def returning(shares: Shares, rank: int) -> list[int]:
-    """Steps to the gradients of the states that leave a rank's pieces, in the order of `Piece.leaving`."""
-
-    def step(piece: Piece) -> Step:
-        return Step(piece.rank, piece.entering, piece.leaving if piece.rank == rank else -1, int(piece.last))
-
-    return _flat(map(step, reversed(chain)) for chain in shares.chains)
+    """Routes of the gradients of the states that leave a rank's pieces, in the order of `Piece.leaving`; likewise."""
+    chains = (reversed(chain) for chain in shares.chains)
+    return _routes(chains, rank, shares.most_entering, lambda piece: (piece.entering, piece.leaving))
 
 
-def _flat(chains: Iterable[Iterable[Step]]) -> list[int]:
-    """Of each chain what leads to a wanted state."""
-    found: list[int] = []
+def _routes(
+    chains: Iterable[Iterable[Piece]], rank: int, room: int, numbers: Callable[[Piece], tuple[int, int]]
+) -> list[int]:
+    """`numbers`: of a piece, its row among those its rank tells, and its place among those that state comes to."""
+    found: dict[int, list[int]] = {}
     for chain in chains:
-        steps = list(chain)
-        while steps and steps[-1].wanted < 0:
-            steps.pop()
-        found += [number for step in steps for number in step]
-    return found
-
-
-def carried(told: Tensor, steps: Sequence[int], V: int) -> Tensor:
-    """The wanted states.
-
-    Args:
-        told: [world, rows, B, HV, K, V + K] of every rank, a state or its gradient, and beside it the map.
-        steps: From `arriving` or `returning`.
-        V: Value columns.
-
-    Returns:
-        [wanted, B, HV, K, V].
-    """
-    size = len(Step._fields)
-    chains = [Step(*steps[start : start + size]) for start in range(0, len(steps), size)]
-    found = told.new_empty(sum(step.wanted >= 0 for step in chains), *told.shape[2:-1], V)
-    S = found
-    for step in chains:
-        if step.wanted >= 0:
-            found[step.wanted] = S
-        if step.row < 0:
-            continue  # where the sequence ends nothing goes on
-        H = told[step.rank, step.row, ..., :V]
-        S = H if step.begins else H + told[step.rank, step.row, ..., V:] @ S
-    return found
+        before: list[int] = []
+        for piece in chain:
+            row, place = numbers(piece)
+            if piece.rank == rank and before:
+                found[place] = list(before)
+            before.append(piece.rank * room + row)
+    routes = [found[place] for place in sorted(found)]
+    starts = [len(routes) + 1]
+    for route in routes:
+        starts.append(starts[-1] + len(route))
+    return [*starts, *(row for route in routes for row in route)]

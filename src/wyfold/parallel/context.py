@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wyfold.parallel import exchange
+from wyfold.parallel.chains import arriving, returning
 from wyfold.parallel.share_segments import Counts, listed
 from wyfold.parallel.shares import LAYOUTS, Piece, Range, cut, owned
 from wyfold.runtime import check
@@ -233,6 +234,14 @@ class ContextParallel:
         if how not in self._lists:
             self._lists[how] = listed(self.pieces, how[0], self.tokens, *how[1:])
         return self._lists[how]
+
+    def arriving(self, device: torch.device) -> Tensor:
+        """`chains.arriving` of this rank, int64."""
+        return self._kept(("arriving", device), lambda: torch.tensor(arriving(self.shares, self.rank), device=device))
+
+    def returning(self, device: torch.device) -> Tensor:
+        """`chains.returning` of this rank, int64."""
+        return self._kept(("returning", device), lambda: torch.tensor(returning(self.shares, self.rank), device=device))
 
     def gather(self, x: Tensor) -> Tensor:
         """[world, *x.shape] what every rank passed; x has the same shape everywhere."""

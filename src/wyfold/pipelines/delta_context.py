@@ -61,8 +61,7 @@ class DeltaAcross(torch.autograd.Function):
         t = DeltaTensors(*given)
         call, device = RankCall(t, options, context), t.q.device
         entering = call.at_pieces(t.initial_state, context.beginning(call.B, device))
-        found, kept = walk(call).maps(call, entering)
-        sent = _in_room(found, context.shares.most_leaving)
+        sent, kept = walk(call).maps(call, entering)
         o, final_state, saved = walk(call).forward(call, entering, kept, context.gathering(sent))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.shares = options, context, context.shares
@@ -87,8 +86,7 @@ class DeltaAcross(torch.autograd.Function):
         if do is None:
             do = t.v.new_zeros(()).expand(t.v.shape)
         leaving = call.at_pieces(dST, context.ending(call.B, device))
-        found, made = walk(call).maps_back(call, do, leaving, saved)
-        sent = _in_room(torch.cat([found, between.mT], dim=-1), context.shares.most_entering)
+        sent, made = walk(call).maps_back(call, do, leaving, between, saved)
         told = context.gathering(after(sent, do, dST))
         gradients = walk(call).backward(call, RankGradient(do, leaving, saved, needs), made, told)
         if needs[INITIAL_STATE] and t.initial_state is not None:
@@ -104,7 +102,8 @@ class Walk(Protocol):
     """Both directions of a rank's call, each in two steps: before ranks tell each other, and after."""
 
     def maps(self, call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[leaving, B, HV, K, V + K] H and M of the pieces that go on elsewhere; and what the second step reads.
+        """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros, as many rows as every rank
+        sends; and what the second step reads.
 
         `entering`: [B pieces, HV, K, V] states of the sequences that begin here, and zeros.
         """
@@ -115,9 +114,10 @@ class Walk(Protocol):
         """Output, final states of all pieces, and what the backward needs. `told`: what all ranks sent, under way."""
 
     def maps_back(
-        self, call: RankCall, do: Tensor, leaving: Tensor, saved: list[Tensor]
+        self, call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """[entering, B, HV, K, V] c of the pieces that began elsewhere; and what the second step reads."""
+        """[room, B, HV, K, V + K] c of the pieces that began elsewhere beside the transposed maps `between`, and zeros;
+        and what the second step reads."""
 
     def backward(self, call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
         """Every wanted gradient. `kept` is given up."""
@@ -133,15 +133,6 @@ def walk(call: RankCall) -> Walk:
 def summarised(context: ContextParallel, K: int, V: int) -> bool:
     """Whether kernels find what this rank tells the others, if kernels run the call."""
     return max(K, V) <= WIDEST and context.tokens > 0 and len(context.pieces) > 0
-
-
-def _in_room(found: Tensor, room: int) -> Tensor:
-    """What every rank has as much room for."""
-    if found.shape[0] == room:
-        return found
-    sent = found.new_zeros(room, *found.shape[1:])
-    sent[: found.shape[0]] = found
-    return sent
 
 
 def _maps_between(call: RankCall, sent: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Nothing here waits for the device: grids and tiles are sized by capacity, and wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,9 +95,13 @@ class LaunchedCall:
         summary_bwd = table.serving("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
-    def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
-        """Make summaries [borders, HV, V, K] what lies at the borders, with the maps between them."""
-        self.stage("fold").fold(states.mT, maps.mT, self.segments, back=back, dtype=self.t.k.dtype)
+    def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
+        """Make summaries [borders, HV, V, K] what lies at the borders, with the maps between them.
+
+        `of`: numbers of the sequences, instead of all that are cut.
+        """
+        segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
+        self.stage("fold").fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
 
     def outside(self, states: Tensor | None) -> Tensor | None:
         """A K-first view of the caller's states."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wyfold.parallel.chains import arriving, carried, returning
+from wyfold.parallel.chains import arriving, returning
 from wyfold.parallel.exchange import after, arrived
 from wyfold.parallel.shares import Piece
 from wyfold.pipelines.delta import run, run_backward, walk
@@ -17,13 +17,15 @@ from wyfold.pipelines.delta_rank import RankCall, RankGradient
 from wyfold.pipelines.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaGradient
 from wyfold.runtime.register import call as called
 from wyfold.runtime.register import register
+from wyfold.stages.carry.eager import carried, wanted
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[leaving, B, HV, K, V + K] H and M of the pieces that go on elsewhere."""
+    """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros."""
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
     leaving = [piece for piece in call.context.pieces if not piece.last]
-    sent = call.states(len(leaving) * call.B, V + K).unflatten(0, (len(leaving), call.B))
+    room = call.context.shares.most_leaving
+    sent = call.states(room * call.B, V + K).unflatten(0, (room, call.B))
     for piece in leaving:
         S = entering[call.rows(piece)]
         if piece.first:  # M stays zero, whose S is the caller's
@@ -45,14 +47,19 @@ def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) 
     return result.o, result.final_state, [entering, *saved]
 
 
-def maps_back(call: RankCall, do: Tensor, leaving: Tensor, saved: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """[entering, B, HV, K, V] c of the pieces that began elsewhere."""
-    coming = [piece for piece in call.context.pieces if not piece.first]
-    c = call.states(len(coming) * call.B, do.shape[3]).unflatten(0, (len(coming), call.B))
-    for piece in coming:
-        rows = call.rows(piece)
-        c[piece.entering] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
-    return c, []
+def maps_back(
+    call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """[room, B, HV, K, V + K] c of the pieces that began elsewhere, beside the transposed maps `between`, and zeros."""
+    K, V = call.tensors.q.shape[3], do.shape[3]
+    room = call.context.shares.most_entering
+    sent = call.states(room * call.B, V + K).unflatten(0, (room, call.B))
+    for piece in call.context.pieces:
+        if not piece.first:
+            rows = call.rows(piece)
+            sent[piece.entering, ..., :V] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
+            sent[piece.entering, ..., V:] = between[piece.entering].mT
+    return sent, []
 
 
 def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
@@ -78,17 +85,17 @@ def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tens
     return run_backward(DeltaGradient(packed, call.inside, saved, do, leaving, given.needs))
 
 
-def _carried(told: Tensor, steps: list[int], V: int) -> Tensor:
-    found: Tensor = called(_carried_op, told, steps, V)
+def _carried(told: Tensor, routes: list[int], V: int) -> Tensor:
+    found: Tensor = called(_carried_op, told, routes, V)
     return found
 
 
-def _carried_fake(told: Tensor, steps: list[int], V: int) -> Tensor:
-    return told.new_empty(sum(wanted >= 0 for wanted in steps[2::4]), *told.shape[2:-1], V)
+def _carried_fake(told: Tensor, routes: list[int], V: int) -> Tensor:
+    return told.new_empty(wanted(routes), *told.shape[2:-1], V)
 
 
 _carried_op = register(
-    "delta_carried(Tensor told, int[] steps, int V) -> Tensor",
-    lambda told, steps, V: carried(arrived(told), steps, V),
+    "delta_carried(Tensor told, int[] routes, int V) -> Tensor",
+    lambda told, routes, V: carried(arrived(told), routes, V),
     _carried_fake,
 )

@@ -11,56 +11,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.parallel.chains import arriving, returning
+from wyfold.parallel.exchange import arrived
 from wyfold.pipelines import delta_share_launches as launches
 from wyfold.pipelines.delta_launches import kept_factors, unlisted
 from wyfold.pipelines.delta_rank import RankCall, RankGradient
+from wyfold.pipelines.delta_records import INITIAL_STATE
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[leaving, B, HV, K, V + K] H and M of the pieces that go on elsewhere; and tails, H, M, factors."""
-    tails = _tails(call)
-    sent, *found, factors = launches.maps(call.packed(entering), call.inside, *_places(call), launches.Maps(tails))
-    return _by_piece(call, sent), [tails, *found, *factors]
+    """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros; and tails, H, M, factors."""
+    tails, room = _tails(call), call.context.shares.most_leaving * call.B
+    sent, H, M, factors = launches.maps(_where(call, entering), launches.Maps(tails, room))
+    return sent.unflatten(0, (-1, call.B)), [tails, H, M, *factors]
 
 
 def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, final states of all pieces, and what the backward needs: their entering states, tails, states at the
     borders, M, and factors if they are kept."""
     tails, H, M, *factors = kept
-    own = launches.Forward(told, arriving(call.context.shares, call.context.rank), H, M, factors)
-    o, final_state, entering, states = launches.forward(call.packed(entering), call.inside, *_places(call), own)
+    try:
+        own = launches.Forward(told, call.context.arriving(told.device), H, M, factors)
+        o, final_state, entering, states = launches.forward(_where(call, entering), own)
+    finally:
+        arrived(told)  # whoever needed it: PyTorch keeps a collective that nobody waits for
     saved = kept_factors(unlisted(factors)) if call.options.keep_factors else []
     return o, final_state, [entering, tails, states, M, *saved]
 
 
-def maps_back(call: RankCall, do: Tensor, leaving: Tensor, saved: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """[entering, B, HV, K, V] c of the pieces that began elsewhere; and c of segments, and factors."""
+def maps_back(
+    call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """[room, B, HV, K, V + K] c of the pieces that began elsewhere, maps, and zeros; and c of segments, and factors."""
     entering, _, _, M, *factors = saved
-    own = launches.MapsBack(call.one_buffer(do), leaving, M, factors)
-    sent, c, made = launches.maps_back(call.packed(entering), call.inside, *_places(call), own)
-    return _by_piece(call, sent), [c, *(factors or made)]
+    room = call.context.shares.most_entering * call.B
+    own = launches.MapsBack(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, room)
+    sent, c, made = launches.maps_back(_where(call, entering), own)
+    return sent.unflatten(0, (-1, call.B)), [c, *(factors or made)]
 
 
 def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
     """Every wanted gradient. `kept` is given up: what was made for this is as large as the gradients are."""
-    (entering, tails, states, M), c, factors = given.saved[:4], kept.pop(0), kept
-    steps = returning(call.context.shares, call.context.rank)
-    do = call.one_buffer(given.do)
-    own = launches.Backward(told, steps, tails, do, given.leaving, states, M, c, factors, given.needs)
-    return launches.backward(call.packed(entering), call.inside, *_places(call), own)
+    entering, tails, states, M = given.saved[:4]
+    try:
+        at, do, routes = _where(call, entering), call.one_buffer(given.do), call.context.returning(told.device)
+        scanned = tails, do, given.leaving, states, M, kept[0], kept[1:], given.needs[INITIAL_STATE]
+        dS0, within, tokens = launches.scan_back(at, launches.ScanBack(told, routes, *scanned))
+    finally:
+        arrived(told)
+    del scanned
+    kept.clear()
+    found = launches.tokens_back(at, launches.TokensBack(do, within, tokens, given.needs))
+    found[INITIAL_STATE] = dS0
+    return found
 
 
-def _places(call: RankCall) -> tuple[Tensor, list[int]]:
-    """Where chunks and segments lie."""
+def _where(call: RankCall, entering: Tensor) -> launches.Where:
+    """The call of all pieces, from these states, and where chunks and segments lie."""
     options, device = call.options, call.tensors.q.device
-    table, counts = call.context.segments(call.B, options.chunk_size, options.cut, device)
-    return table, list(counts)
-
-
-def _by_piece(call: RankCall, found: Tensor) -> Tensor:
-    """[pieces B, ...] as [pieces, B, ...]."""
-    return found.unflatten(0, (found.shape[0] // call.B, call.B))
+    places = call.context.segments(call.B, options.chunk_size, options.cut, device)
+    return launches.Where(call.packed(entering), call.inside, *places)
 
 
 def _tails(call: RankCall) -> Tensor:

@@ -1,26 +1,24 @@
 """The launches of `delta_share`: what comes before ranks tell each other, and after, each as a registered operator.
 
-    forward     prepare, summary, fold: [H | M] of the pieces that go on elsewhere                          gather
-                fold, scan
-    backward    prepare (unless its tiles were kept), summary, fold: c of the pieces that began elsewhere   gather
-                fold, scan_bwd, gradients
+    forward     prepare, summary, fold, send: [H | M] of the pieces that go on elsewhere                    gather
+                carry, fold, scan
+    backward    prepare (unless its tiles were kept), summary, fold, send: c of those that began elsewhere  gather
+                carry, fold, scan_bwd; gradients
 
 What does not depend on other ranks runs while they are waited for: the segments that begin a sequence, and the states
-of the backward. Where chunks and segments lie the host knows, and says (`parallel.share_segments`).
+of the backward. Where chunks and segments lie the host knows, and says (`parallel.share_segments`). A call like an
+earlier one is recalled, operator by operator.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from wyfold.parallel.chains import carried
 from wyfold.parallel.exchange import arrived
 from wyfold.parallel.share_segments import Counts, ShareSegments
 from wyfold.pipelines.delta import TENSORS_SCHEMA
@@ -28,12 +26,13 @@ from wyfold.pipelines.delta_launches import LaunchedCall, listed, token_gradient
 from wyfold.pipelines.delta_records import INITIAL_STATE, TENSORS, DeltaGradient, DeltaTensors
 from wyfold.runtime.aside import beside
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
+from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import call as called
 from wyfold.runtime.register import register
 from wyfold.stages import table
-from wyfold.stages.records import Prepared
+from wyfold.stages.records import Prepared, StateRows, TokenBorders
 
-Own = TypeVar("Own", bound="Maps | Forward | MapsBack | Backward")
+Own = TypeVar("Own", bound="Maps | Forward | MapsBack | ScanBack | TokensBack")
 
 
 class Maps(NamedTuple):
@@ -42,9 +41,11 @@ class Maps(NamedTuple):
     Attributes:
         tails: [leaving, HV, K, V + K] H and M of the tokens behind a piece's last full chunk; of no elements if no
             piece has any.
+        room: Rows that every rank sends.
     """
 
     tails: Tensor
+    room: int
 
 
 class Forward(NamedTuple):
@@ -52,12 +53,12 @@ class Forward(NamedTuple):
 
     Attributes:
         told: What all ranks sent, maybe under way.
-        steps: `chains.arriving`.
+        routes: `chains.arriving`, on the device.
         H, M, factors: From `maps`.
     """
 
     told: Tensor
-    steps: list[int]
+    routes: Tensor
     H: Tensor
     M: Tensor
     factors: list[Tensor]
@@ -69,30 +70,34 @@ class MapsBack(NamedTuple):
     Attributes:
         do: [1, B T, HV, V].
         leaving: [pieces, HV, K, V] gradients of final states, and zeros where a sequence goes on elsewhere.
+        between: [entering, HV, K, K] maps of the pieces that began elsewhere.
         M: From `maps`.
         kept: Factors, if they were kept.
+        room: Rows that every rank sends.
     """
 
     do: Tensor
     leaving: Tensor
+    between: Tensor
     M: Tensor
     kept: list[Tensor]
+    room: int
 
 
-class Backward(NamedTuple):
-    """Of `backward`.
+class ScanBack(NamedTuple):
+    """Of `scan_back`.
 
     Attributes:
         told: What all ranks sent, maybe under way.
-        steps: `chains.returning`.
+        routes: `chains.returning`, on the device.
         tails, do, leaving, M: As above.
         states: From `forward`.
-        c, factors: From `maps_back`. The list is emptied where it is the caller's own, so without a dispatcher between.
-        needs: Of each differentiable tensor, whether its gradient is wanted.
+        c, factors: From `maps_back`.
+        need: Whether the gradient of the initial states is wanted.
     """
 
     told: Tensor
-    steps: list[int]
+    routes: Tensor
     tails: Tensor
     do: Tensor
     leaving: Tensor
@@ -100,55 +105,123 @@ class Backward(NamedTuple):
     M: Tensor
     c: Tensor
     factors: list[Tensor]
+    need: bool
+
+
+class TokensBack(NamedTuple):
+    """Of `tokens_back`.
+
+    Attributes:
+        do: As above.
+        states, tokens: From `scan_back`.
+        needs: Of each differentiable tensor, whether its gradient is wanted.
+    """
+
+    do: Tensor
+    states: Tensor
+    tokens: Tensor
     needs: list[bool]
 
 
-def maps(t: DeltaTensors, options: DeltaOptions, table_: Tensor, counts: list[int], own: Maps) -> tuple[Any, ...]:
-    """Before ranks tell each other.
+class Where(NamedTuple):
+    """A call of all pieces as sequences of one buffer.
 
-    Args:
-        t: The call of all pieces as sequences of one buffer; `initial_state` holds what enters those that begin here,
-            and zeros.
+    Attributes:
+        t: `initial_state` holds what enters the pieces; until ranks have told each other, zeros where that is theirs.
         options: Of that call.
-        table_, counts: From `ContextParallel.segments`.
-        own: What else there is.
+        table, counts: From `ContextParallel.segments`.
+    """
+
+    t: DeltaTensors
+    options: DeltaOptions
+    table: Tensor
+    counts: Counts
+
+
+class Mapped(NamedTuple):
+    """Of `maps`.
+
+    Attributes:
+        sent: [room, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row, and zeros.
+        H, M: [borders, HV, V, K] and [borders, HV, K, K] of the segment that ends at each border.
+        factors: `Prepared`, listed.
+    """
+
+    sent: Tensor
+    H: Tensor
+    M: Tensor
+    factors: list[Tensor]
+
+
+class Scanned(NamedTuple):
+    """Of `forward`.
+
+    Attributes:
+        o: [1, B T, HV, V] output.
+        final_state: [pieces, HV, K, V], or no elements.
+        entering: [pieces, HV, K, V] states that enter the pieces.
+        states: [borders, HV, V, K] states at the borders.
+    """
+
+    o: Tensor
+    final_state: Tensor
+    entering: Tensor
+    states: Tensor
+
+
+def maps(at: Where, own: Maps) -> Mapped:
+    """Before ranks tell each other."""
+    sent, H, M, *factors = _run(_maps_op, at, own)
+    return Mapped(sent, H, M, factors)
+
+
+def forward(at: Where, own: Forward) -> Scanned:
+    """After it."""
+    return Scanned(*_run(_forward_op, at, own))
+
+
+def maps_back(at: Where, own: MapsBack) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Before ranks tell each other of gradients.
 
     Returns:
-        [leaving, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row; [borders, HV, V, K] H and
-        [borders, HV, K, K] M of the segment that ends at each border; `Prepared`, listed.
+        [room, HV, K, V + K] gradients of the states that enter from other ranks, as if nothing came back from others,
+        beside the transposed maps between, and zeros; [borders, HV, V, K] c of the segment that begins at each border;
+        the factors, if they were not kept.
     """
-    found: tuple[Any, ...] = called(_maps_op, *t, table_, counts, *own, *options)
-    return found
+    sent, c, *factors = _run(_maps_back_op, at, own)
+    return sent, c, factors
 
 
-def forward(t: DeltaTensors, options: DeltaOptions, table_: Tensor, counts: list[int], own: Forward) -> tuple[Any, ...]:
-    """After it. Arguments as of `maps`.
-
-    Returns:
-        [1, B T, HV, V] output; [pieces, HV, K, V] final states, or no elements; [pieces, HV, K, V] states that enter
-        the pieces; [borders, HV, V, K] states at the borders.
-    """
-    found: tuple[Any, ...] = called(_forward_op, *t, table_, counts, *own, *options)
-    return found
+def scan_back(at: Where, own: ScanBack) -> tuple[Tensor, Tensor, Tensor]:
+    """After it: gradients of the states that enter the pieces, or no elements; what `TokenBorders` is made of."""
+    dS0, states, tokens = _run(_scan_back_op, at, own)
+    return dS0, states, tokens
 
 
-def maps_back(
-    t: DeltaTensors, options: DeltaOptions, table_: Tensor, counts: list[int], own: MapsBack
-) -> tuple[Any, ...]:
-    """Before ranks tell each other of gradients. Arguments as of `maps`, with the states that enter the pieces.
-
-    Returns:
-        [entering, HV, K, V] gradients of the states that enter from other ranks, as if nothing came back from others;
-        [borders, HV, V, K] c of the segment that begins at each border; the factors, if they were not kept.
-    """
-    found: tuple[Any, ...] = called(_maps_back_op, *t, table_, counts, *own, *options)
-    return found
+def tokens_back(at: Where, own: TokensBack) -> list[Tensor]:
+    """Every wanted gradient but that of the states, which has no elements here."""
+    return [*_run(_tokens_back_op, at, own)]
 
 
-def backward(t: DeltaTensors, options: DeltaOptions, table_: Tensor, counts: list[int], own: Backward) -> list[Tensor]:
-    """After it: every wanted gradient. Arguments as of `maps_back`."""
-    found: list[Tensor] = called(_backward_op, *t, table_, counts, *own, *options)
-    return found
+def _run(operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...]:
+    """An operator's results, one after another, from its course if there is one."""
+
+    def run() -> tuple[Tensor, ...]:
+        found = called(operator, *at.t, at.table, [*at.counts], *own, *at.options)
+        parts = (x if isinstance(x, list) else [x] for x in (found if isinstance(found, tuple) else (found,)))
+        return tuple([x for part in parts for x in part])
+
+    tensors: list[Tensor | None] = [*at.t, at.table]
+    values: list[Any] = [operator, *at.counts, *at.options]
+    for x in own:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, list) and x and isinstance(x[0], Tensor):
+            tensors += x
+            values.append(len(x))
+        else:
+            values.append(tuple(x) if isinstance(x, list) else x)
+    return recalled(tuple(tensors), tuple(values), run)
 
 
 # --- what is registered ----------------------------------------------------------------------------------------------
@@ -177,18 +250,21 @@ class _Call(Generic[Own]):
         """Factors of every chunk, and zeros where rows belong to nobody: a registered operator must not return what
         happened to lie in memory."""
         prepared = self.launched.prepare(self.t.v, backward=backward, forward=forward, clear=False)
-        for x in prepared if self.counts.chunks < self.counts.tiles else ():
-            if x is not None:
-                x[self.counts.chunks * self.HV :] = 0
+        self.clear(*(x for x in prepared if x is not None))
         return prepared
 
-    def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
-        """`LaunchedCall.fold`, or of some sequences alone."""
-        launched = self.launched
-        if launched.segments is None:
-            return
-        segments = launched.segments if of is None else replace(launched.segments, divided=of)
-        launched.stage("fold").fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
+    def clear(self, *tiles: Tensor) -> None:
+        """Zero what belongs to no chunk with a token."""
+        if self.counts.chunks < self.counts.tiles:
+            for x in tiles:
+                x[self.counts.chunks * self.HV :].zero_()
+
+    def room(self, rows: int, written: int) -> Tensor:
+        """[rows, HV, K, V + K] of what is sent, zeros behind those that will be written."""
+        sent = self.t.q.new_empty(rows, self.HV, self.K, self.V + self.K, dtype=torch.float32)
+        if written < rows:
+            sent[written:].zero_()
+        return sent
 
     def stage(self, name: str) -> Any:
         return table.serving(name, self.options.backend, self.launched.key, self.t.q.device)
@@ -210,51 +286,35 @@ def _read(kind: type[Own], arguments: tuple[Any, ...]) -> _Asked[Own]:
     return _Asked(DeltaTensors(*arguments[:TENSORS]), counts, own, DeltaOptions(*rest[len(own) :]))
 
 
-def _waits(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose first own argument is under way; if it breaks off, that has arrived all the same: PyTorch keeps a
-    collective that nobody waits for."""
-
-    @functools.wraps(run)
-    def waits(*arguments: Any) -> Any:
-        try:
-            return run(*arguments)
-        except BaseException:
-            arrived(arguments[TENSORS + 2])
-            raise
-
-    return waits
-
-
 def _maps(*arguments: Any) -> tuple[Any, ...]:
     call = _Call(Maps, arguments)
-    t, counts, places, (HV, K, V) = call.t, call.counts, call.places, (call.HV, call.K, call.V)
-    tails: Tensor = call.own.tails
+    t, counts, places = call.t, call.counts, call.places
+    HV, K, V, (tails, room) = call.HV, call.K, call.V, call.own
     prepared = call.prepare(backward=call.options.save and call.options.keep_factors)
     H, M = _at_borders(t, counts)
     if counts.borders:
         call.launched.summary(t.k, t.v, prepared, t.initial_state, H, M)
-    if not counts.leaving:
-        return H.new_empty(0, HV, K, V + K), H, M, listed(prepared)
-    both = H.new_zeros(counts.borders, HV, V + K, K)
-    both[:, :, :V] = H
-    both[places.entered, :, V:] = torch.eye(K, device=H.device)
-    call.fold(both, M, back=False, of=places.goes)
-    sent = both[places.exits].mT.contiguous()
-    if tails.numel():
-        sent = tails[..., V:] @ sent
-        sent[..., :V] += tails[..., :V]
+    sent = call.room(room, counts.leaving)
+    if counts.leaving:
+        both = H.new_zeros(counts.borders, HV, V + K, K)
+        both[:, :, :V].copy_(H)
+        if counts.entering:
+            identity = torch.eye(K, device=H.device).expand(counts.entering, HV, K, K)
+            both[:, :, V:].index_copy_(0, places.entered, identity)
+        call.launched.fold(both, M, back=False, of=places.goes)
+        call.stage("carry").send(StateRows(both.mT, places.exits), _some(tails), sent, dtype=t.k.dtype)
     return sent, H, M, listed(prepared)
 
 
-@_waits
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _Call(Forward, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
-    told, steps, H, M, factors = call.own
+    told, routes, H, M, factors = call.own
     launched, prepared = call.launched, unlisted(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     o, entering, states = t.v.new_empty(t.v.shape), initial.clone(), H.clone()
-    o[:, counts.tokens :] = 0
+    if counts.tokens < o.shape[1]:
+        o[:, counts.tokens :].zero_()
     final_state = entering.new_empty(entering.shape if options.final_state else 0)
     scan = partial(
         call.stage("scan").scan,
@@ -266,49 +326,51 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if launched.segments is None:
         scan()
     else:
+        outer, borders = StateRows(entering, places.came), StateRows(states.mT, places.entered)
         with beside(o.device) as aside:
             if counts.entering < counts.sequences:
                 # Of sequences from elsewhere these are segments without a token: what they read meanwhile goes nowhere.
                 scan(behind=False)
             with aside:
                 if counts.entering:
-                    S = carried(arrived(told), steps, call.V).flatten(0, 1)
-                    entering[places.came] = S
-                    states[places.entered] = S.mT
-                call.fold(states, M, back=False)
+                    arrived(told)
+                    call.stage("carry").carry(told, routes, outer, borders, None, back=False, dtype=t.k.dtype)
+                launched.fold(states, M, back=False)
                 scan(behind=True)
-    arrived(told)
     return o, final_state, entering, states
 
 
 def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     call = _Call(MapsBack, arguments)
     t, counts, places = call.t, call.counts, call.places
-    do, leaving, M, kept = call.own
+    do, leaving, between, M, kept, room = call.own
     prepared = unlisted(kept) if kept else call.prepare(backward=True, forward=False)
     c = leaving.new_empty(counts.borders, call.HV, call.V, call.K)
     if counts.borders:
         call.launched.summary_bwd(t.q, t.k, prepared, do, leaving, c)
-    sent = leaving.new_empty(0, call.HV, call.K, call.V)
+    sent = call.room(room, counts.entering)
     if counts.entering:
         folded = c.clone()
-        call.fold(folded, M, back=True, of=places.came)
-        sent = folded[places.entered].mT.contiguous()
+        call.launched.fold(folded, M, back=True, of=places.came)
+        call.stage("carry").send(StateRows(folded.mT, places.entered), None, sent, dtype=t.k.dtype)
+        sent[: counts.entering, ..., call.V :].copy_(between.mT)
     return sent, c, [] if kept else listed(prepared)
 
 
-@_waits
-def _backward(*arguments: Any) -> list[Tensor]:
-    call = _Call(Backward, arguments)
+def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(ScanBack, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
-    told, steps, tails, do, leaving, states, M, c, factors, needs = call.own
-    launched, prepared, given = call.launched, unlisted(factors), _wanted(t, options, call.own)
-    dS0, final, gradients = given.room(INITIAL_STATE), leaving.clone(), c.clone()
-    borders = launched.stage("scan_bwd").token_borders(t.q, t.v, launched.scanned)
+    told, routes, tails, do, leaving, states, M, c, factors, need = call.own
+    launched, prepared = call.launched, unlisted(factors)
+    initial: Tensor = t.initial_state  # type: ignore[assignment]
+    final, gradients = leaving.clone(), c.clone()
+    dS0 = initial.new_empty(initial.shape if need else 0)
+    pairs = launched.stage("scan_bwd").border_pairs(t.q, t.v, launched.scanned)
+    call.clear(*(x for pair in pairs for x in pair.unbind()))
     scan_bwd = partial(
         call.stage("scan_bwd").scan_bwd,
-        *(t.q, t.k, t.v, prepared, t.initial_state, do, final, launched.scanned, options, launched.key),
-        *(dS0 if needs[INITIAL_STATE] else None, borders),
+        *(t.q, t.k, t.v, prepared, initial, do, final, launched.scanned, options, launched.key),
+        *(dS0 if need else None, TokenBorders.of(*pairs)),
         segments=launched.segments,
         entering=states.mT,
         leaving=gradients.mT,
@@ -316,21 +378,29 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if launched.segments is None:
         scan_bwd()
     else:
+        outer, borders = StateRows(final, places.goes), StateRows(gradients.mT, places.exits)
         with beside(do.device) as aside:
             scan_bwd(half="forward")
             with aside:
                 if counts.leaving:
-                    dS = carried(arrived(told), steps, call.V).flatten(0, 1)
-                    final[places.goes] = dS
-                    if tails.numel():
-                        dS = tails[..., call.V :].mT @ dS
-                    gradients[places.exits] += dS.mT
-                call.fold(gradients, M, back=True)
+                    arrived(told)
+                    carry = call.stage("carry").carry
+                    carry(told, routes, outer, borders, _some(tails), back=True, dtype=t.k.dtype)
+                launched.fold(gradients, M, back=True)
                 scan_bwd(half="reverse")
-    arrived(told)
-    del scan_bwd, prepared
-    factors.clear()  # the tokens' gradients may lie where they lay
-    return given.rounded(token_gradients(launched, given, do, borders, dS0))
+    return dS0, *pairs
+
+
+def _tokens_back(*arguments: Any) -> list[Tensor]:
+    call = _Call(TokensBack, arguments)
+    given = _wanted(call.t, call.options, call.own)
+    borders, dS0 = TokenBorders.of(call.own.states, call.own.tokens), given.room(INITIAL_STATE)
+    return given.rounded(token_gradients(call.launched, given, call.own.do, borders, dS0))
+
+
+def _some(x: Tensor) -> Tensor | None:
+    """x, unless it has no elements."""
+    return x if x.numel() else None
 
 
 def _at_borders(t: DeltaTensors, counts: Counts) -> list[Tensor]:
@@ -339,19 +409,21 @@ def _at_borders(t: DeltaTensors, counts: Counts) -> list[Tensor]:
     return [t.q.new_empty(counts.borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
 
 
-def _wanted(t: DeltaTensors, options: DeltaOptions, own: Backward) -> DeltaGradient:
-    """The gradients that `_backward` is asked for."""
-    return DeltaGradient(t, options, own.factors, own.do, own.leaving, own.needs)
+def _wanted(t: DeltaTensors, options: DeltaOptions, own: TokensBack) -> DeltaGradient:
+    """The gradients that `_tokens_back` is asked for."""
+    needs = [*own.needs]
+    needs[INITIAL_STATE] = False
+    return DeltaGradient(t, options, [], own.do, None, needs)
 
 
 # --- from metadata alone ---------------------------------------------------------------------------------------------
 
 
 def _maps_fake(*arguments: Any) -> tuple[Any, ...]:
-    t, counts, _, options = _read(Maps, arguments)
+    t, counts, own, options = _read(Maps, arguments)
     H, M = _at_borders(t, counts)
     factors = _factors(t, options, counts, backward=options.save and options.keep_factors)
-    return H.new_empty(counts.leaving, t.v.shape[2], t.q.shape[3], t.v.shape[3] + t.q.shape[3]), H, M, factors
+    return _room(t, own.room), H, M, factors
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -365,14 +437,26 @@ def _maps_back_fake(*arguments: Any) -> tuple[Any, ...]:
     t, counts, own, options = _read(MapsBack, arguments)
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     factors = [] if own.kept else _factors(t, options, counts, backward=True, forward=False)
-    sent, c = own.leaving.new_empty(counts.entering, HV, K, V), own.leaving.new_empty(counts.borders, HV, V, K)
-    return sent, c, factors
+    return _room(t, own.room), own.leaving.new_empty(counts.borders, HV, V, K), factors
 
 
-def _backward_fake(*arguments: Any) -> list[Tensor]:
-    t, _, own, options = _read(Backward, arguments)
+def _scan_back_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    t, counts, own, options = _read(ScanBack, arguments)
+    initial: Tensor = t.initial_state  # type: ignore[assignment]
+    grid = ShareSegments.of(arguments[TENSORS], counts).grid(options.chunk_size, t.v.shape[1])
+    pairs = table.launches("scan_bwd", options.backend).border_pairs(t.q, t.v, grid)
+    return initial.new_empty(initial.shape if own.need else 0), *pairs
+
+
+def _tokens_back_fake(*arguments: Any) -> list[Tensor]:
+    t, _, own, options = _read(TokensBack, arguments)
     given = _wanted(t, options, own)
     return given.rounded(given.rooms())
+
+
+def _room(t: DeltaTensors, rows: int) -> Tensor:
+    HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
+    return t.q.new_empty(rows, HV, K, V + K, dtype=torch.float32)
 
 
 def _factors(
@@ -386,25 +470,33 @@ def _factors(
 _SHARE = f"{TENSORS_SCHEMA}, Tensor table, int[] counts"
 
 _maps_op = register(
-    f"delta_share_maps({_SHARE}, Tensor tails, {DELTA_SCHEMA}) -> (Tensor sent, Tensor H, Tensor M, Tensor[] factors)",
+    f"delta_share_maps({_SHARE}, Tensor tails, int room, {DELTA_SCHEMA}) "
+    "-> (Tensor sent, Tensor H, Tensor M, Tensor[] factors)",
     _maps,
     _maps_fake,
 )
 _forward_op = register(
-    f"delta_share_fwd({_SHARE}, Tensor told, int[] steps, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
+    f"delta_share_fwd({_SHARE}, Tensor told, Tensor routes, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
     "-> (Tensor o, Tensor final_state, Tensor entering, Tensor states)",
     _forward,
     _forward_fake,
 )
 _maps_back_op = register(
-    f"delta_share_maps_bwd({_SHARE}, Tensor do, Tensor leaving, Tensor M, Tensor[] kept, {DELTA_SCHEMA}) "
-    "-> (Tensor sent, Tensor c, Tensor[] factors)",
+    f"delta_share_maps_bwd({_SHARE}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int room, "
+    f"{DELTA_SCHEMA}) -> (Tensor sent, Tensor c, Tensor[] factors)",
     _maps_back,
     _maps_back_fake,
 )
-_backward_op = register(
-    f"delta_share_bwd({_SHARE}, Tensor told, int[] steps, Tensor tails, Tensor do, Tensor leaving, Tensor states, "
-    f"Tensor M, Tensor c, Tensor[] factors, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",
-    _backward,
-    _backward_fake,
+_scan_back_op = register(
+    f"delta_share_scan_bwd({_SHARE}, Tensor told, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
+    f"Tensor states, Tensor M, Tensor c, Tensor[] factors, bool need, {DELTA_SCHEMA}) "
+    "-> (Tensor dS0, Tensor states, Tensor tokens)",
+    _scan_back,
+    _scan_back_fake,
+)
+_tokens_back_op = register(
+    f"delta_share_gradients({_SHARE}, Tensor do, Tensor states, Tensor tokens, bool[] needs, {DELTA_SCHEMA}) "
+    "-> Tensor[]",
+    _tokens_back,
+    _tokens_back_fake,
 )

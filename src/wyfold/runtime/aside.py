@@ -66,7 +66,7 @@ def beside(device: torch.device) -> Iterator[contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def _aside(pair: Pair, number: int) -> Iterator[None]:
-    with torch.cuda.stream(pair.there), bound.elsewhere(lambda launch: Aside(launch, number)):
+    with torch.cuda.stream(pair.there), bound.elsewhere(lambda step: Aside(step, number)):
         yield
 
 
@@ -88,16 +88,16 @@ class Turn(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A launch that was made aside, as such a step."""
+    """A launch that was made aside, or a wait, as such a step."""
 
-    launch: bound.Launch
+    step: Any
     number: int
 
     def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.launch.again(_pair(self.number, stream).there.cuda_stream, tensors, addresses)
+        self.step.again(_pair(self.number, stream).there.cuda_stream, tensors, addresses)
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Aside:
-        return self._replace(launch=self.launch.moved(to))
+        return self._replace(step=self.step.moved(to))
 
 
 def _pair(number: int, handle: int) -> Pair:

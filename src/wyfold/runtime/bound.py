@@ -115,14 +115,15 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
 
 def tell(step: Any) -> None:
     """Whoever hears this thread's launches: of something that belongs between them."""
-    listener = getattr(_thread, "listener", None)
+    listener, become = getattr(_thread, "listener", None), getattr(_thread, "become", None)
     if listener is not None:
-        listener(step, None, new=False)
+        listener(step if become is None else become(step), None, new=False)
 
 
 @contextlib.contextmanager
-def elsewhere(become: Callable[[Launch], Any]) -> Iterator[None]:
-    """Within, launches are told of as what they `become`: there is more to making them again."""
+def elsewhere(become: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, launches, and what else is told of, are told of as what they `become`: there is more to making them
+    again."""
     _thread.become = become
     try:
         yield

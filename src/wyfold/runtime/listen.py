@@ -31,11 +31,15 @@ DOES = frozenset(
     f"aten::{name}"
     for name in (
         *("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like"),
-        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum"),
+        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum", "eye", "index_copy_"),
     )
 )
 """Operations that are repeated as they are: the shape of what they return follows from shapes, and autocast leaves them
 alone, or what they are called on here, integers and float32."""
+
+
+WAITS = "_c10d_functional::wait_tensor"
+"""Told of as a step of its own, by who calls it."""
 
 
 def listened(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result, Course | str]:
@@ -133,6 +137,8 @@ class _Listener(Hearing):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
         name = func._schema.name
+        if name == WAITS:
+            return found
         with self.hearing():
             if self.forked and not func.is_view:
                 raise _Unheard(f"{name} is called while launches are made aside")

@@ -106,6 +106,18 @@ class Slots(NamedTuple):
     pad: int = -1
 
 
+class StateRows(NamedTuple):
+    """Some of many states.
+
+    Attributes:
+        states: [.., HV, K, V], or a view like it.
+        rows: [n] int64 which.
+    """
+
+    states: Tensor
+    rows: Tensor
+
+
 class Shares(NamedTuple):
     """What NV tiles of value rows each give to gradients that sum over them, float32; n tokens.
 
@@ -135,6 +147,11 @@ class TokenBorders(NamedTuple):
     dS: Tensor
     e: Tensor
     X: Tensor
+
+    @classmethod
+    def of(cls, states: Tensor, tokens: Tensor) -> TokenBorders:
+        """From S and dS one after another, and e and X."""
+        return cls(*states.unbind(), *tokens.unbind())
 
 
 class Borders(NamedTuple):

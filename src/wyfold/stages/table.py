@@ -58,6 +58,7 @@ STAGES = (
     "prepare",
     "summary",
     "fold",
+    "carry",
     "scan",
     "scan_bwd",
     "gradients",

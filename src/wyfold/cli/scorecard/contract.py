@@ -293,7 +293,7 @@ def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         # What ties a collective to its place in a compiled graph, and what is made of what it brings; nobody else calls
         # them in one process.
         torch.ops.wyfold.after(torch.ones(2, 3), [torch.ones(4)])
-        torch.ops.wyfold.delta_carried(torch.ones(2, 1, 1, 2, 8, 16), [0, 0, -1, 1, 1, -1, 0, 0], 8)
+        torch.ops.wyfold.delta_carried(torch.ones(2, 1, 1, 2, 8, 16), [2, 4, 0, 1], 8)
     return recorder.calls
 
 

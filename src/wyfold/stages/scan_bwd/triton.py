@@ -145,10 +145,15 @@ def scan_bwd(
 
 def token_borders(q: Tensor, v: Tensor, grid: ChunkGrid) -> TokenBorders:
     """What `scan_bwd` leaves, unwritten."""
+    return TokenBorders.of(*border_pairs(q, v, grid))
+
+
+def border_pairs(q: Tensor, v: Tensor, grid: ChunkGrid) -> tuple[Tensor, Tensor]:
+    """The same as it lies in memory, for `TokenBorders.of`."""
     K, V, tiles = q.shape[3], v.shape[3], grid.chunks * v.shape[2]
     states = v.new_empty(2, tiles, V, K, dtype=workspace(q.dtype))
     tokens = v.new_empty(2, tiles, grid.chunk_size, V, dtype=workspace(q.dtype))
-    return TokenBorders(*states.unbind(), *tokens.unbind())
+    return states, tokens
 
 
 def programs(half: Half, sequences: int) -> tuple[int, int]:

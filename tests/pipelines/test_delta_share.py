@@ -1,0 +1,85 @@
+"""A rank's calls on the kernels' walk, where launches are written down: repeated ones, on both streams."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wyfold.cp import build_cp_context
+from wyfold.parallel import exchange, segments
+from wyfold.pipelines import delta_share_launches
+from wyfold.runtime import aside, recall
+from wyfold.runtime.recall import Course
+
+triton = pytest.importorskip("triton")
+
+from tests.runtime.test_aside import CARD, Stream, lines  # noqa: E402, F401
+from tests.runtime.test_recall import alike, chunked, learned, memory_once, ordinary  # noqa: E402, F401
+from tests.runtime.test_recall import lines as launches  # noqa: E402, F401
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+
+WORLD = 3
+
+
+@pytest.fixture(params=range(WORLD))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One of the ranks of a group whose others say nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=WORLD)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["made again", "kept"])
+@pytest.mark.parametrize("bounds", [[0, 384], [0, 40, 300, 384]], ids=["one sequence", "packed"])
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_a_rank_repeats_itself(
+    rule: str,
+    bounds: list[int],
+    keep: bool,
+    rank: int,
+    lines: list[str],  # noqa: F811
+    launches: list[tuple],  # noqa: F811
+    memory_once: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Where every piece has full chunks all five operators are recalled, and make the launches of an ordinary call."""
+    context = build_cp_context(torch.tensor(bounds), dist.group.WORLD, check="never")
+    made = chunked(rule, disable_recompute=keep, cp_context=context)
+    assert context.tokens == made[1]["q"].shape[1]
+    beside = aside.beside
+    monkeypatch.setattr(delta_share_launches, "beside", lambda device: beside(CARD))
+    current = lambda device: torch.cuda.current_stream(device).cuda_stream
+    monkeypatch.setattr(driver.active, "get_current_stream", current, raising=False)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(lines, handle))
+    wait = exchange._wait
+
+    told: list[torch.Tensor] = []
+
+    def waited(x: torch.Tensor) -> None:
+        wait(x)
+        told.append(x)  # as long as the test runs, as all memory
+        launches.append(("wait", 0, current(0)))
+
+    monkeypatch.setattr(exchange, "_wait", waited)
+
+    with segments.forced(2):
+        with ordinary():
+            learned(made, launches)
+            gradients, found, tensors = learned(made, launches)
+        learned(made, launches)  # which comes to a wait once more, while its kernels are compiled
+        for _ in range(3):
+            again, repeated, others = learned(made, launches)
+            assert alike(found, repeated, tensors, others)
+    assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
+    share = {key[0][0]: course for key, course in recall._courses.items() if not isinstance(key[0][0], str)}
+    assert len(share) == 5
+    for operator, course in share.items():
+        assert type(course) is Course, (operator, course)
+    names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
+    assert {stream for name, _, stream, *_ in found if "_carry_" in name} <= {10}
+    assert names.count("carry") == (rank > 0) + (rank < WORLD - 1)
+    assert names.count("send") == (rank < WORLD - 1) + (rank > 0)
