@@ -106,6 +106,24 @@ def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
     assert "peak MiB above inputs" in said
 
 
+@pytest.mark.parametrize("op", ["gdn", "kda", "recurrent_kda"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
+    """Gate and beta come as projections in the tokens' dtype, and parameters have gradients that are judged."""
+    words = f"bench {op} --shapes 1,40,1,2,8,8 --gates model --dtype {dtype} --mode fwdbwd --rounds 1 --peers none"
+    assert main([*words.split(), "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["gate"] == "model"
+    assert {"dg", "dbeta", "dA_log", "ddt_bias"} < set(row["errors"])
+    drawn = dataclasses.replace(CASE, op=op, gate="model", dtype=dtype).arguments()
+    assert drawn["g"].dtype == drawn["beta"].dtype == drawn["q"].dtype
+    assert drawn["use_gate_in_kernel"] and drawn["use_beta_sigmoid_in_kernel"]
+    rates, steps = drawn["A_log"].exp(), torch.nn.functional.softplus(drawn["dt_bias"])
+    assert rates.min() >= 1 and rates.max() <= 16
+    assert steps.min() >= 0.999e-3 and steps.max() <= 0.1001
+
+
 def test_the_command_in_the_record_repeats_the_run(no_children, tmp_path):
     assert main(["bench", "solve", "norm", "--shapes", "1,20,1,8", "--rounds", "1", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
@@ -155,7 +173,8 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
             ["kda", "--peers", "fla:slow"],
             "--peers: fla has no way 'slow'; there are generic, safe_gate, staged, fused",
         ),
-        (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow"),
+        (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow, model"),
+        (["gdn", "decode_kda", "--gates", "model"], "--gates model: decoding is timed with decays that are given"),
         (
             ["gdn", "--dtype", "float32,float8"],
             "dtype: unknown 'float8'; there are float32, float64, bfloat16, float16",

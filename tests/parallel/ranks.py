@@ -36,12 +36,13 @@ class Case:
     Attributes:
         prepare: Called once, before there are any ranks; what it returns all of them find.
         run: Called on each rank with that and the group; raises what is wrong.
-        most: Ranks; where there are more, it is left out.
+        most, least: Ranks; where there are more, or fewer, it is left out.
     """
 
     prepare: Callable[[], Any]
     run: Callable[[Any, dist.ProcessGroup], None]
     most: int = 8
+    least: int = 1
 
 
 def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying: Sequence[int] = ()) -> str:
@@ -108,7 +109,7 @@ def _run(rank: int, world: int, folder: Path, cases: dict[str, Case], given: dic
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     said = {}
     for name, case in cases.items():
-        if world > case.most:
+        if not case.least <= world <= case.most:
             continue
         try:
             case.run(given[name], dist.group.WORLD)

@@ -26,7 +26,7 @@ import torch
 
 from wyfold.cli import DONE, FAILED, UsageError, memory, results, tables, timing
 from wyfold.cli.arguments import add_backend, device, whole
-from wyfold.cli.cases import CHUNKED, GATES, NO_GATE, OPS, PINNED, Case, gates_of
+from wyfold.cli.cases import CHUNKED, GATES, MODEL, NO_GATE, OPS, PINNED, Case, gates_of
 from wyfold.cli.contenders import OURS, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.cli.race import Track, measure, race, said
@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gates",
         default="mid",
         help="how fast gdn and kda forget: fast (log decay -2.5 per token on average), mid (-0.8, none under -5), "
-        "slow (-0.001); several with commas (default: %(default)s)",
+        "slow (-0.001), or model: as a layer calls, a projection in the tokens' dtype that is activated inside, and "
+        "beta's sigmoid too; several with commas (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -230,10 +231,12 @@ def _settled(args: argparse.Namespace) -> str:
     args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
     args.dtype, args.norm = _words("dtype", args.dtype or usual.dtype, DTYPES), args.norm or usual.norm
     args.rounds = args.rounds or usual.rounds
-    args.gates, args.mode = _words("gates", args.gates, (*GATES, NO_GATE)), _words("mode", args.mode, MODES)
+    args.gates, args.mode = _words("gates", args.gates, (*GATES, MODEL, NO_GATE)), _words("mode", args.mode, MODES)
     args.also = _words("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
+    if MODEL in args.gates and any(op.startswith("decode_") for op in args.op):
+        raise UsageError("--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda")
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")

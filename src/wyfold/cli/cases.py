@@ -47,6 +47,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Standard normal numbers -> natural-log decays per token."""
 
+MODEL = "model"
+"""The gate as a layer calls: a projection in the tokens' dtype, activated inside the operator, as beta's sigmoid is."""
+
 NO_GATE = "none"
 DELTA_RULES = ("delta_rule", "gdn", "kda")
 CHUNKED = ("solve", "kkt")
@@ -85,7 +88,7 @@ class Case:
     Attributes:
         op: As the command line has it.
         shape: Sizes.
-        gate: One of `GATES`, or "none".
+        gate: One of `GATES`, "model" or "none".
         dtype: Of q, k, v and what is as large; beta and decays are float32 or wider.
         mode: "fwd", or "fwdbwd" with the gradients of every floating argument.
         seed: Of the tensors.
@@ -194,7 +197,7 @@ class Case:
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     """The gates an operator is run with."""
     if op == "kkt":
-        return (NO_GATE, *(gate for gate in gates if gate != NO_GATE))
+        return (NO_GATE, *(gate for gate in gates if gate in GATES))
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
 
@@ -247,15 +250,32 @@ class _Tensors:
         s, case = self.shape, self.case
         q, k = (self.unit(self.per_token(s.H, s.K)).to(self.dtype) for _ in range(2))
         drawn: Arguments = {"q": q, "k": k, "v": self.per_token(s.HV, s.V).to(self.dtype)}
-        if case.gate != NO_GATE:
-            drawn["g"] = self.decay(s.HV, s.K) if case.op.endswith("kda") else self.decay(s.HV)
-        drawn["beta"] = self.per_token(s.HV).sigmoid_()
+        channels = (s.HV, s.K) if case.op.endswith("kda") else (s.HV,)
+        if case.gate == MODEL:
+            drawn |= self.model_gate(*channels)
+        else:
+            drawn |= {} if case.gate == NO_GATE else {"g": self.decay(*channels)}
+            drawn["beta"] = self.per_token(s.HV).sigmoid_()
         if case.norm == "inside":
             drawn["use_qk_l2norm_in_kernel"] = True
         if case.decoding:
             state = self.normal(s.B, s.HV, s.K, s.V)
             drawn |= {"initial_state": state.div_(s.K**0.5), "output_final_state": True}
         return drawn | self.packing()
+
+    def model_gate(self, *channels: int) -> Arguments:
+        """What a layer projects for gate and beta, and its parameters as they begin: rates of 1 to 16, time steps of
+        0.001 to 0.1."""
+        rate, step = (torch.special.ndtr(self.normal(*size)) for size in (channels[:1], channels))
+        dt = 1e-3 * 100**step
+        return {
+            "g": self.per_token(*channels).to(self.dtype),
+            "beta": self.per_token(channels[0]).to(self.dtype),
+            "A_log": torch.log(1 + 15 * rate),
+            "dt_bias": dt + torch.log(-torch.expm1(-dt)),
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+        }
 
     def packing(self) -> Arguments:
         lengths = packed_lengths(self.case.name)

@@ -18,7 +18,8 @@ from wyfold.reference.error import Verdict, judge, rms
 
 OURS = "wyfold"
 TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})
-HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "w": 0, "b": 0, "initial_state": 1}
+HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "initial_state": 1}
+HEAD_AXIS |= dict.fromkeys(("w", "b", "A_log", "dt_bias"), 0)
 KEY_HEADS = frozenset({"q", "k"})
 """Tensors with a row per key head; the others of `HEAD_AXIS` have one per value head."""
 
