@@ -130,7 +130,7 @@ def moved(given: None, group: dist.ProcessGroup) -> None:
 
 
 def broken(given: None, group: dist.ProcessGroup) -> None:
-    """A call that breaks off behind its collective leaves none that nobody waits for."""
+    """A call leaves no collective that nobody waits for, also where it breaks off behind it, or needs nothing of it."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
     unlisted, waiting = delta_share_launches.unlisted, torch._C._distributed_c10d._get_work_registry_size
@@ -148,6 +148,9 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
         raise AssertionError("it went on")
     finally:
         delta_share_launches.unlisted = unlisted
+    assert waiting() == before
+    q.requires_grad_()
+    wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)[0].sum().backward()
     assert waiting() == before
 
 
@@ -181,11 +184,12 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
     crossing = build_cp_context(torch.tensor([0, 20, 90]), group)
     apart = build_cp_context(torch.tensor([0, 45, 90]), group)
     q, wide = (torch.ones(1, crossing.tokens, 1, K) for K in (16, 256))
+    between = {"summary", "fold", "carry"}
     for x, context, summed in ((q, crossing, True), (q, apart, False), (wide, crossing, False)):
         plan = wyfold.explain(wyfold.chunk_kda, x, x, x, chunk_size=C, cp_context=context, backend="triton")
         for launches in (plan.forward, plan.backward):
-            assert [name.partition(" ")[0] in ("summary", "fold") for name in launches].count(True) == 2 * summed
-        assert {"summary", "fold"} <= {launch.stage for launch in plan.rows} or not summed
+            assert [name.partition(" ")[0] in between for name in launches].count(True) == 3 * summed
+        assert between <= {launch.stage for launch in plan.rows} or not summed
 
 
 # Of two ranks neither is in the middle.

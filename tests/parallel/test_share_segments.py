@@ -105,7 +105,7 @@ def test_states_along_chains(layout: str, world: int):
         for rank, pieces in enumerate(shares.pieces):
             came = [entering[p] for p in pieces if not p.first]
             goes = [leaving[p] for p in pieces if not p.last]
-            for told, steps, expected in ((there, arriving, came), (back, returning, goes)):
-                found = carried(told, steps(shares, rank), V)
+            for told, routes, expected in ((there, arriving, came), (back, returning, goes)):
+                found = carried(told, routes(shares, rank), V)
                 assert found.shape[0] == len(expected)
                 assert all(map(torch.equal, found, expected))

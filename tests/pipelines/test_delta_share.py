@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from wyfold.cp import build_cp_context
-from wyfold.parallel import exchange, segments
+from wyfold.parallel import segments
 from wyfold.pipelines import delta_share_launches
-from wyfold.runtime import aside, recall
+from wyfold.runtime import aside, course, recall
 from wyfold.runtime.recall import Course
 
 triton = pytest.importorskip("triton")
@@ -46,7 +46,8 @@ def test_a_rank_repeats_itself(
     memory_once: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Where every piece has full chunks all five operators are recalled, and make the launches of an ordinary call."""
+    """All five operators are recalled, and make the launches of an ordinary call; also of pieces with tokens behind
+    their last full chunk."""
     context = build_cp_context(torch.tensor(bounds), dist.group.WORLD, check="never")
     made = chunked(rule, disable_recompute=keep, cp_context=context)
     assert context.tokens == made[1]["q"].shape[1]
@@ -55,7 +56,7 @@ def test_a_rank_repeats_itself(
     current = lambda device: torch.cuda.current_stream(device).cuda_stream
     monkeypatch.setattr(driver.active, "get_current_stream", current, raising=False)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(lines, handle))
-    wait = exchange._wait
+    wait = course.wait
 
     told: list[torch.Tensor] = []
 
@@ -64,7 +65,7 @@ def test_a_rank_repeats_itself(
         told.append(x)  # as long as the test runs, as all memory
         launches.append(("wait", 0, current(0)))
 
-    monkeypatch.setattr(exchange, "_wait", waited)
+    monkeypatch.setattr(course, "wait", waited)
 
     with segments.forced(2):
         with ordinary():
@@ -77,9 +78,10 @@ def test_a_rank_repeats_itself(
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
     share = {key[0][0]: course for key, course in recall._courses.items() if not isinstance(key[0][0], str)}
     assert len(share) == 5
-    for operator, course in share.items():
-        assert type(course) is Course, (operator, course)
+    for operator, found_of in share.items():
+        assert type(found_of) is Course, (operator, found_of)
+    carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
+    assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
-    assert {stream for name, _, stream, *_ in found if "_carry_" in name} <= {10}
     assert names.count("carry") == (rank > 0) + (rank < WORLD - 1)
     assert names.count("send") == (rank < WORLD - 1) + (rank > 0)

@@ -98,6 +98,16 @@ def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
         assert rehearsals.call_count == 2 * first  # rows of another alignment are other kernels' to read
 
 
+def test_counts_are_as_lengths_are(asked: list[Any]):
+    """Of documents that end elsewhere in every batch kernels know whether there are any."""
+    rehearsals = mock.Mock()
+    with torch.no_grad(), mock.patch.object(recall, "rehearsed", rehearsals):
+        for counts, times in (((3, 4), 1), ((5, 9), 1), ((0, 9), 2), ((0, 2), 2)):
+            recall.recalled((torch.zeros(4),), ("some", recall.Lengths(counts)), lambda: None)
+            assert rehearsals.call_count == times
+    assert len(recall._courses) == 4, "another course each"
+
+
 def test_no_more_than_so_many_kinds_are_remembered(asked: list[Any]):
     with torch.no_grad(), mock.patch.object(recall, "MOST", 3):
         for width in range(1, 9):

@@ -236,7 +236,9 @@ def _settled(args: argparse.Namespace) -> str:
     args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
     if MODEL in args.gates and any(op.startswith("decode_") for op in args.op):
-        raise UsageError("--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda")
+        raise UsageError(
+            "--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
+        )
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")

@@ -62,7 +62,7 @@ def _plan(
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
     tells = context is not None and not runs_eagerly(call) and _tells(context, sizes)
-    between = ("summary", "fold") if cut.chunks or tells else ()
+    between = ("summary", "fold", *(["carry"] if tells else [])) if cut.chunks or tells else ()
     stages = (
         (("prepare", "recurrent"),) * 2
         if recurrent

@@ -6,14 +6,14 @@ torch.distributed is imported when a context is made and never before: PyTorch c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wyfold.runtime import bound
+from wyfold.runtime import course
 from wyfold.runtime.register import register
 
 TEXT_BYTES = 2048  # of a description, or of a refusal; the size must not depend on what a rank has to say
@@ -116,26 +116,8 @@ def gathering(x: Tensor, group: Any) -> Tensor:
 def arrived(x: Tensor) -> Tensor:
     """x, once all ranks have sent theirs; work that is launched after this waits for it on the device."""
     if not torch.compiler.is_compiling():
-        bound.tell(Arrival(x))
-        _wait(x)
+        course.wait(x)
     return x
-
-
-def _wait(x: Tensor) -> None:
-    torch.ops._c10d_functional.wait_tensor(x)
-
-
-class Arrival(NamedTuple):
-    """`arrived`, as a step of a call that is repeated."""
-
-    told: Any
-
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            _wait(tensors[self.told])
-
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Arrival:
-        return Arrival(to(self.told, 0)[0])
 
 
 def _sends(x: Tensor) -> bool:

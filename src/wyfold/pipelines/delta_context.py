@@ -126,7 +126,8 @@ class Walk(Protocol):
 def walk(call: RankCall) -> Walk:
     """The walk of a rank's call. What ranks tell each other is the same, so each has its own."""
     t = call.tensors
-    by_kernels = call.options.backend == "triton" and summarised(call.context, t.q.shape[3], t.v.shape[3])
+    by_kernels = call.options.backend == "triton" and call.B > 0
+    by_kernels = by_kernels and summarised(call.context, t.q.shape[3], t.v.shape[3])
     return delta_share if by_kernels else delta_pieces
 
 

@@ -17,7 +17,7 @@ from wyfold.pipelines.delta_rank import RankCall, RankGradient
 from wyfold.pipelines.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaGradient
 from wyfold.runtime.register import call as called
 from wyfold.runtime.register import register
-from wyfold.stages.carry.eager import carried, wanted
+from wyfold.stages.carry.eager import carried, count
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -91,7 +91,7 @@ def _carried(told: Tensor, routes: list[int], V: int) -> Tensor:
 
 
 def _carried_fake(told: Tensor, routes: list[int], V: int) -> Tensor:
-    return told.new_empty(wanted(routes), *told.shape[2:-1], V)
+    return told.new_empty(count(routes), *told.shape[2:-1], V)
 
 
 _carried_op = register(

@@ -16,12 +16,13 @@ from wyfold.pipelines import delta_share_launches as launches
 from wyfold.pipelines.delta_launches import kept_factors, unlisted
 from wyfold.pipelines.delta_rank import RankCall, RankGradient
 from wyfold.pipelines.delta_records import INITIAL_STATE
+from wyfold.pipelines.delta_share_records import Forward, Maps, MapsBack, ScanBack, TokensBack, Where
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
     """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros; and tails, H, M, factors."""
     tails, room = _tails(call), call.context.shares.most_leaving * call.B
-    sent, H, M, factors = launches.maps(_where(call, entering), launches.Maps(tails, room))
+    sent, H, M, factors = launches.maps(_where(call, entering), Maps(tails, room))
     return sent.unflatten(0, (-1, call.B)), [tails, H, M, *factors]
 
 
@@ -30,7 +31,7 @@ def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) 
     borders, M, and factors if they are kept."""
     tails, H, M, *factors = kept
     try:
-        own = launches.Forward(told, call.context.arriving(told.device), H, M, factors)
+        own = Forward(told, call.context.arriving(told.device), H, M, factors)
         o, final_state, entering, states = launches.forward(_where(call, entering), own)
     finally:
         arrived(told)  # whoever needed it: PyTorch keeps a collective that nobody waits for
@@ -44,7 +45,7 @@ def maps_back(
     """[room, B, HV, K, V + K] c of the pieces that began elsewhere, maps, and zeros; and c of segments, and factors."""
     entering, _, _, M, *factors = saved
     room = call.context.shares.most_entering * call.B
-    own = launches.MapsBack(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, room)
+    own = MapsBack(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, room)
     sent, c, made = launches.maps_back(_where(call, entering), own)
     return sent.unflatten(0, (-1, call.B)), [c, *(factors or made)]
 
@@ -55,21 +56,21 @@ def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tens
     try:
         at, do, routes = _where(call, entering), call.one_buffer(given.do), call.context.returning(told.device)
         scanned = tails, do, given.leaving, states, M, kept[0], kept[1:], given.needs[INITIAL_STATE]
-        dS0, within, tokens = launches.scan_back(at, launches.ScanBack(told, routes, *scanned))
+        dS0, within, tokens = launches.scan_back(at, ScanBack(told, routes, *scanned))
     finally:
         arrived(told)
     del scanned
     kept.clear()
-    found = launches.tokens_back(at, launches.TokensBack(do, within, tokens, given.needs))
+    found = launches.tokens_back(at, TokensBack(do, within, tokens, given.needs))
     found[INITIAL_STATE] = dS0
     return found
 
 
-def _where(call: RankCall, entering: Tensor) -> launches.Where:
+def _where(call: RankCall, entering: Tensor) -> Where:
     """The call of all pieces, from these states, and where chunks and segments lie."""
     options, device = call.options, call.tensors.q.device
     places = call.context.segments(call.B, options.chunk_size, options.cut, device)
-    return launches.Where(call.packed(entering), call.inside, *places)
+    return Where(call.packed(entering), call.inside, *places)
 
 
 def _tails(call: RankCall) -> Tensor:

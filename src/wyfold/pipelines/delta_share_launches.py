@@ -24,149 +24,25 @@ from wyfold.parallel.share_segments import Counts, ShareSegments
 from wyfold.pipelines.delta import TENSORS_SCHEMA
 from wyfold.pipelines.delta_launches import LaunchedCall, listed, token_gradients, unlisted
 from wyfold.pipelines.delta_records import INITIAL_STATE, TENSORS, DeltaGradient, DeltaTensors
+from wyfold.pipelines.delta_share_records import (
+    Forward,
+    Mapped,
+    Maps,
+    MapsBack,
+    ScanBack,
+    Scanned,
+    TokensBack,
+    Where,
+)
 from wyfold.runtime.aside import beside
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.recall import recalled
+from wyfold.runtime.recall import Lengths, recalled
 from wyfold.runtime.register import call as called
 from wyfold.runtime.register import register
 from wyfold.stages import table
 from wyfold.stages.records import Prepared, StateRows, TokenBorders
 
 Own = TypeVar("Own", bound="Maps | Forward | MapsBack | ScanBack | TokensBack")
-
-
-class Maps(NamedTuple):
-    """Of `maps`.
-
-    Attributes:
-        tails: [leaving, HV, K, V + K] H and M of the tokens behind a piece's last full chunk; of no elements if no
-            piece has any.
-        room: Rows that every rank sends.
-    """
-
-    tails: Tensor
-    room: int
-
-
-class Forward(NamedTuple):
-    """Of `forward`.
-
-    Attributes:
-        told: What all ranks sent, maybe under way.
-        routes: `chains.arriving`, on the device.
-        H, M, factors: From `maps`.
-    """
-
-    told: Tensor
-    routes: Tensor
-    H: Tensor
-    M: Tensor
-    factors: list[Tensor]
-
-
-class MapsBack(NamedTuple):
-    """Of `maps_back`.
-
-    Attributes:
-        do: [1, B T, HV, V].
-        leaving: [pieces, HV, K, V] gradients of final states, and zeros where a sequence goes on elsewhere.
-        between: [entering, HV, K, K] maps of the pieces that began elsewhere.
-        M: From `maps`.
-        kept: Factors, if they were kept.
-        room: Rows that every rank sends.
-    """
-
-    do: Tensor
-    leaving: Tensor
-    between: Tensor
-    M: Tensor
-    kept: list[Tensor]
-    room: int
-
-
-class ScanBack(NamedTuple):
-    """Of `scan_back`.
-
-    Attributes:
-        told: What all ranks sent, maybe under way.
-        routes: `chains.returning`, on the device.
-        tails, do, leaving, M: As above.
-        states: From `forward`.
-        c, factors: From `maps_back`.
-        need: Whether the gradient of the initial states is wanted.
-    """
-
-    told: Tensor
-    routes: Tensor
-    tails: Tensor
-    do: Tensor
-    leaving: Tensor
-    states: Tensor
-    M: Tensor
-    c: Tensor
-    factors: list[Tensor]
-    need: bool
-
-
-class TokensBack(NamedTuple):
-    """Of `tokens_back`.
-
-    Attributes:
-        do: As above.
-        states, tokens: From `scan_back`.
-        needs: Of each differentiable tensor, whether its gradient is wanted.
-    """
-
-    do: Tensor
-    states: Tensor
-    tokens: Tensor
-    needs: list[bool]
-
-
-class Where(NamedTuple):
-    """A call of all pieces as sequences of one buffer.
-
-    Attributes:
-        t: `initial_state` holds what enters the pieces; until ranks have told each other, zeros where that is theirs.
-        options: Of that call.
-        table, counts: From `ContextParallel.segments`.
-    """
-
-    t: DeltaTensors
-    options: DeltaOptions
-    table: Tensor
-    counts: Counts
-
-
-class Mapped(NamedTuple):
-    """Of `maps`.
-
-    Attributes:
-        sent: [room, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row, and zeros.
-        H, M: [borders, HV, V, K] and [borders, HV, K, K] of the segment that ends at each border.
-        factors: `Prepared`, listed.
-    """
-
-    sent: Tensor
-    H: Tensor
-    M: Tensor
-    factors: list[Tensor]
-
-
-class Scanned(NamedTuple):
-    """Of `forward`.
-
-    Attributes:
-        o: [1, B T, HV, V] output.
-        final_state: [pieces, HV, K, V], or no elements.
-        entering: [pieces, HV, K, V] states that enter the pieces.
-        states: [borders, HV, V, K] states at the borders.
-    """
-
-    o: Tensor
-    final_state: Tensor
-    entering: Tensor
-    states: Tensor
 
 
 def maps(at: Where, own: Maps) -> Mapped:
@@ -212,16 +88,19 @@ def _run(operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...
         return tuple([x for part in parts for x in part])
 
     tensors: list[Tensor | None] = [*at.t, at.table]
-    values: list[Any] = [operator, *at.counts, *at.options]
+    lengths: list[int] = [*at.counts]
+    values: list[Any] = [operator, *at.options]
     for x in own:
         if isinstance(x, Tensor):
             tensors.append(x)
         elif isinstance(x, list) and x and isinstance(x[0], Tensor):
             tensors += x
             values.append(len(x))
+        elif type(x) is int:
+            lengths.append(x)
         else:
             values.append(tuple(x) if isinstance(x, list) else x)
-    return recalled(tuple(tensors), tuple(values), run)
+    return recalled(tuple(tensors), (*values, Lengths(lengths)), run)
 
 
 # --- what is registered ----------------------------------------------------------------------------------------------
@@ -299,7 +178,7 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
         both = H.new_zeros(counts.borders, HV, V + K, K)
         both[:, :, :V].copy_(H)
         if counts.entering:
-            identity = torch.eye(K, device=H.device).expand(counts.entering, HV, K, K)
+            identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.entering, HV, K, K)
             both[:, :, V:].index_copy_(0, places.entered, identity)
         call.launched.fold(both, M, back=False, of=places.goes)
         call.stage("carry").send(StateRows(both.mT, places.exits), _some(tails), sent, dtype=t.k.dtype)

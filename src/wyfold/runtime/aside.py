@@ -71,7 +71,7 @@ def _aside(pair: Pair, number: int) -> Iterator[None]:
 
 
 class Turn(NamedTuple):
-    """`fork` or `join` as a step of a call that is repeated. Between the two there are launches alone."""
+    """`fork` or `join` as a step of a call that is repeated. Between the two there are launches and waits alone."""
 
     number: int
     joins: bool

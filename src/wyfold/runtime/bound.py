@@ -115,20 +115,25 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
 
 def tell(step: Any) -> None:
     """Whoever hears this thread's launches: of something that belongs between them."""
-    listener, become = getattr(_thread, "listener", None), getattr(_thread, "become", None)
+    listener = getattr(_thread, "listener", None)
     if listener is not None:
-        listener(step if become is None else become(step), None, new=False)
+        listener(step, None, new=False)
 
 
 @contextlib.contextmanager
 def elsewhere(become: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, launches, and what else is told of, are told of as what they `become`: there is more to making them
-    again."""
+    """Within, launches and waits are told of as what they `become`: there is more to making them again."""
     _thread.become = become
     try:
         yield
     finally:
         _thread.become = None
+
+
+def as_told(step: Any) -> Any:
+    """A launch or a wait as whoever hears this thread is to have it."""
+    become = getattr(_thread, "become", None)
+    return step if become is None else become(step)
 
 
 @contextlib.contextmanager
@@ -180,8 +185,8 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
             listener(None, kernel, new=key in _ready)
         return
     if listener is not None:
-        launch, become = _again(ready, programs, arguments), getattr(_thread, "become", None)
-        listener(launch if launch is None or become is None else become(launch), kernel, new=False)
+        launch = _again(ready, programs, arguments)
+        listener(None if launch is None else as_told(launch), kernel, new=False)
     run, function, metadata, constants, descriptors = ready
     for place, expand in descriptors:
         flat[place : place + 1] = expand(arguments[place])

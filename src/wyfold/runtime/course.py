@@ -1,4 +1,5 @@
-"""What a call does once everything is decided: memory asked for, kernels launched, operations of PyTorch, in order.
+"""What a call does once everything is decided: memory asked for, kernels launched, operations of PyTorch, collectives
+waited for, in order.
 
 A course holds no tensor and no address. Its tensors are numbered: first those that a call is given, then those that it
 makes.
@@ -94,6 +95,24 @@ class Operation(NamedTuple):
 
     def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Operation:
         return self
+
+
+class Wait(NamedTuple):
+    """What is launched after this waits until a collective has written its result, a numbered tensor."""
+
+    tensor: int
+
+    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            wait(tensors[self.tensor])
+
+    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Wait:
+        return self
+
+
+def wait(x: Tensor) -> None:
+    """`Wait`, on the current stream."""
+    torch.ops._c10d_functional.wait_tensor(x)
 
 
 class Course(NamedTuple):

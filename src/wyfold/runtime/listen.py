@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wyfold.runtime import bound, register
 from wyfold.runtime.aside import Turn
-from wyfold.runtime.course import Ask, Course, Drop, Operation, Part, Step
+from wyfold.runtime.course import Ask, Course, Drop, Operation, Part, Step, Wait
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ alone, or what they are called on here, integers and float32."""
 
 
 WAITS = "_c10d_functional::wait_tensor"
-"""Told of as a step of its own, by who calls it."""
+"""What a `Wait` does."""
 
 
 def listened(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result, Course | str]:
@@ -100,7 +100,7 @@ class _Listener(Hearing):
         self.steps: list[Step] = []
         self.kernels: list[Any] = []
         self.refusal, self.compiled = "", False
-        self.forked = False  # launches are made aside, which nothing but launches may come between
+        self.forked = False  # launches are made aside, which nothing but launches and waits may come between
         for number, x in enumerate(given):
             if x is not None and id(x) in self.pieces:
                 self.alike.append((self.pieces[id(x)].tensor, number))
@@ -137,9 +137,10 @@ class _Listener(Hearing):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
         name = func._schema.name
-        if name == WAITS:
-            return found
         with self.hearing():
+            if name == WAITS:
+                self.steps.append(bound.as_told(Wait(self.of(args[0]).tensor)))
+                return found
             if self.forked and not func.is_view:
                 raise _Unheard(f"{name} is called while launches are made aside")
             if name in ASKS:

@@ -4,7 +4,7 @@ Between an operator's arguments and its launches lies Python that looks at metad
 views, asks for memory, and finds the kernel for each launch. Calls that are equal in all it may look at come to the
 same launches, with the same numbers and other addresses. Before the first such call its kernels are compiled
 (`runtime/rehearsal.py`); `recalled` listens to the second one and writes down what reaches the device: memory asked
-for, kernels launched, copies made. The calls that follow do that and nothing else.
+for, kernels launched, copies made, collectives waited for. The calls that follow do that and nothing else.
 
 What is kept is found by value, holds no tensor and no address, and is given up where it is not understood: a call with
 any other operation in it, of which there are many, goes the ordinary way every time. So does every call that somebody
@@ -40,13 +40,17 @@ _rehearsed: set[tuple[Any, ...]] = set()
 """Calls, apart from their lengths and real numbers, whose kernels were compiled before them."""
 
 
+class Lengths(tuple[int, ...]):
+    """Numbers among a call's values of which kernels know whether there are any, and no more, as of lengths."""
+
+
 def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
     """`run()`, or what it would do.
 
     Args:
         tensors: All tensors that `run` works on, the first one on the device of the call; None where there is none. In
             what they hold, it may look only where it would see the same at every such call.
-        values: All else that `run` depends on, and a name for it; by value.
+        values: All else that `run` depends on, and a name for it; by value. `Lengths` among them make no other kernels.
         run: Returns None, a tensor or a tuple of these, each newly made or one of `tensors`. Called twice where it is
             new, first with nothing written or launched, so it changes nothing by other ways.
     """
@@ -89,7 +93,7 @@ def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     Of lengths, kernels know as a rule only what they make of strides: which of them are multiples of 16.
     """
     looks = tuple([None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors])
-    flags = tuple([None if type(x) is float else x for x in values])
+    flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
     kind = flags, tuple(map(type, values)), tensors[0].device, looks, launch.changes()
     if kind not in _rehearsed:
         if len(_rehearsed) >= MOST:

@@ -20,8 +20,8 @@ def carried(told: Tensor, routes: Sequence[int], V: int) -> Tensor:
     Returns:
         [routes, B, HV, K, V].
     """
-    rows, found = told.flatten(0, 1), told.new_empty(wanted(routes), *told.shape[2:-1], V)
-    for n in range(wanted(routes)):
+    rows, found = told.flatten(0, 1), told.new_empty(count(routes), *told.shape[2:-1], V)
+    for n in range(count(routes)):
         first, *others = routes[routes[n] : routes[n + 1]]
         S = rows[first, ..., :V]
         for row in others:
@@ -30,7 +30,7 @@ def carried(told: Tensor, routes: Sequence[int], V: int) -> Tensor:
     return found
 
 
-def wanted(routes: Sequence[int]) -> int:
+def count(routes: Sequence[int]) -> int:
     """How many routes there are."""
     return routes[0] - 1
 

@@ -119,7 +119,7 @@ def wyfold_carry_triton(
     route, row = i_n // B, i_n % B
     start, stop = tl.load(p_routes + route), tl.load(p_routes + route + 1)
     p_own = p_told + (row * HV + i_hv) * SIZE
-    step = B * HV * SIZE
+    step = tl.cast(B, tl.int64) * HV * SIZE
     b_S = _beside_a_map(p_own + tl.load(p_routes + start) * step, column, K, V, BK, BV)
     for i in range(start + 1, stop):
         p_map = p_own + tl.load(p_routes + i) * step
