@@ -124,6 +124,17 @@ def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
     assert steps.min() >= 0.999e-3 and steps.max() <= 0.1001
 
 
+def test_parameters_of_judged_heads():
+    """On a GPU some heads are judged: of what has a row for each, those rows, and of its gradient."""
+    case = dataclasses.replace(CASE, op="kda", gate="model", shape=Shape(1, 40, 3, 6, 8, 8))
+    arguments, group = case.arguments(), 2
+    judge = Judge(dataclasses.replace(case, device="cuda"), arguments, heads=1)
+    for name in ("A_log", "dt_bias"):
+        x = arguments[name]
+        for of in (name, f"d{name}"):
+            assert torch.equal(judge._cut(of, x, 1), x[:group])
+
+
 def test_the_command_in_the_record_repeats_the_run(no_children, tmp_path):
     assert main(["bench", "solve", "norm", "--shapes", "1,20,1,8", "--rounds", "1", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")

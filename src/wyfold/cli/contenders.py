@@ -338,7 +338,7 @@ class Judge:
 
     def _cut(self, name: str, x: Any, tokens: int, *, exact: bool = False) -> Any:
         """What is compared of an argument, a result or a gradient; `exact`: where the rest is not zero, NaN."""
-        argument = name.removeprefix("d")
+        argument = name if name in self.arguments else name.removeprefix("d")
         if not isinstance(x, Tensor):
             return x
         if self.case.on_gpu:
