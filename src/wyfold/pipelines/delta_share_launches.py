@@ -12,7 +12,6 @@ earlier one is recalled, operator by operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -79,7 +78,7 @@ def tokens_back(at: Where, own: TokensBack) -> list[Tensor]:
     return [*_run(_tokens_back_op, at, own)]
 
 
-def _run(operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...]:
+def _run(operator: Any, at: Where, own: Own) -> tuple[Tensor, ...]:
     """An operator's results, one after another, from its course if there is one."""
 
     def run() -> tuple[Tensor, ...]:
@@ -89,7 +88,7 @@ def _run(operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...
 
     tensors: list[Tensor | None] = [*at.t, at.table]
     lengths: list[int] = [*at.counts]
-    values: list[Any] = [operator, *at.options]
+    values: list[Any] = [operator.name(), *at.options]
     for x in own:
         if isinstance(x, Tensor):
             tensors.append(x)
