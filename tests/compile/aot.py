@@ -564,8 +564,6 @@ CALLS = (
     # With the gate inside as in the second call, whose `prepare` it has: made once.
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
     Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, only=SEGMENTS),
-    Share(),
-    Share("float32", 24, 40),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
         for dtype, D, C, packed in (
@@ -737,9 +735,12 @@ SERVED = (
 """For kernels that the differentiable operators have no use for."""
 
 
+SHARES = Share(), Share("float32", 24, 40)
+
+
 def calls(architecture: str) -> tuple[Call | Served | Share, ...]:
     """What is compiled for one architecture."""
-    return *CALLS, *SERVED, *OWN.get(architecture, ())
+    return *CALLS, *SERVED, *SHARES, *OWN.get(architecture, ())
 
 
 def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served | Share, list[Usage]]]:

@@ -35,7 +35,7 @@ def test_twins_have_one_table(one: str, other: str):
     [(name, call) for name in ARCHITECTURES if name not in {*TWINS, *aot.SAME_CODE} for call in aot.calls(name)],
     ids=str,
 )
-def test_a_call_compiles_and_fits(code_of: str, call: aot.Call | aot.Served):
+def test_a_call_compiles_and_fits(code_of: str, call: aot.Call | aot.Served | aot.Share):
     """Where two architectures get one code, each with its own configurations, Triton makes it once."""
     for architecture in (code_of, *(name for name, other in aot.SAME_CODE.items() if other == code_of)):
         found = aot.compiled(call, architecture, code_of)
