@@ -12,6 +12,7 @@ earlier one is recalled, operator by operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -46,13 +47,13 @@ Own = TypeVar("Own", bound="Maps | Forward | MapsBack | ScanBack | TokensBack")
 
 def maps(at: Where, own: Maps) -> Mapped:
     """Before ranks tell each other."""
-    sent, H, M, *factors = _run(_maps_op, at, own)
+    sent, H, M, *factors = _run("delta_share maps", _maps_op, at, own)
     return Mapped(sent, H, M, factors)
 
 
 def forward(at: Where, own: Forward) -> Scanned:
     """After it."""
-    return Scanned(*_run(_forward_op, at, own))
+    return Scanned(*_run("delta_share forward", _forward_op, at, own))
 
 
 def maps_back(at: Where, own: MapsBack) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -63,22 +64,22 @@ def maps_back(at: Where, own: MapsBack) -> tuple[Tensor, Tensor, list[Tensor]]:
         beside the transposed maps between, and zeros; [borders, HV, V, K] c of the segment that begins at each border;
         the factors, if they were not kept.
     """
-    sent, c, *factors = _run(_maps_back_op, at, own)
+    sent, c, *factors = _run("delta_share maps_back", _maps_back_op, at, own)
     return sent, c, factors
 
 
 def scan_back(at: Where, own: ScanBack) -> tuple[Tensor, Tensor, Tensor]:
     """After it: gradients of the states that enter the pieces, or no elements; what `TokenBorders` is made of."""
-    dS0, states, tokens = _run(_scan_back_op, at, own)
+    dS0, states, tokens = _run("delta_share scan_back", _scan_back_op, at, own)
     return dS0, states, tokens
 
 
 def tokens_back(at: Where, own: TokensBack) -> list[Tensor]:
     """Every wanted gradient but that of the states, which has no elements here."""
-    return [*_run(_tokens_back_op, at, own)]
+    return [*_run("delta_share tokens_back", _tokens_back_op, at, own)]
 
 
-def _run(operator: Any, at: Where, own: Own) -> tuple[Tensor, ...]:
+def _run(name: str, operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...]:
     """An operator's results, one after another, from its course if there is one."""
 
     def run() -> tuple[Tensor, ...]:
@@ -88,7 +89,7 @@ def _run(operator: Any, at: Where, own: Own) -> tuple[Tensor, ...]:
 
     tensors: list[Tensor | None] = [*at.t, at.table]
     lengths: list[int] = [*at.counts]
-    values: list[Any] = [operator.name(), *at.options]
+    values: list[Any] = [name, *at.options]
     for x in own:
         if isinstance(x, Tensor):
             tensors.append(x)
