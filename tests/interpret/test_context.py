@@ -129,6 +129,18 @@ def moved(given: None, group: dist.ProcessGroup) -> None:
             raise AssertionError("not refused")
 
 
+def no_rows(given: None, group: dist.ProcessGroup) -> None:
+    """A batch of no rows is as empty over ranks as it is on one."""
+    context = build_cp_context(None, group, total_tokens=40)
+    q = torch.ones(0, context.tokens, 1, 16, requires_grad=True)
+    flags = {"cp_context": context, "output_final_state": True, "backend": "triton", "chunk_size": C}
+    assert wyfold.explain(wyfold.chunk_kda, q, q, q, **flags).forward.count("summary") == 0
+    o, final = wyfold.chunk_kda(q, q, q, **flags)
+    assert o.shape == q.shape and final.shape == (0, 1, 16, 16)
+    (dq,) = torch.autograd.grad(o.sum() + final.sum(), q)
+    assert dq.shape == q.shape
+
+
 def broken(given: None, group: dist.ProcessGroup) -> None:
     """A call leaves no collective that nobody waits for, also where it breaks off behind it, or needs nothing of it."""
     context = build_cp_context(torch.tensor([0, 40]), group)
@@ -195,7 +207,8 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
 # Of two ranks neither is in the middle.
 CASES = {name: Case(x.prepare, x.run, least=3) for name, x in COMPARISONS.items()}
 CASES |= {
-    run.__name__: Case(lambda: None, run, most=2) for run in (other_ways, registered, explained, twice, moved, broken)
+    run.__name__: Case(lambda: None, run, most=2)
+    for run in (other_ways, registered, explained, twice, moved, broken, no_rows)
 }
 
 

@@ -76,7 +76,7 @@ def test_a_rank_repeats_itself(
             again, repeated, others = learned(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
-    share = {key[0][0]: course for key, course in recall._courses.items() if "delta_share" in key[0][0]}
+    share = {key[0][0]: known for key, known in recall._courses.items() if "delta_share" in key[0][0]}
     assert len(share) == 5
     for operator, found_of in share.items():
         assert type(found_of) is Course, (operator, found_of)
@@ -85,3 +85,18 @@ def test_a_rank_repeats_itself(
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
     assert names.count("carry") == (rank > 0) + (rank < WORLD - 1)
     assert names.count("send") == (rank < WORLD - 1) + (rank > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_default_dtype(dtype: torch.dtype, rank: int, launches: list[tuple], monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """States inside are float32 whatever PyTorch makes where nobody says what."""
+    context = build_cp_context(torch.tensor([0, 384]), dist.group.WORLD, check="never")
+    made = chunked("gdn", cp_context=context)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with ordinary():
+            gradients, _, _ = learned(made, launches)
+    finally:
+        torch.set_default_dtype(usual)
+    assert [dx.dtype for dx in gradients] == [torch.bfloat16] * 3 + [torch.float32] * 2

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold.cli.subjects import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
+from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
 OPS = {
@@ -264,15 +265,14 @@ class _Tensors:
         return drawn | self.packing()
 
     def model_gate(self, *channels: int) -> Arguments:
-        """What a layer projects for gate and beta, and its parameters as they begin: rates of 1 to 16, time steps of
-        0.001 to 0.1."""
+        """What a layer projects for gate and beta, and its parameters as they begin."""
         rate, step = (torch.special.ndtr(self.normal(*size)) for size in (channels[:1], channels))
-        dt = 1e-3 * 100**step
+        A_log, dt_bias = inputs.decay_parameters(rate, step)
         return {
             "g": self.per_token(*channels).to(self.dtype),
             "beta": self.per_token(channels[0]).to(self.dtype),
-            "A_log": torch.log(1 + 15 * rate),
-            "dt_bias": dt + torch.log(-torch.expm1(-dt)),
+            "A_log": A_log,
+            "dt_bias": dt_bias,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
         }

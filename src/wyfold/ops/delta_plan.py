@@ -133,7 +133,7 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
 
 def _tells(context: ContextParallel, sizes: dict[str, int]) -> bool:
     """Whether there is anything to tell, and kernels find what this rank has to."""
-    return bool(context.shares.chains) and summarised(context, sizes["K"], sizes["V"])
+    return bool(context.shares.chains) and summarised(context, sizes["B"], sizes["K"], sizes["V"])
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

@@ -61,8 +61,9 @@ class DeltaAcross(torch.autograd.Function):
         t = DeltaTensors(*given)
         call, device = RankCall(t, options, context), t.q.device
         entering = call.at_pieces(t.initial_state, context.beginning(call.B, device))
-        sent, kept = walk(call).maps(call, entering)
-        o, final_state, saved = walk(call).forward(call, entering, kept, context.gathering(sent))
+        way = walk(call)
+        sent, kept = way.maps(call, entering)
+        o, final_state, saved = way.forward(call, entering, kept, context.gathering(sent))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.shares = options, context, context.shares
         ctx.save_for_backward(*given, _maps_between(call, sent), *saved)
@@ -86,9 +87,10 @@ class DeltaAcross(torch.autograd.Function):
         if do is None:
             do = t.v.new_zeros(()).expand(t.v.shape)
         leaving = call.at_pieces(dST, context.ending(call.B, device))
-        sent, made = walk(call).maps_back(call, do, leaving, between, saved)
+        way = walk(call)
+        sent, made = way.maps_back(call, do, leaving, between, saved)
         told = context.gathering(after(sent, do, dST))
-        gradients = walk(call).backward(call, RankGradient(do, leaving, saved, needs), made, told)
+        gradients = way.backward(call, RankGradient(do, leaving, saved, needs), made, told)
         if needs[INITIAL_STATE] and t.initial_state is not None:
             begun = gradients[INITIAL_STATE][context.beginning(call.B, device)]
             gradients[INITIAL_STATE] = turned(begun, call.options).to(t.initial_state.dtype)
@@ -126,14 +128,13 @@ class Walk(Protocol):
 def walk(call: RankCall) -> Walk:
     """The walk of a rank's call. What ranks tell each other is the same, so each has its own."""
     t = call.tensors
-    by_kernels = call.options.backend == "triton" and call.B > 0
-    by_kernels = by_kernels and summarised(call.context, t.q.shape[3], t.v.shape[3])
+    by_kernels = call.options.backend == "triton" and summarised(call.context, call.B, t.q.shape[3], t.v.shape[3])
     return delta_share if by_kernels else delta_pieces
 
 
-def summarised(context: ContextParallel, K: int, V: int) -> bool:
+def summarised(context: ContextParallel, B: int, K: int, V: int) -> bool:
     """Whether kernels find what this rank tells the others, if kernels run the call."""
-    return max(K, V) <= WIDEST and context.tokens > 0 and len(context.pieces) > 0
+    return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
 
 
 def _maps_between(call: RankCall, sent: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class _Call(Generic[Own]):
 
     def room(self, rows: int, written: int) -> Tensor:
         """[rows, HV, K, V + K] of what is sent, zeros behind those that will be written."""
-        sent = self.t.q.new_empty(rows, self.HV, self.K, self.V + self.K, dtype=torch.float32)
+        sent = _room(self.t, rows)
         if written < rows:
             sent[written:].zero_()
         return sent
@@ -334,6 +334,7 @@ def _tokens_back_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _room(t: DeltaTensors, rows: int) -> Tensor:
+    """Unwritten, for [H | M] of so many pieces."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return t.q.new_empty(rows, HV, K, V + K, dtype=torch.float32)
 

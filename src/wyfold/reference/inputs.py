@@ -334,16 +334,26 @@ def incoming(result: Tensor, seed: int = 0, size: float = 1.0) -> Tensor:
     return (size * _normal(tuple(result.shape), generator)).to(result)
 
 
+def decay_parameters(rate: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """A_log and dt_bias as Mamba2's initialisation has them, of uniform numbers in [0, 1].
+
+    Rates are uniform in [1, 16], steps log-uniform in [1e-3, 1e-1] through an inverse softplus.
+    """
+    dt = torch.exp(math.log(1e-3) + math.log(1e2) * step)
+    return torch.log(1 + 15 * rate), dt + torch.log(-torch.expm1(-dt))
+
+
 def _gate(name: str, lead: tuple[int, int], channels: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> Arguments:
     """g, and for a model's gate what turns it into a decay."""
     if name not in MODEL_GATES:
         return {"g": GATES[name]((*lead, *channels), draw).to(dtype)}
-    # Mamba2's initialisation: rates uniform in [1, 16], steps log-uniform in [1e-3, 1e-1] through an inverse softplus.
-    step = torch.exp(math.log(1e-3) + math.log(1e2) * _uniform(channels, draw))
+    step = _uniform(channels, draw)
+    g = _normal((*lead, *channels), draw)
+    A_log, dt_bias = decay_parameters(_uniform(channels[:1], draw), step)
     gate: Arguments = {
-        "g": _normal((*lead, *channels), draw).to(dtype),
-        "A_log": torch.log(1 + 15 * _uniform(channels[:1], draw)).to(dtype),
-        "dt_bias": (step + torch.log(-torch.expm1(-step))).to(dtype),
+        "g": g.to(dtype),
+        "A_log": A_log.to(dtype),
+        "dt_bias": dt_bias.to(dtype),
         "use_gate_in_kernel": True,
     }
     if name == "model bounded":
