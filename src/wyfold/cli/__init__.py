@@ -32,7 +32,7 @@ VERBS = {
     "tune": "for developers: launch configurations for this GPU, proved before they are timed",
 }
 
-EXTRAS = {"matplotlib": "cli", "rich": "cli", "safetensors": "cli", "plotly": "report"}
+EXTRAS = {"filelock": "cli", "matplotlib": "cli", "msgspec": "cli", "rich": "cli", "safetensors": "cli", "plotly": "report"}
 """What the verbs need beyond torch, and the extra that brings it: `pip install "wyfold[cli]"`."""
 
 
