@@ -111,6 +111,33 @@ def pickle_shell_network(file: File) -> Iterator[ast.AST]:
             yield call
 
 
+def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
+    """No library is asked for a loader that unpickles or loads code; only ranks of one job exchange objects.
+
+    `torch.distributed.checkpoint` does unless it is given its safetensors storage.
+    """
+    loaders = {"dcp_to_torch_save", "FileSystemReader", "FileSystemWriter", "FsspecReader", "FsspecWriter"}
+    loaders |= {"add_safe_globals", "load_library", "ProcessPoolExecutor", "torch_save_to_dcp", "Unpickler"}
+    modules = {"torch.distributed.checkpoint.format_utils", "torch.multiprocessing", "torch.package"}
+    exchanges = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
+    exchanges |= {"recv_object_list", "send_object_list"}
+    keywords = {"allow_pickle", "checkpoint_id", "pickle_module", "trust_remote_code"}
+    for node, module in file.imports():
+        if module.rpartition(".")[2] in loaders or any(f"{module}.".startswith(f"{name}.") for name in modules):
+            yield node
+    for call, name in file.calls():
+        last = name.rpartition(".")[2]
+        if last in loaders or name in ("torch.export.load", "torch.jit.load"):
+            yield call
+        elif last in exchanges and file.room != "parallel":
+            yield call
+        elif any(keyword.arg in keywords for keyword in call.keywords):
+            yield call
+        elif name in ("checkpoint.load", "checkpoint.save") and file.room == "parallel":
+            if not any(keyword.arg in ("storage_reader", "storage_writer") for keyword in call.keywords):
+                yield call
+
+
 def star_imports(file: File) -> Iterator[ast.AST]:
     """Names come one by one, and by their full path."""
     for node in ast.walk(file.tree):
@@ -261,6 +288,7 @@ HOUSE_RULES = (
     environment,
     atomics_and_tuning,
     pickle_shell_network,
+    libraries_that_unpickle,
     star_imports,
     clocks,
     torch_distributed,
@@ -309,6 +337,7 @@ PLANTED = {
     environment: ("runtime/plan.py", "import os\nflag = os.environ.get('X')"),
     atomics_and_tuning: ("stages/scan/triton.py", "tl.atomic_add(p, x)"),
     pickle_shell_network: ("layers/cache.py", "state = torch.load(path)"),
+    libraries_that_unpickle: ("parallel/shards.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
     star_imports: ("ops/kda.py", "from wyfold.runtime.check import *"),
     clocks: ("runtime/launch.py", "from time import perf_counter"),
     torch_distributed: ("pipelines/delta.py", "import torch.distributed as dist"),
@@ -329,6 +358,27 @@ def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
     path, text = PLANTED[rule]
     where = Path(path) if path.startswith("tests/") else Path("src/wyfold") / path
     assert list(rule(File(where, text)))
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "refused"),
+    [
+        ("parallel/shards.py", "checkpoint.load(tensors)", True),
+        ("parallel/shards.py", "checkpoint.load(tensors, storage_reader=safetensors_storage)", False),
+        ("parallel/shards.py", "metadata = checkpoint.FileSystemReader(folder).read_metadata()", True),
+        ("parallel/shards.py", "from torch.distributed.checkpoint import FileSystemReader as Reader", True),
+        ("parallel/team.py", "dist.all_gather_object(heard, said)", False),
+        ("cli/trainer.py", "dist.all_gather_object(heard, said)", True),
+        ("cli/corpus.py", "numpy.load(path, allow_pickle=True)", True),
+        ("cli/corpus.py", "numpy.load(path)", False),
+        ("cli/bench.py", "from concurrent.futures import ProcessPoolExecutor", True),
+        ("cli/bench.py", "from concurrent.futures import ThreadPoolExecutor", False),
+        ("cli/peers.py", "AutoModel.from_pretrained(name, trust_remote_code=True)", True),
+        ("models/disk.py", "torch.jit.load(path)", True),
+    ],
+)
+def test_loaders_of_libraries_are_told_apart(path: str, text: str, refused: bool):
+    assert bool(list(libraries_that_unpickle(File(Path("src/wyfold") / path, text)))) is refused
 
 
 def test_every_rule_has_its_planted_file():

@@ -191,6 +191,7 @@ def test_a_refusal_that_comes_late_is_found(monkeypatch):
         ("from urllib import request", ["urllib"]),
         ("import subprocess", ["subprocess"]),
         ("x = torch.load(path)", ["torch.load"]),
+        ("read(checkpoint.FileSystemReader(folder))", ["checkpoint.FileSystemReader"]),
         ("run('ls', shell=True)", ["run"]),
         ("model.eval()", []),
     ],

@@ -4,8 +4,8 @@
                                  training.safetensors   optimizer moments, random state
                                  training.json          step, cursor, recipe, history, size of every file
 
-A run of several processes has, in the place of both files of tensors, a folder `shards` in which each has written what
-it holds; any number of processes, one included, goes on from it.
+A run of several processes has, in the place of both files of tensors, a folder `shards` of safetensors files, in which
+each process has written what it holds; any number of processes, one included, goes on from it. Nothing is pickled.
 
 A checkpoint is written into a hidden folder beside its place and renamed there when all of it is on the disk, so a
 process killed at any moment leaves the previous checkpoints as they were. The last two are kept.
@@ -84,8 +84,20 @@ def load_model(path: Path, device: torch.device, backend: str | None) -> Decoder
         return Decoder.load(folder, device=device, backend=backend)
     config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     model = Decoder(config, backend=backend).to(device)
-    shards.read(folder.parent / SHARDS, model.state_dict())
+    load_shards(folder.parent, model.state_dict())
     return model
+
+
+def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded as they are here, from a checkpoint of several processes; all processes call this alike.
+
+    Raises:
+        UsageError: the checkpoint's shards are damaged, of an earlier format, or not of these tensors.
+    """
+    try:
+        shards.read(folder / SHARDS, tensors)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _begin(root: Path, step: int) -> Path:

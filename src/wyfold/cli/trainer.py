@@ -35,7 +35,6 @@ from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
-from wyfold.parallel import shards
 from wyfold.parallel.team import Team
 
 HISTORY, CHECKPOINTS, CURVE = "metrics.jsonl", "checkpoint", "curve.png"
@@ -306,7 +305,7 @@ class Trainer:
                 moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **moments}
                 tensors |= {f"{name}/{key}": value for key, value in self.optimizer.state[parameter].items()}
-            shards.read(found / checkpoint.SHARDS, tensors | self.model.state_dict())
+            checkpoint.load_shards(found, tensors | self.model.state_dict())
             torch.set_rng_state(tensors[RANDOM])
             return
         self._start(Decoder.load(found / checkpoint.MODEL, backend=self.backend))

@@ -68,6 +68,8 @@ def _fresh(code: str, *options: str, cwd: Path | None = None) -> Any:
 
 UNPICKLERS = frozenset({"cloudpickle", "dill", "marshal", "pickle", "shelve"})
 TALKERS = frozenset({"ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib"})
+LOADERS = frozenset({"FileSystemReader", "FileSystemWriter", "Unpickler"})
+"""Classes of PyTorch and Python that unpickle the files they read."""
 CALLS = frozenset({"eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.save", "torch.hub.load"})
 
 FROM_WHEEL = """
@@ -115,7 +117,11 @@ def unsafe(text: str, *, in_cli: bool) -> list[str]:
         found += sorted(roots & (UNPICKLERS | TALKERS | (set() if in_cli else {"subprocess"})))
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name in CALLS or any(keyword.arg == "shell" for keyword in node.keywords):
+            if (
+                name in CALLS
+                or name.rpartition(".")[2] in LOADERS
+                or any(keyword.arg == "shell" for keyword in node.keywords)
+            ):
                 found.append(name)
     return found
 

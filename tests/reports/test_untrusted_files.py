@@ -1,0 +1,272 @@
+"""A folder that somebody else made runs none of their code.
+
+The index of a sharded checkpoint was a pickle of `torch.distributed.checkpoint`, and `wyfold generate FOLDER` unpickled
+it: a folder passed on as a run could run any command.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.parallel.ranks import Case, refusals
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from wyfold.cli import main
+from wyfold.parallel import shards
+
+pytest.importorskip("plotly", reason="plotly is not installed")
+
+TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
+TENSORS = {
+    "matrix": torch.arange(12.0).view(4, 3),
+    "half": torch.arange(5).bfloat16(),
+    "number": torch.tensor(3.5),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+}
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run of one process, and the text that it learned; to be copied, not changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text").write_text("one two three " * 20)
+    assert main(words(folder, "--out", folder / "run")) == 0
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A run of this test's own."""
+    return shutil.copytree(whole, tmp_path / "mine")
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """What a payload makes."""
+    return tmp_path / "the payload ran"
+
+
+def words(folder, *more):
+    data = ["--data", folder / "text", "--layers", "gdn", *TINY, "--steps", 2, "--eval-every", 2]
+    return ["train", *map(str, [*data, *more])]
+
+
+def shard(run, write):
+    """Make a run's checkpoint one of several processes; `write` stores tensors in a folder."""
+    (folder,) = (run / "run" / "checkpoint").glob("step-*")
+    tensors = load_file(folder / "model" / "model.safetensors") | load_file(folder / "training.safetensors")
+    write(folder / "shards", tensors)
+    (folder / "model" / "model.safetensors").unlink()
+    (folder / "training.safetensors").unlink()
+    seal(folder)
+    return folder
+
+
+def seal(folder):
+    """Give a changed checkpoint a record of its files as they are now."""
+    record = json.loads((folder / "training.json").read_text())
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "training.json"]
+    record["files"] = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    (folder / "training.json").write_text(json.dumps(record))
+
+
+def pickled_index(folder, tensors):
+    """As Wyfold once wrote shards."""
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+
+
+def every_verb(folder):
+    """Exit statuses of the verbs that read a run: of generating from it, continuing it, and reporting on it."""
+    run = folder / "run"
+    yield main(["generate", str(run), "--prompt", "o", "--max-bytes", "2"])
+    yield main(words(folder, "--out", run, "--resume"))
+    yield main(["report", str(run), "--out", str(folder / "report.html")])
+
+
+def test_a_pickled_index_is_not_read(run, mark, capsys):
+    folder = shard(run, pickled_index)
+    (folder / "shards" / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
+    seal(folder)
+    assert list(every_verb(run)) == [2, 2, 0]
+    assert not mark.exists()
+    said = capsys.readouterr().err
+    assert said.count("shards: ") == said.count("(.metadata) is a pickle") == said.count("Train again") == 2
+
+
+def test_an_earlier_format_is_refused_though_it_is_harmless(run, capsys):
+    """Reading it to find out is what must not be done."""
+    folder = shard(run, pickled_index)
+    assert list(every_verb(run)) == [2, 2, 0]
+    assert f"{folder / 'shards'} is of an earlier format" in capsys.readouterr().err
+
+
+def test_an_index_beside_shards_of_today_is_not_read_either(run, mark):
+    folder = shard(run, shards.write)
+    assert main(["generate", str(run / "run"), "--prompt", "o", "--max-bytes", "2"]) == 0
+    (folder / "shards" / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
+    seal(folder)
+    assert main(["generate", str(run / "run"), "--prompt", "o", "--max-bytes", "2"]) == 2
+    assert not mark.exists()
+
+
+def one_shard(folder):
+    """The only file of shards that one process writes."""
+    shards.write(folder, TENSORS)
+    (file,) = folder.iterdir()
+    return file
+
+
+def stored(file):
+    """Tensors and header of a file of shards."""
+    with safe_open(file, "pt") as opened:
+        return load_file(file), opened.metadata()
+
+
+def zeros():
+    return {name: torch.zeros_like(x) for name, x in TENSORS.items()}
+
+
+def test_what_is_written_is_read(tmp_path):
+    one_shard(tmp_path)
+    found = zeros()
+    shards.read(tmp_path, found)
+    assert all(torch.equal(found[name], x) for name, x in TENSORS.items())
+
+
+def moved(offsets):
+    """Change what the header says of where the matrix begins."""
+
+    def change(file):
+        tensors, header = stored(file)
+        where = json.loads(header["DCP_SHARDING_INFO"])
+        where["matrix"]["saved_offsets"] = offsets
+        save_file(tensors, file, header | {"DCP_SHARDING_INFO": json.dumps(where)})
+
+    return change
+
+
+def renamed(file):
+    tensors, _ = stored(file)
+    save_file({f"my {name}": x for name, x in tensors.items()}, file)
+
+
+def of_another_dtype(file):
+    tensors, header = stored(file)
+    save_file({**tensors, "matrix": tensors["matrix"].double()}, file, header)
+
+
+def halves(*begins):
+    """Store the matrix as halves that begin at these rows."""
+
+    def change(file):
+        tensors, header = stored(file)
+        for begin, half in zip(begins, tensors.pop("matrix").split(2), strict=True):
+            where = json.dumps({"matrix": {"saved_offsets": [begin, 0]}})
+            save_file({"matrix": half.clone()}, file.with_name(f"{begin}.safetensors"), {"DCP_SHARDING_INFO": where})
+        save_file(tensors, file, header)
+
+    return change
+
+
+def twice(file):
+    shutil.copy(file, file.with_name("again.safetensors"))
+
+
+def deep(file):
+    tensors, header = stored(file)
+    save_file(tensors, file, header | {"DCP_SHARDING_INFO": "[" * 100_000})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda file: file.unlink(), "holds no shards"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "safetensors is damaged: "),
+        (lambda file: file.write_bytes(pickle.dumps(TENSORS["number"])), "safetensors is damaged: "),
+        (lambda file: file.write_bytes(b""), "safetensors is damaged: "),
+        (moved([1, 0]), r"matrix must be \[4, 3\] as here, got \[5, 3\]"),
+        (moved([0]), r"matrix must be \[4, 3\] as here, got \[4\]"),
+        (moved([-1, 0]), r"matrix must be \[4, 3\] as here, got \[3, 3\]"),
+        (moved("no"), "the shards' offsets cannot be read"),
+        (moved([2**70, 0]), "matrix must be .* got .1180591620717411303428, 3."),
+        (deep, r"the shards' offsets cannot be read \(RecursionError"),
+        (renamed, "matrix must be in .* got nothing of this name"),
+        (of_another_dtype, "matrix must be torch.float32 as here, got torch.float64"),
+        (halves(-1, 2), r"matrix must have shards inside of \[4, 3\], got one at \[-1, 0\]"),
+        (halves(1, 2), "matrix must have shards that do not overlap"),
+        (halves(0, 3), r"matrix must be \[4, 3\] as here, got \[5, 3\]"),
+        (twice, "matrix must have shards of 12 numbers in all, got 24"),
+    ],
+)
+def test_damaged_shards_are_refused_and_fill_nothing(tmp_path, change, complaint):
+    change(one_shard(tmp_path))
+    found = zeros()
+    with pytest.raises(ValueError, match=f"^shards: .*{complaint}"):
+        shards.read(tmp_path, found)
+    assert not any(x.any() for x in found.values())
+
+
+def test_shards_that_cannot_be_written_are_an_error_of_the_machine(tmp_path):
+    """So that the command line says what happened, and no traceback."""
+    (tmp_path / "shards").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match="rank 0 cannot write its shards into"):
+        shards.write(tmp_path / "shards", TENSORS)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def sharded(world):
+    """The tensors as processes of a group hold them: shards, some of them empty, and whole ones."""
+    mesh = init_device_mesh("cpu", (world,))
+    placed = {"matrix": Shard(0), "half": Shard(0), "bytes": Replicate()}
+    return {
+        name: distribute_tensor(x.clone(), mesh, [placed[name]]) if name in placed else x.clone()
+        for name, x in TENSORS.items()
+    }
+
+
+def filled(folder, world):
+    """What a group of this size reads, whole."""
+    empty = {name: torch.zeros_like(x) for name, x in sharded(world).items()}
+    shards.read(folder, empty)
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in empty.items()}
+
+
+def write_and_read(folder, group):
+    """This group's shards, and those that groups of other sizes wrote before it."""
+    world = group.size()
+    shards.write(folder / str(world), sharded(world))
+    for written in folder.iterdir():
+        found = filled(written, world)
+        assert all(torch.equal(found[name], x) for name, x in TENSORS.items()), written
+    mine = folder / str(world) if group.rank() else folder / "nowhere"
+    with pytest.raises(ValueError, match="nowhere holds no shards"):  # on every rank, though one alone looked there
+        shards.read(mine, sharded(world))
+
+
+OF_A_GROUP = {"write and read": Case(lambda: Path(tempfile.mkdtemp(prefix="wyfold-")), write_and_read)}
+
+
+def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path):
+    assert not refusals([3, 1, 2], tmp_path, __name__, "OF_A_GROUP")
