@@ -14,6 +14,7 @@ DOCS = ROOT / "docs"
 pages = pytest.importorskip("tools.pages", reason="what the command line draws with is not installed")
 
 ASKED_IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # whose own help is enough
+FACT = re.compile(r"^## <a id=\"([a-z0-9-]+)\"></a>([A-Z0-9-]+): ", re.MULTILINE)
 OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
 
 
@@ -28,9 +29,10 @@ def test_every_public_name_is_documented():
 
 
 def test_every_page_is_on_the_map_and_every_picture_is_drawn():
-    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:: |- )([\w/]+\.md)$", listed, flags=re.MULTILINE))
     own = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    own = {page for page in own if not page.startswith(("generated/", "experiments/"))}
+    own = {page for page in own if not page.startswith("generated/")}
     computed = {f"generated/{name}.md" for name in ("support", "performance", "contributing", "changelog")}
     assert named == own | computed
     written = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in own)
@@ -46,4 +48,22 @@ def test_the_tables_hold_what_the_results_say():
 
 
 def test_links_are_turned_to_the_site():
-    assert pages.turned("[a](docs/facts.md) [b](docs/results/)") == "[a](../facts.md) [b](performance.md)"
+    assert pages.turned("[a](docs/facts/cpu.md) [b](docs/results/)") == "[a](../facts/cpu.md) [b](performance.md)"
+
+
+def test_every_cited_fact_exists_on_the_page_that_is_named():
+    found = {page.name: FACT.findall(page.read_text(encoding="utf-8")) for page in (DOCS / "facts").glob("*.md")}
+    pages_of = {name: page for page, facts in found.items() for _, name in facts}
+    assert len(pages_of) == sum(len(facts) for facts in found.values())
+    assert all(anchor == name.lower() for facts in found.values() for anchor, name in facts)
+    kinds = "|".join(sorted({name.rpartition("-")[0] for name in pages_of}))
+    cited = re.compile(rf"(?:docs/facts/(\w+\.md), )?\b((?:{kinds})-[0-9]+)\b")
+    sources = [file for folder in ("src", "tests", "tools", "examples") for file in (ROOT / folder).rglob("*.py")]
+    citations = {
+        (file.relative_to(ROOT).as_posix(), page, name)
+        for file in sources
+        for page, name in cited.findall(re.sub(r"\n\s*#? *", " ", file.read_text(encoding="utf-8")))
+    }
+    assert len(citations) >= 20
+    assert {(file, name) for file, page, name in citations if page != pages_of.get(name) and page} == set()
+    assert {(file, name) for file, _, name in citations if name not in pages_of} == set()

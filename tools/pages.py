@@ -220,7 +220,7 @@ def performance() -> str:
         "# Performance",
         "",
         "Stored results of `wyfold bench`: medians, the error of the same run beside each time. A number holds for its",
-        "machine, versions and commit. [All results as charts](results.html); [what they taught](../facts.md).",
+        "machine, versions and commit. [All results as charts](results.html); [how they came about](../log/index.md).",
         "",
     ]
     for name, record in reversed(stored("bench")):

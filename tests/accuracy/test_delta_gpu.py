@@ -127,7 +127,9 @@ def test_other_dtypes(rule: str, dtype: torch.dtype, K: int, judged):
 
 @pytest.mark.parametrize("rule, K, V", WIDTHS)
 def test_widths(rule: str, K: int, V: int, judged):
-    """Two value heads to a key head; widths below 64 make tiles of a kind that went wrong on Hopper (facts.md, H200-4).
+    """Two value heads to a key head; widths below 64 make tiles of a kind that went wrong on Hopper.
+
+    See docs/facts/hopper.md, H200-4.
 
     The targets bind where both widths are near those they were set at. Eight states, since dg of repeated keys is
     nothing but what rounding leaves, another number in each draw.

@@ -727,7 +727,7 @@ def test_a_floor_counts_what_is_read_and_written():
 
 
 def test_the_floor_of_a_gram_counts_its_own_result():
-    """docs/facts.md, H200-1: 0.141 ms at 4.3 TB/s for float32 keys of B1 T8192 H96, here a 64th of it."""
+    """docs/log/operators.md: 0.141 ms at 4.3 TB/s for float32 keys of B1 T8192 H96, here a 64th of it."""
     case = Case("kkt", Shape(1, 128, 96, 96, 128, 128), "none", "float32", "fwd", 0)
     assert case.floor_bytes(case.arguments()) == 128 * 96 * (128 * 4 + 4 + 64 * 4)
 

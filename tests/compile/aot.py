@@ -267,7 +267,7 @@ class Usage:
         spilled: Bytes stored to and loaded from memory because registers ran out, counted in the code once each.
         tensor_memory: Columns, on architectures that have such a memory.
         serialized: Whether asynchronous matrix products wait for each other because registers ran out.
-        reused: What may lie where a barrier was (facts.md, KDA-NAN-1).
+        reused: What may lie where a barrier was (docs/facts/hopper.md, KDA-NAN-1).
     """
 
     kernel: str
@@ -427,9 +427,9 @@ def read_once() -> Iterator[None]:
 def accesses_laid_out_once() -> Iterator[None]:
     """Triton's first two passes over tiles: made of a kernel for one architecture, and kept for the others.
 
-    All they know of an architecture is its name. The second walks the whole kernel for every access to memory (TRITON-1
-    in docs/facts.md), longer than everything after it where there are many. Of a Triton whose passes nobody has looked
-    at nothing is kept.
+    All they know of an architecture is its name. The second walks the whole kernel for every access to memory (TRITON-4
+    in docs/facts/compilers.md), longer than everything after it where there are many. Of a Triton whose passes nobody
+    has looked at nothing is kept.
     """
     from triton._C.libtriton import ir, passes
     from triton.backends.nvidia.compiler import CUDABackend

@@ -13,7 +13,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 CACHED = 128 * aot.KIB // 16
-"""Instructions: what is longer is fetched anew by every program, several times as slow (docs/facts.md, SASS-8)."""
+"""Instructions: longer code is fetched again by every program, several times as slow (docs/facts/hopper.md, SASS-8)."""
 
 GLUON = ("wyfold_gradients_gluon", "wyfold_gradients_channel_gluon")
 NAMES = ("wyfold_gradients_triton", *GLUON)
@@ -123,7 +123,7 @@ def test_a_place_brought_back_is_found(kind: str, found: int):
     "call", [call for call in aot.OWN["sm_90"] if isinstance(call, aot.Call) and call.heads == 1], ids=str
 )
 def test_operands_are_not_overtaken_nor_their_places_brought_back(call: aot.Call):
-    """Constants are put in place late: facts.md, PTXAS-2. What turns of a loop have alike is kept: SASS-7."""
+    """Constants are written late (PTXAS-2); loop invariants are hoisted and spilled (SASS-7)."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:

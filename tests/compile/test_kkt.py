@@ -34,7 +34,7 @@ def test_a_scalar_gate_exchanges_no_tile(C: int, architecture: str):
     assert len(re.findall(rf"tt\.load .*: tensor<{C}x!tt\.ptr", before)) == 2
 
 
-@pytest.mark.skipif(not aot.keeps_modules(), reason="a Triton that stores this operand to shared memory (SASS-4)")
+@pytest.mark.skipif(not aot.keeps_modules(), reason="a Triton that stores this operand to shared memory (TRITON-10)")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_channel_gates_operand_is_made_where_it_is_wanted(dtype: str, architecture: str):

@@ -77,7 +77,7 @@ def test_left_to_triton(given: dict):
 
 @pytest.mark.long
 def test_two_programs_share_a_multiprocessor_and_no_left_operand_is_overtaken():
-    """Of 228 KiB of shared memory each block is charged 1 more than it asks for; of PTXAS-2, see facts.md."""
+    """Of 228 KiB of shared memory each block is charged 1 more than it asks for; for left operands, see PTXAS-2."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:
@@ -107,7 +107,7 @@ def asked_too_late(sass: str) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("gate", [False, True], ids=["no gate", "scalar gate"])
 def test_five_programs_share_a_multiprocessor_under_a_scalar_gate(gate: bool):
-    """And every copy is asked for before anything is loaded by address: SASS-6."""
+    """And every copy is asked for before anything is loaded by address: docs/facts/hopper.md, SASS-6."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.mark.parametrize("operator", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_no_wait_is_added(operator: str):
-    """The assembler may add one where an accumulator is written under another product (docs/facts.md, PTXAS-4)."""
+    """ptxas may add one where an accumulator is written under another product: docs/facts/compilers.md, PTXAS-4."""
     call = aot.Call(operator, options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4)
     found = []
 

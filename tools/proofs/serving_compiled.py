@@ -27,7 +27,7 @@ COMPILATIONS = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Eight heads: a projection onto fewer numbers is padded by the compiler (docs/facts.md, INDUCTOR-1)."""
+    """Eight heads: a projection onto fewer numbers is padded by the compiler (docs/facts/compilers.md, INDUCTOR-1)."""
 
     heads: int = 8
     width: int = 64

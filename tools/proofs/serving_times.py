@@ -280,7 +280,7 @@ def context(device: torch.device, backend: str | None, figures: Figures, longest
 
 
 def _calls(device: torch.device, backend: str | None) -> dict[str, Callable[[], object]]:
-    """The calls of HOST-2, by name: N = 4, B1 T256, H 2, HV 4, K = V = 128."""
+    """The calls of docs/log/host.md, by name: N = 4, B1 T256, H 2, HV 4, K = V = 128."""
     calls: dict[str, Callable[[], object]] = {}
     for rule in RULES:
         case = Case(rule, True, 128, device, backend)

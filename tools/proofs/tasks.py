@@ -38,7 +38,7 @@ LEARNED, BEYOND = 0.99, 0.9
 BEGUN = 0.05
 """Part of the answers that says of a run that it has begun to learn: it is continued, where another is tried anew."""
 PATIENCE = 2000
-"""Steps in which recall has begun, with a curriculum, wherever it was reached (docs/facts.md, H200-14: by 1,000)."""
+"""Steps in which recall has begun, with a curriculum, wherever it was reached (docs/tasks.md: by 1,000)."""
 ENDING = 25
 """Seconds of the budget in which runs that are interrupted save what they have."""
 

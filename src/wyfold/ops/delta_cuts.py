@@ -45,7 +45,10 @@ def chunk_size_of(call: DeltaCall, checked: Checked) -> int:
 
 
 def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
-    """Fastest rows of a chunk, by device, kind of gate and widths alone (docs/facts.md, CPU-3, H200-5 and H200-9)."""
+    """Fastest rows of a chunk, by device, kind of gate and widths alone.
+
+    See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
+    """
     if q.device.type == "cpu":
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
     if not channel_gate:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkTable, dense_table, packed_table
 
-WORKSPACE_BYTES = 4 << 20  # one tensor of states at chunk borders (docs/facts.md, CPU-3)
+WORKSPACE_BYTES = 4 << 20  # one tensor of states at chunk borders (docs/facts/cpu.md, CPU-3)
 MIN_COLUMNS = 8
 
 

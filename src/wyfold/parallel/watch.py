@@ -2,10 +2,11 @@
 
 A collective on a GPU is a kernel that waits for every rank, and the host waits for that kernel where it reads a number.
 After a rank has died neither comes back, and PyTorch's watchdog raises nothing: when the group's timeout and one more
-minute are over it ends the process by SIGABRT (facts.md, H200-11). So each rank of a watched group has a thread that
-tells those of the others that it is here, past the GPU, through a gloo group of its own. A process that dies, in
-whatever way, has its sockets closed by the system, and the others find out at their next word. They call the roll in
-the group's store, have the thread raise that is being watched, and abort the collectives that it may be waiting for.
+minute are over it ends the process by SIGABRT (docs/facts/host.md, NCCL-1). So each rank of a watched group has a
+thread that tells those of the others that it is here, past the GPU, through a gloo group of its own. A process that
+dies, in whatever way, has its sockets closed by the system, and the others find out at their next word. They call the
+roll in the group's store, have the thread raise that is being watched, and abort the collectives that it may be
+waiting for.
 """
 
 from __future__ import annotations

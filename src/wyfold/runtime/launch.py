@@ -31,7 +31,7 @@ class Config:
         stages: Iterations of a loop whose loads are in flight.
         blocks: Tile extents by name, such as BV.
         registers: Most of a thread, or None for the assembler's own choice, which looks for occupancy and, where a
-            kernel needs more than there are, can end at 32 (docs/facts.md, PTXAS-1).
+            kernel needs more than there are, can end at 32 (docs/facts/compilers.md, PTXAS-1).
     """
 
     warps: int = 4

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 _library = torch.library.Library("wyfold", "DEF")
 
 # The first exponential of a process must not be a parallel one: on the CPU the vector library behind it sets itself up
-# without a lock, and now and then half of that first result has half the digits (docs/facts.md, CPU-4).
+# without a lock, and now and then half of that first result has half the digits (docs/facts/cpu.md, CPU-4).
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log1p):
         _function(torch.zeros(1, dtype=_dtype))

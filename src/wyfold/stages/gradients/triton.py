@@ -170,7 +170,7 @@ def gradients(
         BOXED=rows is not None,
         DO_BOXED=tokens is not None,
         SENT=sent is not None,
-        # Measured to help under a channel gate; without a gate never tried by itself (docs/facts.md, H200-6).
+        # Measured to help under a channel gate; without a gate never tried by itself (docs/facts/hopper.md, H200-6).
         AHEAD=g is not None and not interpreting(),
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),

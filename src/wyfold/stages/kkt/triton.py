@@ -168,7 +168,8 @@ def _channel_gram(
     b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, nothing, K, BT, BK)
     for column in range(0, K, BK):
         # The next slice is on its way while this one's products are made. That the loop hands it on also hides from the
-        # compiler how narrow keys were, by which it would lay out the products' operands (TRITON-1).
+        # compiler how narrow keys were, by which it would lay out the products' operands
+        # (docs/facts/compilers.md, TRITON-10).
         more = tl.where(column + BK < K, rows, 0)
         b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, nothing, K, BT, BK)
         b_g_next = load_sub_chunks(p_g, s_g, b, t, i_hv, column + BK, more, nothing, K, BT, BK)

@@ -74,7 +74,7 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
     """Advance S [n, K, V] in place over `rows` tokens; keeps the decayed state before each write in `states`."""
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
-    # Two rows, not one: a product with a single row takes another road in batches of one (docs/facts.md).
+    # Two rows, not one: a product with a single row takes another road in batches of one (docs/facts/cpu.md, CPU-1).
     kq, k_pair, y_pair = torch.stack([k, q], 2), _paired(k), _paired(v[:, 0])
     qk = (q * k).sum(-1, keepdim=True)
     for t in range(rows):

@@ -2,7 +2,7 @@
 
 `torch.sigmoid`, `silu` and `softplus` run other code on the last few elements of a block than on the others, which
 would make packed and separate differ in the last bit on the CPU; `torch.exp` and `torch.log1p` do not
-(docs/facts.md).
+(docs/facts/cpu.md, CPU-2).
 """
 
 from __future__ import annotations

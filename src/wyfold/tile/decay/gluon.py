@@ -12,7 +12,7 @@ def chunk_decay(p_total, tile, there, nothing, BW: gl.constexpr, LAYOUT: gl.cons
 
     Each thread loads it for itself, from an address that is not known to be everyone's: a number known to be the warp's
     goes to a register of the whole warp as soon as it is asked for, and the warp waits for it there, a chunk before it
-    is wanted (docs/facts.md, SASS-5).
+    is wanted (docs/facts/hopper.md, SASS-5).
 
     Args:
         p_total: [tiles] float32.

@@ -244,7 +244,7 @@ def interval_decay(b_g, BT: tl.constexpr):
     o = tl.arange(0, BT)
     b_coarse = (b_g + 12288.0) - 12288.0
     # Gathered by their own numbers, both at once: so the tile is made where it is wanted. A tile made beside the sums
-    # would go through shared memory (docs/facts.md, TRITON-1).
+    # would go through shared memory (docs/facts/compilers.md, TRITON-6).
     b_sums = _pair(*tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs))
     b_G_r, b_rest_r = _unpair(tl.gather(b_sums, o, 0)[:, None])
     b_G_s, b_rest_s = _unpair(tl.gather(b_sums, o, 0)[None, :])

@@ -18,7 +18,7 @@ from wyfold.runtime.launch import interpreting
 
 NARROWEST = 64
 """Columns that a right operand has at least, beside 64 rows: narrower ones in 16 bits are read from outside shared
-memory on Hopper by what Triton 3.6 makes of some kernels (docs/facts.md, H200-4)."""
+memory on Hopper by what Triton 3.6 makes of some kernels (docs/facts/hopper.md, H200-4)."""
 
 
 def operand(dtype: torch.dtype) -> tl.dtype:

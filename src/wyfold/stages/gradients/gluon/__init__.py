@@ -449,7 +449,7 @@ def wyfold_gradients_gluon(
             gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
         if p_ddt_bias is not None:
             gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
-    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
+    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
 
 
 @gluon.jit
@@ -457,7 +457,8 @@ def _anew(tile, same):
     """A tile in shared memory whose place is worked out once more; `same` is 0, of which no compiler knows.
 
     What is alike in every turn of a loop a compiler works out before it. Places of tiles, as products want them, are
-    two registers for every 16 columns: kept, they go to local memory and come back in every turn (facts.md, SASS-7).
+    two registers for every 16 columns: kept, they go to local memory and come back in every turn
+    (docs/facts/hopper.md, SASS-7).
     """
     return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(same)
 
@@ -467,7 +468,8 @@ def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
     """Of a scalar gate's dg what pairs give: each to the tokens after its column up to its row.   [BT]
 
     Once dv has left its memory, which the pairs take in two parts. `nothing` is 0, of which no compiler knows its
-    sign: a constant in a left operand would be put into its register after the product has begun (facts.md, PTXAS-2).
+    sign: a constant in a left operand would be put into its register after the product has begun
+    (docs/facts/compilers.md, PTXAS-2).
     """
     LC: gl.constexpr = dJ.type.layout
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))

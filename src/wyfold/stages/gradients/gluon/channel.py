@@ -504,7 +504,7 @@ def wyfold_gradients_channel_gluon(
     send(x_dk, p_dk, s_dk, at, column, t_k, WHOLE, BT, BK)
     send(x_dg, p_dg, s_dg, at, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
-    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1)
+    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence"])

@@ -19,7 +19,7 @@ What a chunk costs. 64 KiB come and 57 or 65 go (gates in float32): 0.35 ms for 
 multiprocessor has 93, so 6,800 cycles for one at 1.8 GHz. Exponentials take 1,540 cycles of their unit; products 800 in
 TF32 between sub-chunks, 700 inside them, 1,150 for E and F; shared memory some 4,000; instructions, 4,400 a warp, as
 many if each scheduler issued in every one. All of it may overlap: bytes are the bound if programs cover each other's
-waits, two of them on a multiprocessor: three, with at most 168 registers a thread, spill and take longer (H200-9).
+waits, two of them on a multiprocessor: three, with at most 168 registers a thread, spill and take longer.
 
 Two programs cover little, so where all chunks are full there are no more of them than a card has at a time, and each
 has one tile after another: the next one's gates come while this one is inverted and folded, its k and q while results
@@ -460,7 +460,7 @@ def wyfold_prepare_channel_gluon(
             tma_store_upper(x_W, tile, out, 3)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
-    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
     come_g._keep_alive()
     come._keep_alive()
 
@@ -571,7 +571,7 @@ def _sub_chunk(
     g = activated(x, rate, bias, lower_bound, clamp, ACTIVATION)
     if ACTIVATION != "given":
         g = gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
-    # Rounded before it is added: see facts.md, LLVM-1.
+    # Rounded before it is added: docs/facts/compilers.md, LLVM-1.
     g = gl.fma(g, gl.full(g.shape, 1.4426950408889634, gl.float32, L), gl.zeros(g.shape, gl.float32, L))
     sums = gl.associative_scan(gl.where((o_r == 0)[:, None], 0.0, g), 0, add)
     return sums + (SHIFT + NEAREST), _row(g, 0, L), _row(sums, 15, L)

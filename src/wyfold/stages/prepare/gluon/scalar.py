@@ -3,7 +3,7 @@
 A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
 leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
 What differs is that k and q are both under way before anything is waited for, that products are no larger than what
-they are for, and that so little is held that five programs share a multiprocessor (docs/facts.md, SASS-6).
+they are for, and that so little is held that five programs share a multiprocessor (docs/facts/hopper.md, SASS-6).
 
 All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
 16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is found and not A = diag(beta) W / beta: so the
@@ -238,7 +238,8 @@ def wyfold_prepare_gluon(
         token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
         tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
         tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
-        # Without a barrier the assembler asks for q when the gate, loaded below, has come (docs/facts.md, SASS-6).
+        # Without a barrier the assembler asks for q when the gate, loaded below, has come
+        # (docs/facts/hopper.md, SASS-6).
         barrier()
     else:
         k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
@@ -329,7 +330,7 @@ def wyfold_prepare_gluon(
         barrier()
         _send_weighed(x_F, F, numbers.under, out.index(0), parts, pid, LC)
         tma.store_wait(pendings=0)
-    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
     come_k._keep_alive()
     come_q._keep_alive()
 

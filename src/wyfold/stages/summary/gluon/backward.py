@@ -464,7 +464,8 @@ def _step(
     if not FOLDED:
         d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    # Multiplied behind the first product's wait: in front of it the assembler adds a wait (docs/facts.md, PTXAS-4).
+    # Multiplied behind the first product's wait: in front of it the assembler adds a wait
+    # (docs/facts/compilers.md, PTXAS-4).
     dS = warpgroup_mma(doT, query, dS * total, is_async=True)
     # Numbers of rows are read where they are wanted, again if need be: registers are short here.
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)

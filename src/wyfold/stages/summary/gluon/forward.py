@@ -299,7 +299,7 @@ def wyfold_summary_gluon(
             [4, 1],
             [240, 24],
         )
-    # Where a barrier has been, nothing else may be (docs/facts.md, KDA-NAN-1).
+    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
     full._keep_alive()
     free._keep_alive()
 
