@@ -14,6 +14,7 @@ from wyfold.pipelines.conv_serving import one_row
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import apply
 from wyfold.stages import table
 
 _NAME = "causal_conv1d"
@@ -85,10 +86,10 @@ def causal_conv1d(
     def run() -> tuple[Tensor, Tensor | None]:
         if cp_context is None:
             chosen = decided(decision_key(tensors, values, backend), decide)
-            y, final_state = Conv.apply(*tensors, output_final_state, activation is not None, chosen)
+            y, final_state = apply(Conv, *tensors, output_final_state, activation is not None, chosen)
         else:
             chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
-            y, final_state = ConvAcross.apply(*given, output_final_state, activation is not None, chosen, cp_context)
+            y, final_state = apply(ConvAcross, *given, output_final_state, activation is not None, chosen, cp_context)
         return y, final_state if output_final_state else None
 
     return recalled(tensors, values, run) if cp_context is None else run()

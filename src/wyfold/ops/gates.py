@@ -12,7 +12,7 @@ from wyfold.ops.decisions import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, once_differentiable, register
+from wyfold.runtime.register import apply, call, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.gate import GateGradients
 from wyfold.tile.rows.eager import widest
@@ -159,7 +159,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
 
     def run() -> Tensor:
         chosen = decided(decision_key((x,), values, backend), decide)
-        return _BetaSigmoid.apply(x, float(scale), chosen)
+        return apply(_BetaSigmoid, x, float(scale), chosen)
 
     return recalled((x,), values, run)
 
@@ -210,8 +210,8 @@ def _gate(
         chosen = decided(decision_key(tensors, values, backend), decide)
         activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
         if op == "fused_gdn_gate":
-            return _Gate.apply(g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
-        return _Gate.apply(*tensors, activation, bound, *chosen)
+            return apply(_Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
+        return apply(_Gate, *tensors, activation, bound, *chosen)
 
     return recalled(tensors, values, run)
 

@@ -11,7 +11,7 @@ from wyfold.ops.decisions import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, once_differentiable, register
+from wyfold.runtime.register import apply, call, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.norm import RmsNormGradients, RmsNormOptions
 from wyfold.tile.rows.eager import widest
@@ -57,7 +57,7 @@ def l2norm(
 
     def run() -> Tensor:
         chosen = decided(decision_key((x,), values, backend), decide)
-        return _L2Norm.apply(x, float(eps), output_dtype or x.dtype, chosen)
+        return apply(_L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
 
     return recalled((x,), values, run)
 
@@ -130,7 +130,7 @@ def rms_norm_gated(
     def run() -> Tensor:
         chosen = decided(decision_key(tensors, values, backend), decide)
         options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
-        return _RmsNormGated.apply(*tensors, options, chosen)
+        return apply(_RmsNormGated, *tensors, options, chosen)
 
     return recalled(tensors, values, run)
 

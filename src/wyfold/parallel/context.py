@@ -22,6 +22,7 @@ from wyfold.parallel.shares import LAYOUTS, Piece, Range, cut, owned
 from wyfold.runtime import check
 from wyfold.runtime.chunks import Cut
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
+from wyfold.runtime.register import once_differentiable
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
 CHECKS = ("first", "always", "never")
@@ -312,6 +313,7 @@ class _Unshard(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         return context.shard(exchange.total(dy, context.group), ctx.dim), None, None

@@ -24,7 +24,7 @@ from wyfold.pipelines.delta_records import (
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
+from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
@@ -36,7 +36,7 @@ def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
     """Results of one call."""
     if not differentiating():
         return run(tensors, options)[0]
-    return DeltaResult(*Delta.apply(*distinct(tensors), options))
+    return DeltaResult(*apply(Delta, *tensors, options))
 
 
 def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:

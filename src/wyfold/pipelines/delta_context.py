@@ -40,7 +40,7 @@ from wyfold.pipelines.delta_records import (
     turned,
 )
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.register import distinct, once_differentiable
+from wyfold.runtime.register import apply, once_differentiable
 
 
 def delta_across(tensors: DeltaTensors, options: DeltaOptions, context: ContextParallel) -> DeltaResult:
@@ -48,7 +48,7 @@ def delta_across(tensors: DeltaTensors, options: DeltaOptions, context: ContextP
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, final_state = DeltaAcross.apply(*distinct(tensors), options, context)
+    o, final_state = apply(DeltaAcross, *tensors, options, context)
     return DeltaResult(o, final_state, o.new_empty(0))
 
 

@@ -32,7 +32,7 @@ from wyfold.pipelines.ttt_records import (
 )
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, differentiating, distinct, once_differentiable, register
+from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register
 from wyfold.stages import table
 from wyfold.stages.ttt import State, States
 from wyfold.tile.index.eager import to_chunks, wide
@@ -42,7 +42,7 @@ def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
     """Output and states of one call."""
     if not differentiating():
         return run(tensors, options)[0]
-    return TTTResult(*TTT.apply(*distinct(tensors), options))
+    return TTTResult(*apply(TTT, *tensors, options))
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:

@@ -24,7 +24,7 @@ from wyfold.parallel.exchange import after
 from wyfold.parallel.shares import Handed, Piece
 from wyfold.pipelines.ttt import run, run_backward
 from wyfold.pipelines.ttt_records import DIFFERENTIABLE, TENSORS, TTTOptions, TTTResult, TTTTensors, turned
-from wyfold.runtime.register import distinct, once_differentiable
+from wyfold.runtime.register import apply, once_differentiable
 from wyfold.stages.ttt import State
 from wyfold.tile.index.eager import wide
 
@@ -36,7 +36,7 @@ def ttt_across(tensors: TTTTensors, options: TTTOptions, context: ContextParalle
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, state, bias = TTTAcross.apply(*distinct(tensors), options, context)
+    o, state, bias = apply(TTTAcross, *tensors, options, context)
     none = o.new_empty(0)
     return TTTResult(o, state, bias, none, none, none)
 

@@ -222,38 +222,86 @@ def constant_to_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class _Last(torch.autograd.Function):
-    """A gradient that has none of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, dx: Tensor) -> Tensor:
-        return dx.view_as(dx)
-
-    @staticmethod
-    def backward(ctx: Any, ddx: Tensor) -> Tensor:
-        raise RuntimeError("wyfold operators are once differentiable: their gradients have no gradient of their own")
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A written backward whose results refuse to be differentiated.
+    """A backward whose gradients refuse to be differentiated.
 
-    PyTorch's decorator of this name refuses only where the incoming gradient itself requires one. After `y.sum()` it
-    does not, and a gradient penalty would silently leave the operator out.
+    PyTorch's decorator of this name refuses only where an incoming gradient requires one. After `y.sum()` none does,
+    and a gradient penalty would leave the operator out without an error. Here every gradient depends, for autograd, on
+    all that it is computed from: the saved tensors and the incoming gradients.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
+        node = _Unpacked(ctx)
         with torch.no_grad():
-            found = backward(ctx, *gradients)
-        return tuple(None if dx is None else _Last.apply(dx.detach().requires_grad_()) for dx in found)
+            found = backward(node, *gradients)
+        return _Refusing.apply(found, *node.saved_tensors, *gradients)
 
     return once
 
 
-def distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The tensors for an `autograd.Function`; a compiler refuses one that is passed twice, as `f(x, x, v)` does."""
-    if not torch.compiler.is_compiling():
-        return list(tensors)
-    return [None if x is None else x.view_as(x) for x in tensors]
+class _Unpacked:
+    """An autograd node whose saved tensors are unpacked once: checkpointing refuses a second time."""
+
+    def __init__(self, ctx: Any):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Refusing(torch.autograd.Function):
+    """Gradients as a function of the tensors they were computed from, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise RuntimeError(
+            "wyfold operators are once differentiable: a gradient of their gradients was asked for (a gradient "
+            "penalty, a Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave "
+            "the operator out of what is differentiated twice, by detach()"
+        )
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply(*arguments)`, for a function whose backward is `once_differentiable`, under compilers as well.
+
+    A compiler traces a backward with gradients off, so that what it traced cannot see that they are on when it runs;
+    and it refuses a tensor that is passed twice, as `f(x, x, v)` does. Both are left to an operator before the call.
+    """
+    if torch.compiler.is_compiling():
+        arguments = tuple(
+            [
+                _once_op(x.view_as(x) if any(x is y for y in arguments[:n]) else x) if isinstance(x, Tensor) else x
+                for n, x in enumerate(arguments)
+            ]
+        )
+    return function.apply(*arguments)
+
+
+class _Once(torch.autograd.Function):
+    """A tensor whose gradient refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor]:
+        return (dx,)
+
+
+def _once(x: Tensor) -> Tensor:
+    return x if _dispatch_modes() else _Once.apply(x)
+
+
+_library.define("once(Tensor(a) x) -> Tensor(a)")
+_library.impl("once", _once, "CompositeImplicitAutograd")
+_once_op = torch.ops.wyfold.once.default

@@ -1,0 +1,167 @@
+"""A gradient of a gradient left the operator out without an error: a gradient penalty through `torch.autograd.grad` was
+wrong by all of it, a Hessian was zeros. Only a plain `backward()` refused.
+
+The operators are once differentiable. Whatever asks for a second derivative must be refused, also where another path
+gives it a value.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import functional
+from torch.utils.checkpoint import checkpoint
+
+import wyfold
+from wyfold.cli.subjects import SUBJECTS, Subject
+from wyfold.reference.shapes import Shape
+
+SHAPE = Shape(1, 5, 1, 2, 8, 8)
+CASES = [
+    pytest.param(subject, name, id=f"{subject.name}-{name}")
+    for subject in SUBJECTS.values()
+    if subject.backward
+    for name, x in subject.arguments(SHAPE, torch.float64, 0).items()
+    if isinstance(x, Tensor) and x.is_floating_point()
+]
+REFUSED = "once differentiable|double backward"
+
+
+def of_one(subject: Subject, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The sum of all results as a function of one argument, with another path from it to the sum; and the argument."""
+    arguments = subject.arguments(SHAPE, torch.float64, 0)
+    run = lambda x: sum(y.square().sum() for y in subject.ours(arguments | {name: x})) + x.pow(3).sum()
+    return run, arguments[name]
+
+
+def penalty(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    (dx,) = torch.autograd.grad(run(x), x, create_graph=True)
+    return dx.square().sum()
+
+
+def by_grad(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x = x.requires_grad_()
+    torch.autograd.grad(penalty(run, x), x)
+
+
+def by_backward(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    penalty(run, x.requires_grad_()).backward()
+
+
+def by_backward_of_inputs(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x = x.requires_grad_()
+    penalty(run, x).backward(inputs=[x])
+
+
+def by_create_graph(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """The first gradient by `backward`, as optimizers of second order take it."""
+    x = x.requires_grad_()
+    run(x).backward(create_graph=True)
+    torch.autograd.grad(x.grad.square().sum(), x)
+
+
+def behind_another_function(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x = x.requires_grad_()
+    torch.autograd.grad(penalty(lambda x: run(2 * x), x), x)
+
+
+def through_a_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x = x.requires_grad_()
+    torch.autograd.grad(penalty(lambda x: checkpoint(run, x, use_reentrant=False), x), x)
+
+
+def by_hessian(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    functional.hessian(run, x)
+
+
+def by_hvp(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    functional.hvp(run, x, torch.ones_like(x))
+
+
+def by_jvp(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """PyTorch takes this one as the gradient of a gradient, with respect to the incoming one."""
+    functional.jvp(run, x, torch.ones_like(x))
+
+
+WAYS = [
+    by_grad,
+    by_backward,
+    by_backward_of_inputs,
+    by_create_graph,
+    behind_another_function,
+    through_a_checkpoint,
+    by_hessian,
+    by_hvp,
+    by_jvp,
+]
+
+
+# PyTorch's own.
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+
+
+def test_every_differentiable_operator_is_tried():
+    assert len({subject.operator for subject in SUBJECTS.values() if subject.backward}) == 14
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("subject", "name"), CASES)
+def test_a_second_derivative_is_refused(subject: Subject, name: str, way: Callable[..., None]):
+    run, x = of_one(subject, name)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        way(run, x)
+
+
+@pytest.mark.parametrize("wrt", ["incoming", "k"])
+def test_what_the_gradient_depends_on_besides_its_own_tensor(wrt: str):
+    """dq depends on k and on the incoming gradient: asking how is a second derivative as well."""
+    q, k, do = (torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    (dq,) = torch.autograd.grad(wyfold.chunk_delta_rule(q, k, k.detach())[0], q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad((dq + k + do).sum(), {"incoming": do, "k": k}[wrt])
+
+
+COMPILED = {
+    "delta": lambda x: wyfold.chunk_delta_rule(x, x, x)[0],
+    "recurrent": lambda x: wyfold.fused_recurrent_kda(x, x, x)[0],
+    "ttt": lambda x: wyfold.chunk_ttt_linear(x, x, x, x.new_ones(2, 8), x.new_zeros(2, 8), 0.1)[0],
+    "conv": lambda x: wyfold.causal_conv1d(x, x.new_ones(8, 4))[0],
+    "l2norm": wyfold.l2norm,
+    "rms_norm_gated": lambda x: wyfold.rms_norm_gated(x, x, x.new_ones(8)),
+    "gate": wyfold.fused_kda_gate,
+    "beta": wyfold.fused_beta_sigmoid,
+}
+
+
+@pytest.mark.parametrize("way", [by_grad, by_backward, by_backward_of_inputs], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_second_derivative_of_a_compiled_function_is_refused(name: str, compiler: str, way: Callable[..., None]):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: COMPILED[name](x).square().sum() + x.sum(), backend=compiler, fullgraph=True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        way(compiled, torch.randn(*(1, 5) if name == "conv" else (1, 5, 2), 8, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo detected a call to a `functools.lru_cache`", "ignore:The .grad attribute of a Tensor"
+)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_penalty_inside_a_compiled_function_is_refused(compiler: str):
+    torch.compiler.reset()
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: penalty(lambda x: wyfold.l2norm(x).sum(), x) + x.sum(), backend=compiler)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        compiled(x).backward()
+
+
+@pytest.mark.parametrize(("subject", "name"), CASES)
+def test_asking_for_the_graph_changes_no_gradient(subject: Subject, name: str):
+    """Not even where nothing is asked of the graph: it is given up without an error."""
+    run, x = of_one(subject, name)
+    x.requires_grad_()
+    (plain,) = torch.autograd.grad(run(x), x)
+    (with_graph,) = torch.autograd.grad(run(x), x, create_graph=True)
+    assert torch.equal(plain, with_graph.detach())
+    assert with_graph.requires_grad
