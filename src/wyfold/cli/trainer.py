@@ -144,6 +144,7 @@ class Trainer:
         with torch.no_grad():
             found = self.lesson.examine(self, last=last)
         self.model.train()
+        self.team.reshard(self.model)
         entry = {"step": self.step, **found}
         if last:
             entry["last"] = True
@@ -175,6 +176,7 @@ class Trainer:
             "torch": torch.__version__,
         }
         root, tensors = self.folder / CHECKPOINTS, {RANDOM: torch.get_rng_state()}
+        self.team.reshard(self.model)  # the optimizer's moments are those of the shards
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}/{key}"] = value

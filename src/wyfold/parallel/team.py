@@ -53,6 +53,12 @@ class Team:
     def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Shard a model's parameters, those of each part together."""
 
+    def reshard(self, model: nn.Module) -> None:
+        """Free parameters that a forward pass gathered and no backward pass has freed, as after an evaluation.
+
+        Until then `model.parameters()` are not those that the optimizer has.
+        """
+
     def share(
         self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -130,6 +136,13 @@ class Ranks(Team):
         for part in parts:
             fully_shard(part, mesh=self.mesh)
         fully_shard(model, mesh=self.mesh)
+
+    def reshard(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def share(
         self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None

@@ -1,0 +1,99 @@
+"""A run over several processes is resumed from any of its checkpoints.
+
+An evaluation left the parameters of the root module (embedding, last norm) gathered, so a checkpoint written right
+after it, as the last one always is, lacked their optimizer moments: resuming was a ValueError, and the command of a
+finished run given again a traceback.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parallel.ranks import Case, refusals
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from wyfold.cli import checkpoint
+from wyfold.cli.corpus import Corpus
+from wyfold.cli.recipe import Recipe
+from wyfold.cli.trainer import Trainer
+from wyfold.parallel.team import Ranks
+
+DATA = Corpus.of("words", [word * 60 for word in (b"one two three ", b"red green blue ", b"spring summer ")])
+RECIPE = {
+    "data": "", "layers": "gdn ttt_linear", "depth": 2, "width": 16, "heads": 2, "head_dim": 8, "window": 8,
+    "packed": False, "batch": 2, "length": 16, "grad_accum": 1, "steps": 2, "minutes": None, "lr": 0.02, "warmup": 1,
+    "lr_end": 0.1, "weight_decay": 0.1, "clip": 1.0, "held_out": 0.1, "eval_every": 1, "eval_bytes": 64, "seed": 0,
+    "dtype": "float32",
+}  # fmt: skip
+
+
+def of_a_run(folder, team, **changes):
+    return Trainer(
+        Recipe(**{**RECIPE, "replicas": team.replicas, **changes}), DATA, folder, torch.device("cpu"), team=team
+    )
+
+
+def history(folder):
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in entry.items() if key != "tokens_per_second"} for entry in entries]
+
+
+def state(run):
+    """All of a run's parameters and moments, by name."""
+    found = dict(run.model.state_dict())
+    for name, parameter in run.model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in run.optimizer.state[parameter].items()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+
+
+def resume_every_checkpoint(folder, group):
+    """Each step is evaluated and saved; each checkpoint is taken up, trained to the end, and taken up again."""
+    checkpoint.KEPT = 10
+    team = Ranks(torch.device("cpu"), cp=1)
+    first = of_a_run(folder / "whole", team)
+    first.examine()
+    first.save()
+    assert first.train(save_every=1)
+    expected, steps = state(first), sorted((folder / "whole" / "checkpoint").iterdir())
+    assert len(steps) == 3
+    for step in steps:
+        mine = folder / step.name
+        if team.leads:
+            shutil.copytree(step, mine / "checkpoint" / step.name)
+        dist.barrier()
+        assert of_a_run(mine, team).train(save_every=10), step
+        again = of_a_run(mine, team)
+        assert again.complete and again.step == 2, step
+        found = state(again)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items()), step
+        if team.leads:
+            assert history(mine)[-2:] == history(folder / "whole")[-2:], step
+
+
+def parameters_after_an_evaluation(folder, group):
+    """They are the optimizer's, so that whatever reads a gradient or a moment by them finds it."""
+    run = of_a_run(folder / "looked", Ranks(torch.device("cpu"), cp=group.size()), layers="kda attention")
+    known = {id(parameter) for held in run.optimizer.param_groups for parameter in held["params"]}
+    run.examine()
+    assert {id(parameter) for parameter in run.model.parameters()} == known
+    run._take_step()
+    assert {id(parameter) for parameter in run.model.parameters()} == known == {*map(id, run.optimizer.state)}
+
+
+OF_A_GROUP = {
+    name: Case(lambda: Path(tempfile.mkdtemp(prefix="wyfold-")), run)
+    for name, run in (
+        ("resume every checkpoint", resume_every_checkpoint),
+        ("parameters after an evaluation", parameters_after_an_evaluation),
+    )
+}
+
+
+@pytest.mark.long
+def test_every_checkpoint_resumes_to_the_very_end(tmp_path):
+    assert not refusals([2], tmp_path, __name__, "OF_A_GROUP")
