@@ -203,8 +203,11 @@ def test_tensors_elsewhere_land_on_eager_unasked(card):
 def test_a_demand_on_the_cpu_is_for_the_interpreter(card, monkeypatch):
     card("sm_90", "3.6.0")
     monkeypatch.setattr(launch, "can_interpret", lambda: False)
-    assert "TRITON_INTERPRET=1" in refused(device=CPU, backend="triton")["triton"]
+    assert "runs on CUDA tensors" in refused(device=CPU, backend="triton")["triton"]
     monkeypatch.setattr(launch, "can_interpret", lambda: True)
+    monkeypatch.setattr(launch, "_repaired_interpreter", False)
+    assert "TRITON_INTERPRET=1" in refused(device=CPU, backend="triton")["triton"]
+    monkeypatch.setattr(launch, "_repaired_interpreter", True)
     assert plan(device=CPU, backend="triton").backend == "triton"
     assert plan(device=CPU).backend == "eager"
 

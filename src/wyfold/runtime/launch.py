@@ -175,6 +175,26 @@ def interpreting() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+_repaired_interpreter = False
+
+
+def trust_interpreter() -> None:
+    """Allow kernels in this process's interpreter: it was repaired by the test suite (`tests/triton_bf16.py`)."""
+    global _repaired_interpreter
+    _repaired_interpreter = True
+
+
+def interpreter_refusal() -> str:
+    """Why no kernel may run in this process's interpreter; empty if it may, or if there is none."""
+    if not can_interpret() or _repaired_interpreter:
+        return ""
+    return (
+        "this process was started with TRITON_INTERPRET=1, and Triton's interpreter computes wrong numbers without an "
+        "error: bfloat16 as the integers of its bits, a fused multiply-add rounded twice. Start it without "
+        'TRITON_INTERPRET; backend="eager" runs on any device of PyTorch'
+    )
+
+
 class Support(NamedTuple):
     """What is known about Triton on one device.
 

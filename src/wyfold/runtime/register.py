@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
@@ -163,12 +164,14 @@ def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
 class _exact_products:
     """Context in which float32 products on a device are not rounded to TF32 or bfloat16, whatever the process allows.
 
-    The setting belongs to the process: the first to enter changes it, the last to leave restores it.
+    The setting belongs to the process. Every entry looks at it, because another thread may have changed it since an
+    earlier one; the last to leave restores it, but for a change that another thread made meanwhile.
     """
 
     _lock = threading.Lock()
     _inside: ClassVar[dict[str, int]] = {}
     _before: ClassVar[dict[str, str]] = {}
+    _mine = threading.local()
 
     def __init__(self, device: str):
         self.device = device
@@ -178,20 +181,47 @@ class _exact_products:
         if self.products is None:
             return
         with self._lock:
-            inside = self._inside.get(self.device, 0)
-            if inside == 0:
-                self._before[self.device] = self.products.matmul.fp32_precision
-                if self._before[self.device] not in ("none", "ieee"):
-                    self.products.matmul.fp32_precision = "ieee"
-            self._inside[self.device] = inside + 1
+            allowed = self.products.matmul.fp32_precision
+            if allowed not in ("none", "ieee"):
+                self._before[self.device] = allowed
+                self.products.matmul.fp32_precision = "ieee"
+            self._count(1)
 
     def __exit__(self, *_: object) -> None:
         if self.products is None:
             return
         with self._lock:
-            self._inside[self.device] -= 1
-            if self._inside[self.device] == 0 and self._before[self.device] not in ("none", "ieee"):
-                self.products.matmul.fp32_precision = self._before[self.device]
+            if self._count(-1) == 0:
+                self._restore(self.device, self.products)
+
+    def _count(self, step: int) -> int:
+        """Calls inside, of all threads and of this one, with one more or less."""
+        setattr(self._mine, self.device, getattr(self._mine, self.device, 0) + step)
+        self._inside[self.device] = self._inside.get(self.device, 0) + step
+        return self._inside[self.device]
+
+    @classmethod
+    def _restore(cls, device: str, products: Any) -> None:
+        before = cls._before.pop(device, None)
+        if before is not None and products.matmul.fp32_precision == "ieee":
+            products.matmul.fp32_precision = before
+
+    @classmethod
+    def forget_other_threads(cls) -> None:
+        """In the child of a fork, where only the thread that forked goes on: the others never leave."""
+        cls._lock.release()
+        for device, products in (("cpu", torch.backends.mkldnn), ("cuda", torch.backends.cuda)):
+            cls._inside[device] = getattr(cls._mine, device, 0)
+            if cls._inside[device] == 0:
+                cls._restore(device, products)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_exact_products._lock.acquire,
+        after_in_parent=_exact_products._lock.release,
+        after_in_child=_exact_products.forget_other_threads,
+    )
 
 
 # Asked once: PyTorch 2.11's compiler cannot look into the question.

@@ -290,17 +290,14 @@ _EAGER_UNASKED = (
 def _where(device: torch.device, demand: str | None) -> str:
     """Why no kernel runs on this device in this process; empty if kernels do."""
     if device.type == "cuda":
-        return launch.support(device).refusal
+        return launch.support(device).refusal or launch.interpreter_refusal()
     if device.type != "cpu" or demand is None:
         return f"never chosen unasked for tensors that are not on CUDA; these are on {device.type}"
     if demand != "triton":
         return f"backend={demand!r} was asked for"
     if launch.can_interpret():
-        return ""
-    return (
-        "runs on CUDA tensors; these are on cpu, where only Triton's interpreter runs it, "
-        "in a process that was started with TRITON_INTERPRET=1"
-    )
+        return launch.interpreter_refusal()
+    return 'runs on CUDA tensors; these are on cpu, where backend="eager" runs'
 
 
 @constant_to_compilers

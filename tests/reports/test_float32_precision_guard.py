@@ -1,0 +1,110 @@
+"""float32 products inside the operators are kept from TF32 and bfloat16 by a setting of the process. After a fork from
+a process that had a call running in another thread, the child's calls were no longer kept from them; and the end of a
+call overwrote what another thread had set meanwhile.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from wyfold.runtime.register import register
+
+products = torch.backends.mkldnn.matmul
+seen: list[str] = []
+"""The setting inside of each call of `look`."""
+started, finish = threading.Event(), threading.Event()
+
+
+def look(x: torch.Tensor) -> torch.Tensor:
+    seen.append(products.fp32_precision)
+    return x + 0
+
+
+def stay(x: torch.Tensor) -> torch.Tensor:
+    """A call that lasts until it is told to finish."""
+    started.set()
+    assert finish.wait(60)
+    return look(x)
+
+
+look_op = register("test_guard_look(Tensor x) -> Tensor", look, torch.empty_like)
+stay_op = register("test_guard_stay(Tensor x) -> Tensor", stay, torch.empty_like)
+x = torch.zeros(1)
+
+
+@pytest.fixture(autouse=True)
+def allowing_bf16() -> Iterator[None]:
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    seen.clear()
+    started.clear()
+    finish.clear()
+    yield
+    products.fp32_precision = before
+
+
+@pytest.fixture
+def another_call() -> Iterator[threading.Thread]:
+    """A call that another thread is inside of."""
+    thread = threading.Thread(target=stay_op, args=(x,))
+    thread.start()
+    assert started.wait(60)
+    yield thread
+    finish.set()
+    thread.join()
+
+
+def in_a_fork() -> list[str]:
+    """What a child says of: the setting as it begins, inside of a call, and after the call."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = [products.fp32_precision]
+        products.fp32_precision = "tf32"
+        look_op(x)
+        os.write(writer, " ".join([*found, seen[-1], products.fp32_precision]).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as stream:
+        return stream.read().split()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_child_of_a_process_with_a_call_running(another_call: threading.Thread):
+    """The setting as the parent had it outside of calls; exact inside of the child's own; and then the child's own."""
+    assert in_a_fork() == ["bf16", "ieee", "tf32"]
+
+
+def test_the_parent_goes_on_as_before(another_call: threading.Thread):
+    in_a_fork()
+    finish.set()
+    another_call.join()
+    assert (seen[-1], products.fp32_precision) == ("ieee", "bf16")
+
+
+def test_what_another_thread_set_meanwhile_stays(another_call: threading.Thread):
+    products.fp32_precision = "tf32"
+    finish.set()
+    another_call.join()
+    assert products.fp32_precision == "tf32"
+
+
+def test_a_call_is_exact_whatever_was_set_while_another_one_runs(another_call: threading.Thread):
+    products.fp32_precision = "tf32"
+    look_op(x)
+    assert seen == ["ieee"]
+    finish.set()
+    another_call.join()
+    assert products.fp32_precision == "tf32"
+
+
+def test_the_last_of_several_calls_restores(another_call: threading.Thread):
+    look_op(x)
+    assert products.fp32_precision == "ieee"  # the other one is still inside
+    finish.set()
+    another_call.join()
+    assert (seen, products.fp32_precision) == (["ieee", "ieee"], "bf16")

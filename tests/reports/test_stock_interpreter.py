@@ -1,0 +1,64 @@
+"""`TRITON_INTERPRET=1` with `backend="triton"` returned wrong numbers without an error: Triton's interpreter rounds a
+fused multiply-add twice and computes with the bits of bfloat16 as integers. Only the test suite repairs it.
+
+Every operator must refuse the interpreter as Triton ships it, on CPU and on CUDA tensors, and `doctor` must say so.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json
+import torch, wyfold
+from wyfold import serving
+from wyfold.cli.subjects import SUBJECTS
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
+from wyfold.stages import table
+
+def outcome(run):
+    try:
+        run()
+    except wyfold.UnsupportedError as error:
+        return str(error)
+    return "served"
+
+found = {}
+for name, subject in SUBJECTS.items():
+    arguments = subject.arguments(Shape(1, 5, 1, 2, 16, 16), torch.float32, 0)
+    found[name] = outcome(lambda: getattr(wyfold, subject.operator)(**arguments, backend="triton"))
+x, slots, pool = torch.randn(2, 1, 2, 16), torch.arange(2, dtype=torch.int32), torch.zeros(3, 2, 16, 16)
+served = {"state_v_first": False, "backend": "triton"}
+found["decode"] = outcome(lambda: serving.decode(x, x, x, None, torch.rand(2, 1, 2), pool, slots, **served))
+# A card that the kernels know, so that nothing but the interpreter stands in the way.
+launch.support = lambda device: launch.Support("sm_90", "3.6.0", "verified", "")
+found["on CUDA"] = table.refusal(torch.device("cuda"), None)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_call_is_refused_with_the_reason_and_what_to_do(outcomes: dict[str, str]):
+    assert len(outcomes) > 20
+    assert "no ttt_open launch" in outcomes.pop("fused_recurrent_ttt_linear")  # has no kernels at all
+    for name, outcome in outcomes.items():
+        for said in ("TRITON_INTERPRET=1", "wrong numbers", 'backend="eager"'):
+            assert said in outcome, f"{name}: {outcome}"
+
+
+def test_doctor_says_that_kernels_are_refused():
+    code = "import wyfold; print(wyfold.doctor())"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "computes wrong numbers" in done.stdout, done.stdout + done.stderr
