@@ -529,6 +529,8 @@ def test_importing_needs_nothing_but_torch_and_starts_no_device():
                     raise ImportError(f"import wyfold wants {name}")
         sys.meta_path.insert(0, Refuse())
         import wyfold, wyfold.integrations.fla, wyfold.integrations.transformers
+        for name in wyfold.__all__:  # each is imported when it is first used
+            getattr(wyfold, name)
         assert not torch.cuda.is_initialized()
     """)
 

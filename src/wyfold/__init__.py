@@ -1,27 +1,12 @@
-"""Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear."""
+"""Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear.
 
-from wyfold.ops.conv import causal_conv1d
-from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-from wyfold.ops.doctor import doctor
-from wyfold.ops.explain import explain
-from wyfold.ops.gated_delta_rule import (
-    chunk_gated_delta_rule,
-    chunk_gdn,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_gdn,
-)
-from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
-from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
-from wyfold.ops.norm import l2norm, rms_norm_gated
-from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
-from wyfold.ops.ttt_linear import (
-    TTTState,
-    chunk_ttt_linear,
-    fused_chunk_ttt_linear,
-    fused_recurrent_ttt_linear,
-)
-from wyfold.runtime.check import UnsupportedError, checked
-from wyfold.runtime.layout import SequenceLayout
+Public names and the packages `cp`, `integrations`, `layers`, `models` and `serving` are imported when they are first
+used (PEP 562): `import wyfold` alone imports no torch, so that the command line answers help and refusals at once.
+Where torch is imported already, the operators are imported with the package, and `torch.ops.wyfold` is complete: an
+exported program is loaded after `import torch, wyfold`.
+"""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -37,6 +22,7 @@ __all__ = [
     "chunk_kda",
     "chunk_scaled_dot_kkt",
     "chunk_ttt_linear",
+    "cp",
     "doctor",
     "explain",
     "fused_beta_sigmoid",
@@ -48,7 +34,84 @@ __all__ = [
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
     "fused_recurrent_ttt_linear",
+    "integrations",
     "l2norm",
+    "layers",
+    "models",
     "rms_norm_gated",
+    "serving",
     "solve_tril",
 ]
+
+if TYPE_CHECKING:  # what type checkers, editors and the documentation read; `_SOURCES` says the same at run time
+    from wyfold import cp, integrations, layers, models, serving
+    from wyfold.ops.conv import causal_conv1d
+    from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+    from wyfold.ops.doctor import doctor
+    from wyfold.ops.explain import explain
+    from wyfold.ops.gated_delta_rule import (
+        chunk_gated_delta_rule,
+        chunk_gdn,
+        fused_recurrent_gated_delta_rule,
+        fused_recurrent_gdn,
+    )
+    from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
+    from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
+    from wyfold.ops.norm import l2norm, rms_norm_gated
+    from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
+    from wyfold.ops.ttt_linear import (
+        TTTState,
+        chunk_ttt_linear,
+        fused_chunk_ttt_linear,
+        fused_recurrent_ttt_linear,
+    )
+    from wyfold.runtime.check import checked
+    from wyfold.runtime.layout import SequenceLayout
+    from wyfold.runtime.unsupported import UnsupportedError
+else:  # hidden from type checkers, for which a module with `__getattr__` has every name
+    import importlib
+    import sys
+
+    _SOURCES = {
+        "SequenceLayout": "wyfold.runtime.layout",
+        "TTTState": "wyfold.ops.ttt_linear",
+        "UnsupportedError": "wyfold.runtime.unsupported",
+        "causal_conv1d": "wyfold.ops.conv",
+        "checked": "wyfold.runtime.check",
+        "chunk_delta_rule": "wyfold.ops.delta_rule",
+        "chunk_gated_delta_rule": "wyfold.ops.gated_delta_rule",
+        "chunk_gdn": "wyfold.ops.gated_delta_rule",
+        "chunk_kda": "wyfold.ops.kda",
+        "chunk_scaled_dot_kkt": "wyfold.ops.solve",
+        "chunk_ttt_linear": "wyfold.ops.ttt_linear",
+        "doctor": "wyfold.ops.doctor",
+        "explain": "wyfold.ops.explain",
+        "fused_beta_sigmoid": "wyfold.ops.gates",
+        "fused_chunk_ttt_linear": "wyfold.ops.ttt_linear",
+        "fused_gdn_gate": "wyfold.ops.gates",
+        "fused_kda_gate": "wyfold.ops.gates",
+        "fused_recurrent_delta_rule": "wyfold.ops.delta_rule",
+        "fused_recurrent_gated_delta_rule": "wyfold.ops.gated_delta_rule",
+        "fused_recurrent_gdn": "wyfold.ops.gated_delta_rule",
+        "fused_recurrent_kda": "wyfold.ops.kda",
+        "fused_recurrent_ttt_linear": "wyfold.ops.ttt_linear",
+        "l2norm": "wyfold.ops.norm",
+        "rms_norm_gated": "wyfold.ops.norm",
+        "solve_tril": "wyfold.ops.solve",
+    }
+    _SUBMODULES = ("cp", "integrations", "layers", "models", "serving")
+
+    def __getattr__(name):
+        if name in _SUBMODULES:
+            return importlib.import_module(f"wyfold.{name}")
+        if name not in _SOURCES:
+            raise AttributeError(f"module 'wyfold' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        value = getattr(importlib.import_module(_SOURCES[name]), name)
+        globals()[name] = value  # found directly from now on
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+    if "torch" in sys.modules:
+        importlib.import_module("wyfold.ops")

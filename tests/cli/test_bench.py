@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import wyfold
-from wyfold.cli import bench, cases, contenders, main, memory, peers, race, tables, timing
+from wyfold.cli import bench, cases, catalog, contenders, main, memory, peers, race, tables, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.contenders import Contender, Judge
 from wyfold.reference.shapes import Shape
@@ -58,7 +58,7 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     case = dataclasses.replace(CASE, op="decode_kda", shape=Shape(3, 1, 1, 2, 8, 8), mode="fwd")
     arguments = case.arguments()
     states = arguments["initial_state"].clone()
-    token = cases.OPS[case.op]
+    token = catalog.OPS[case.op]
     peer = peers.Peer(
         "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
     )
@@ -205,10 +205,10 @@ def test_a_wrong_word_is_named(words, said, capsys):
 
 
 def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
-    assert bench._shapes("h96,qwen") == [
-        ("h96", Shape(1, 8192, 96, 96, 128, 128)),
-        ("qwen", Shape(1, 8192, 16, 32, 128, 128)),
-    ]
+    assert bench._shapes("h96,qwen") == [("h96", ()), ("qwen", ())]
+    assert tuple(cases.PINNED) == catalog.SHAPES and tuple(cases.GATES) == catalog.DECAYS
+    assert cases.PINNED["h96"] == Shape(1, 8192, 96, 96, 128, 128)
+    assert cases.PINNED["qwen"] == Shape(1, 8192, 16, 32, 128, 128)
     assert [name for name, _ in bench._shapes("short")] == ["short", "dense"]
     assert len(cases.SHORT_LENGTHS) == 256
     assert min(cases.SHORT_LENGTHS) >= 1
@@ -391,7 +391,7 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
             monkeypatch.setattr(sys.modules[name], function, does, raising=False)
 
     tried = 0
-    for op in cases.OPS:
+    for op in catalog.OPS:
         for gate in cases.gates_of(op, ["mid"]):
             case = Case(op, Shape(2, 40, 2, 2, 16, 16), gate, "float32", "fwd", 1, norm="outside", chunk=16)
             arguments = case.arguments()
@@ -645,14 +645,14 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
 
 
 def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeypatch, tmp_path, capsys):
-    usual = bench.race
+    usual = race.race
 
     def one_lost(group, *rest):
         if group[0].op == "gdn":
             raise torch.OutOfMemoryError("no memory left")
         return usual(group, *rest)
 
-    monkeypatch.setattr(bench, "race", one_lost)
+    monkeypatch.setattr(race, "race", one_lost)
     words = "bench gdn norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -665,7 +665,7 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
 
 
 def test_what_is_measured_is_written_before_the_next_case_begins(no_children, monkeypatch, tmp_path):
-    usual, kept = bench.race, []
+    usual, kept = race.race, []
 
     def cut_off(group, *rest):
         yield next(iter(usual(group, *rest)))
@@ -673,7 +673,7 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
         kept.append(json.loads(file.read_text()))
         raise RuntimeError("the card fell over")
 
-    monkeypatch.setattr(bench, "race", cut_off)
+    monkeypatch.setattr(race, "race", cut_off)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -693,7 +693,7 @@ def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_
         raise RuntimeError("the card fell over")
         yield
 
-    monkeypatch.setattr(bench, "race", fell_over)
+    monkeypatch.setattr(race, "race", fell_over)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")

@@ -14,7 +14,7 @@ def text(corpus: Corpus) -> bytes:
 
 
 def test_a_file_is_one_document_byte_for_byte(tmp_path):
-    content = "é\r\n\0\xff".encode("latin-1")
+    content = "é\r\n\x01\xff".encode("latin-1")
     (tmp_path / "a.txt").write_bytes(content)
     corpus = read(tmp_path / "a.txt")
     assert text(corpus) == content
@@ -44,6 +44,7 @@ def test_a_folder_is_its_text_files_in_sorted_order(tmp_path):
     [
         (lambda path: None, "no such file or folder"),
         (lambda path: path.write_bytes(b""), "the file is empty"),
+        (lambda path: path.write_bytes("text".encode("utf-16")), "is no text, it has a NUL byte"),
         (lambda path: path.mkdir(), "no text file with anything in it"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from wyfold import cli
-from wyfold.cli import tune
+from wyfold.cli import tuner as tuning
 from wyfold.cli.cases import Case
 from wyfold.cli.timing import Kernel
-from wyfold.cli.tune import Candidate, Tuner, neighbours
+from wyfold.cli.tuner import Candidate, Tuner, neighbours
 from wyfold.reference.error import judge
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
@@ -86,21 +86,21 @@ def tuner(monkeypatch) -> Tuner:
     monkeypatch.setattr(made, "call", lambda case: call)
     monkeypatch.setattr(made, "compiled", lambda: {"wyfold_scan_triton": variants})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tune, "measured", measured)
-    monkeypatch.setattr(tune, "verdicts", lambda subject, drawn, got: [judge(got["o"], truth, name="o", target=1e-3)])
+    monkeypatch.setattr(tuning, "measured", measured)
+    monkeypatch.setattr(tuning, "verdicts", lambda subject, drawn, got: [judge(got["o"], truth, name="o", target=1e-3)])
 
     class Card:
         def kernels(self, run):
             run()
             return [Kernel("wyfold_scan_triton", 1, trying[-1].blocks["BV"] / 10), Kernel("fill", 1, 99.0)]
 
-    monkeypatch.setattr(tune, "Gpu", Card)
+    monkeypatch.setattr(tuning, "Gpu", Card)
     return made
 
 
 def test_only_what_fits_and_is_right_is_timed(tuner: Tuner, monkeypatch):
     tiles = (64, 8, 16, 32, 128, 256)
-    monkeypatch.setattr(tune, "neighbours", lambda config: [replace(SHIPPED, blocks={"BV": n}) for n in tiles])
+    monkeypatch.setattr(tuning, "neighbours", lambda config: [replace(SHIPPED, blocks={"BV": n}) for n in tiles])
     found = {candidate.config.blocks["BV"]: candidate for candidate in tuner.tune()}
     assert found[64].milliseconds == 6.4 and found[8].milliseconds == 0.8
     assert "other bits" in found[16].refusal
@@ -126,14 +126,14 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
-    monkeypatch.setattr(tune, "_launches", lambda stage, case: [LAUNCH])
+    monkeypatch.setattr(tuning, "launches", lambda stage, case: [LAUNCH])
     words = ["tune", "scan", "--ops", "gdn", "--out", str(tmp_path)]
     for tuned, code, row in (
         ([shipped, fastest, wrong], cli.DONE, {"BV": 64, "warps": 4, "stages": 2, "registers": 255}),
         ([shipped, wrong], cli.DONE, None),
         ([wrong], cli.FAILED, None),
     ):
-        monkeypatch.setattr(tune, "Tuner", lambda *_, tuned=tuned: SimpleNamespace(tune=lambda: tuned))
+        monkeypatch.setattr(tuning, "Tuner", lambda *_, tuned=tuned: SimpleNamespace(tune=lambda: tuned))
         assert cli.main(words) == code
         rows = json.loads((tmp_path / "sm_90.json").read_text())["scan.triton"]
         report = json.loads((tmp_path / "tune-sm_90-scan.json").read_text())

@@ -27,7 +27,8 @@ import torch
 
 import wyfold
 from wyfold import reference
-from wyfold.cli.cases import OPS, PINNED, Case, leaves
+from wyfold.cli.cases import PINNED, Case, leaves
+from wyfold.cli.catalog import OPS
 from wyfold.cli.timing import Gpu
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch

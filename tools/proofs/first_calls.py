@@ -73,7 +73,8 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
     """Get ready, wait to be told, call."""
     import torch
 
-    from wyfold.cli.cases import OPS, Case, leaves
+    from wyfold.cli.cases import Case, leaves
+    from wyfold.cli.catalog import OPS
     from wyfold.cli.contenders import contenders
     from wyfold.cli.memory import first_backward
     from wyfold.cli.subjects import SUBJECTS

@@ -28,7 +28,8 @@ from torch import Tensor
 import wyfold
 from wyfold import reference
 from wyfold.cli import timing
-from wyfold.cli.cases import MIXED_LENGTHS, OPS, PINNED, Case
+from wyfold.cli.cases import MIXED_LENGTHS, PINNED, Case
+from wyfold.cli.catalog import OPS
 from wyfold.cli.contenders import Contender, Judge, contenders, prepared
 from wyfold.cli.peers import PEERS
 from wyfold.cli.subjects import PER_TOKEN, incoming, measured, widened

@@ -9,14 +9,18 @@ verb keeps one.
 """
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import sys
+import unicodedata
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-__all__ = ["Failure", "UsageError", "main"]
+from wyfold.runtime.unsupported import UnsupportedError
+
+__all__ = ["Failure", "UsageError", "described", "main", "printable"]
 
 DONE, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
@@ -32,7 +36,14 @@ VERBS = {
     "tune": "for developers: launch configurations for this GPU, proved before they are timed",
 }
 
-EXTRAS = {"filelock": "cli", "matplotlib": "cli", "msgspec": "cli", "rich": "cli", "safetensors": "cli", "plotly": "report"}
+EXTRAS = {
+    "filelock": "cli",
+    "matplotlib": "cli",
+    "msgspec": "cli",
+    "rich": "cli",
+    "safetensors": "cli",
+    "plotly": "report",
+}
 """What the verbs need beyond torch, and the extra that brings it: `pip install "wyfold[cli]"`."""
 
 
@@ -62,8 +73,37 @@ def _overview() -> str:
     )
 
 
-def _complain(prefix: str, message: object) -> None:
-    print(f"{prefix}: {message}", file=sys.stderr)
+def _complain(prefix: str, message: str) -> None:
+    """Write a line to standard error; one that is closed or full changes nothing about how the command ends."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{prefix}: {printable(message)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """The text with control characters (but line ends and tabs) and unpaired surrogates as backslash escapes.
+
+    What a message quotes, such as a file's name, may hold a terminal's commands.
+
+    Example:
+        >>> print(printable("a\\x1b[2J\\ud800b"))
+        a\\x1b[2J\\ud800b
+    """
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Cf")
+        else character
+        for character in text
+    )
+
+
+def described(error: BaseException) -> str:
+    """What an exception says, in one line, whatever its `str` does; the name of its class where it says nothing."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # an exception's own code may do anything
+        text = ""
+    return text or type(error).__name__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,20 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of the text shows a mark
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader (`| head`) has left. What is still buffered must not fail again when the interpreter flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has left
+        _discard_output()
         return CLOSED_PIPE
+    except OSError as error:  # standard output is a file on a full disk
+        _discard_output()
+        _complain("wyfold", described(error))
+        return FAILED
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Whether that is what PyTorch says of a tensor that finds no room, on a GPU or on the CPU."""
-    import torch
-
-    words = "can't allocate memory" in str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or words
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, so that it does not fail again when the interpreter flushes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:
@@ -105,8 +146,6 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(verb: str, words: list[str]) -> int:
-    from wyfold.runtime.check import UnsupportedError
-
     name = f"wyfold {verb}"
     try:
         module = importlib.import_module(f"wyfold.cli.{verb}")
@@ -119,29 +158,66 @@ def _run(verb: str, words: list[str]) -> int:
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(words)))
     except SystemExit as stop:  # how argparse leaves after --help and after an error
+        if isinstance(stop.code, str):
+            _complain(name, stop.code)
+            return FAILED
         return int(stop.code or 0)
-    except UsageError as error:
-        _complain(name, error)
-        return USAGE
-    except (Failure, UnsupportedError) as error:
-        _complain(name, error)
-        return FAILED
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRAS:
-            raise
-        _complain(name, f'needs {missing}, which is not installed: pip install "wyfold[{EXTRAS[missing]}]"')
-        return FAILED
     except BrokenPipeError:
         raise
-    except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+    except BaseException as error:
+        ending = _ending(error)
+        if ending is None:  # a bug: its traceback is what is needed
             raise
-        _complain(name, f"not enough memory for what was asked: {str(error).strip().splitlines()[0]}")
-        return FAILED
-    except OSError as error:  # a full disk, a folder that may not be written: the machine's matter, told by its name
-        _complain(name, error)
-        return FAILED
-    except KeyboardInterrupt:
-        _complain(name, "interrupted")
-        return INTERRUPTED
+        _complain(name, ending.message)
+        return ending.code
+
+
+class _Ending(NamedTuple):
+    """How a command ends that could not do its work: the exit code, and what is said."""
+
+    code: int
+    message: str
+
+
+def _ending(error: BaseException) -> _Ending | None:
+    """What an exception of a verb means to its user; None: it is a bug."""
+    if isinstance(error, BaseExceptionGroup):
+        return _together([_ending(one) for one in error.exceptions])
+    if isinstance(error, UnsupportedError):
+        return _Ending(FAILED, str(error))  # several lines, a backend each
+    said = described(error)
+    if isinstance(error, UsageError):
+        return _Ending(USAGE, said)
+    if isinstance(error, Failure):
+        return _Ending(FAILED, said)
+    if isinstance(error, KeyboardInterrupt):
+        return _Ending(INTERRUPTED, "interrupted")
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        package = "torch" if missing == "torch" else f'"wyfold[{EXTRAS[missing]}]"' if missing in EXTRAS else ""
+        message = f"needs {missing}, which is not installed: pip install {package}"
+        return _Ending(FAILED, message) if package else None
+    if _out_of_memory(error):
+        told = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
+        return _Ending(FAILED, f"not enough memory for what was asked{told}")
+    if isinstance(error, OSError):  # a full disk, a folder that may not be written
+        return _Ending(FAILED, said)
+    return None
+
+
+def _together(endings: Sequence[_Ending | None]) -> _Ending | None:
+    """One ending for several exceptions that were raised together; None where one of them is a bug."""
+    known = [ending for ending in endings if ending is not None]
+    if len(known) < len(endings) or not known:
+        return None
+    return _Ending(max(ending.code for ending in known), "; ".join(dict.fromkeys(ending.message for ending in known)))
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether that is what PyTorch says of a tensor that finds no room, on a GPU or on the CPU."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in described(error)

@@ -1,14 +1,18 @@
-"""Readers of options: argparse types whose error says what was expected."""
+"""Readers of options: argparse types whose error says what was expected. None of them imports torch."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
+from wyfold.cli import UsageError
+from wyfold.runtime.choices import BACKENDS
 
-from wyfold.stages import table
+if TYPE_CHECKING:
+    import torch
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -38,14 +42,27 @@ def between(low: float, high: float, *, closed_above: bool = False) -> Callable[
     return _reader(expected, lambda value: low < value < high or (closed_above and value == high))
 
 
-def device(word: str) -> torch.device:
-    """A PyTorch device that this machine has, and that computes."""
+def device(word: str) -> str:
+    """Reader of a PyTorch device's name; `found_device` asks torch whether this machine has it."""
+    if not re.fullmatch(r"[a-z]\w*(:\d+)?", word, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be a PyTorch device such as cpu, cuda or cuda:1, got {word!r}")
+    return word
+
+
+def found_device(word: str) -> torch.device:
+    """The device of that name, which this machine has and which computes.
+
+    Raises:
+        UsageError: torch cannot allocate and read a tensor there.
+    """
+    import torch
+
     try:
         probe = torch.zeros(1, device=word)
         probe.item()  # "meta" knows shapes, but no numbers
-    except (RuntimeError, AssertionError) as error:  # no such device; or this build of torch is without it
-        reason = str(error).partition("\n")[0]
-        raise argparse.ArgumentTypeError(f"{word!r} is no device of this machine: {reason}") from error
+    except (RuntimeError, AssertionError, ImportError) as error:  # unknown, absent, or not in this build of torch
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise UsageError(f"argument --device: {word!r} is no device of this machine: {reason}") from error
     return probe.device
 
 
@@ -53,7 +70,7 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
     """The option --backend."""
     parser.add_argument(
         "--backend",
-        choices=table.BACKENDS,
+        choices=BACKENDS,
         help='of every operator; on CUDA "eager" has to be asked for, also where there is no kernel yet '
         "(default: the table's choice, as `wyfold doctor` prints it)",
     )

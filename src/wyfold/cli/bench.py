@@ -20,20 +20,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from wyfold.cli import DONE, FAILED, UsageError, memory, results, tables, timing
-from wyfold.cli.arguments import add_backend, device, whole
-from wyfold.cli.cases import CHUNKED, GATES, MODEL, NO_GATE, OPS, PINNED, Case, gates_of
-from wyfold.cli.contenders import OURS, VARIANTS
+from wyfold.cli import DONE, FAILED, UsageError, results, tables
+from wyfold.cli.arguments import add_backend, device, found_device, whole
+from wyfold.cli.catalog import BURST, CHUNKED, DECAYS, MODEL, NO_GATE, OPS, OURS, SHAPES, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
-from wyfold.cli.race import Track, measure, race, said
-from wyfold.cli.subjects import SUBJECTS
-from wyfold.parallel.team import Ranks, launched, leave
-from wyfold.reference.shapes import Shape
-from wyfold.runtime.chunks import CHUNK_SIZES
+from wyfold.runtime.choices import CHUNK_SIZES
+
+if TYPE_CHECKING:
+    from wyfold.cli.cases import Case
+    from wyfold.cli.race import Track
+    from wyfold.parallel.team import Ranks
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
@@ -68,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_shapes,
         metavar="NAMES|B,T,H[,HV],K[,V]",
-        help=f"names with commas ({', '.join(PINNED)}; mixed and short are packed, short brings dense), or batch, "
+        help=f"names with commas ({', '.join(SHAPES)}; mixed and short are packed, short brings dense), or batch, "
         "tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
         f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes})",
     )
@@ -124,7 +122,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=whole(1),
-        help=f"each contender's turns; on a GPU a turn is {timing.BURST} calls, over ranks one (default: "
+        help=f"each contender's turns; on a GPU a turn is {BURST} calls, over ranks one (default: "
         f"{usual[0].rounds}, on a GPU {usual[1].rounds})",
     )
     parser.add_argument(
@@ -142,13 +140,22 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, time and measure; 0, or 1 if a result of ours was wrong."""
+    if not args.measure:
+        _read_words(args)
+        results.ready(args.out)
+
+    import torch
+
+    from wyfold.cli import memory, timing
+    from wyfold.cli.race import Track, measure, race, said
+    from wyfold.parallel.team import Ranks, launched
+
     if args.measure:
         print(json.dumps(measure(json.loads(args.measure))))
         return DONE
     if args.threads:
         torch.set_num_threads(args.threads)
     kind = _settled(args)
-    results.ready(args.out)
     team = Ranks(args.device, None) if launched() else None
     cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=team is None or team.leads)
     track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
@@ -206,6 +213,7 @@ def _over_ranks(
 ) -> int:
     """The same cases by all processes of a launcher together."""
     from wyfold.cli import scaling
+    from wyfold.parallel.team import leave
 
     code = scaling.run(args, cases, peers, record, stem, team)
     leave()
@@ -223,15 +231,10 @@ def _keep(folder: Path | None, stem: str, record: dict[str, Any], track: Track) 
 # --- what runs -------------------------------------------------------------------------------------------------------
 
 
-def _settled(args: argparse.Namespace) -> str:
-    """Type of the device; what the command line leaves open is filled in, and what it names is read."""
-    args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = str(args.device.type)
-    usual = HABITS.get(kind, HABITS["cpu"])
-    args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
-    args.dtype, args.norm = _words("dtype", args.dtype or usual.dtype, DTYPES), args.norm or usual.norm
-    args.rounds = args.rounds or usual.rounds
-    args.gates, args.mode = _words("gates", args.gates, (*GATES, MODEL, NO_GATE)), _words("mode", args.mode, MODES)
+def _read_words(args: argparse.Namespace) -> None:
+    """Replace lists of names by what they name, and refuse combinations that cannot run, before torch is imported."""
+    args.dtype = _words("dtype", args.dtype or "", DTYPES)
+    args.gates, args.mode = _words("gates", args.gates, (*DECAYS, MODEL, NO_GATE)), _words("mode", args.mode, MODES)
     args.also = _words("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
@@ -239,6 +242,21 @@ def _settled(args: argparse.Namespace) -> str:
         raise UsageError(
             "--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
         )
+    check_peers(args.peers)
+
+
+def _settled(args: argparse.Namespace) -> str:
+    """Type of the device; what the command line leaves open gets what is usual there."""
+    import torch
+
+    from wyfold.parallel.team import launched
+
+    args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = str(args.device.type)
+    usual = HABITS.get(kind, HABITS["cpu"])
+    args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
+    args.dtype, args.norm = args.dtype or _words("dtype", usual.dtype, DTYPES), args.norm or usual.norm
+    args.rounds = args.rounds or usual.rounds
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")
@@ -249,7 +267,12 @@ def _settled(args: argparse.Namespace) -> str:
 
 def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
     """Cases on the same tensors, the forward and the whole step, group by group."""
+    from wyfold.cli.cases import PINNED, Case, gates_of
+    from wyfold.cli.subjects import SUBJECTS
+    from wyfold.reference.shapes import Shape
+
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
+    args.shapes = [(name, Shape(*sizes) if sizes else PINNED[name]) for name, sizes in args.shapes]
     for (name, shape), op, dtype in product(args.shapes, args.op, args.dtype):
         for chunk, gate in product(args.chunk if op in CHUNKED else [64], gates_of(op, args.gates)):
             first = Case(
@@ -271,6 +294,23 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
                 yield [replace(first, mode=mode) for mode in possible]
 
 
+def check_peers(words: str) -> None:
+    """Refuse a list of peers with a name that no peer has, or a way that the peer lacks.
+
+    Args:
+        words: As `chosen_peers` takes them.
+
+    Raises:
+        UsageError: such a name or way.
+    """
+    for word in () if words in ("none", "all") else words.split(","):
+        name, _, way = word.partition(":")
+        if name not in PEERS:
+            raise UsageError(f"--peers: unknown peer {name!r}; there are {', '.join(PEERS)}, all and none")
+        if way and way not in PEERS[name].ways:
+            raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
+
+
 def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
     """Installed peers for a type of device among those asked for; says which ones are not installed.
 
@@ -278,9 +318,6 @@ def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
         words: Names with commas, "all" or "none"; behind a name and a colon one way of calling that library.
         kind: Type of the device.
         tell: Whether to say anything: of several processes one does.
-
-    Raises:
-        UsageError: a name that no peer has, or a way that the peer lacks.
     """
     if words == "none":
         return []
@@ -288,10 +325,6 @@ def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
     chosen = []
     for word in (everyone if words == "all" else words).split(","):
         name, _, way = word.partition(":")
-        if name not in PEERS:
-            raise UsageError(f"--peers: unknown peer {name!r}; there are {', '.join(PEERS)}, all and none")
-        if way and way not in PEERS[name].ways:
-            raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
         if PEERS[name].installed:
             chosen.append(PEERS[name].narrowed(way))
         elif tell:
@@ -310,28 +343,30 @@ def _words(option: str, given: str, known: Sequence[str] | dict[str, Any]) -> li
     return words
 
 
-def _shapes(word: str) -> list[tuple[str, Shape]]:
-    """Names and sizes; what is given in numbers has no name."""
+def _shapes(word: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names without sizes, or sizes B, T, H, HV, K, V without a name."""
     names = [name for name in word.split(",") if name]
-    if names and all(name in PINNED for name in names):
+    if names and all(name in SHAPES for name in names):
         if "short" in names and "dense" not in names:
             names.append("dense")
-        return [(name, PINNED[name]) for name in names]
+        return [(name, ()) for name in names]
     try:
         sizes = [int(size) for size in word.split(",")]
     except ValueError:
         sizes = []
     if len(sizes) not in (4, 5, 6) or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
-            f"must be of {', '.join(PINNED)}, or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got {word!r}"
+            f"must be of {', '.join(SHAPES)}, or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got {word!r}"
         )
     B, T, H, *rest = sizes
     HV = rest.pop(0) if len(rest) > 1 else H
-    return [("", Shape(B, T, H, HV, rest[0], rest[-1]))]
+    return [("", (B, T, H, HV, rest[0], rest[-1]))]
 
 
 def _given(args: argparse.Namespace) -> list[str]:
     """The options that repeat this run."""
+    import torch
+
     shapes = [word for name, s in args.shapes for word in ("--shapes", name or ",".join(map(str, astuple(s))))]
     plain = {
         "gates": ",".join(args.gates),
@@ -356,6 +391,8 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequence[Case]]) -> str:
     """First part of the names of the files that are written."""
+    import torch
+
     kind = args.device.type
     machine = torch.cuda.get_device_name(args.device).split()[-1].lower() if kind == "cuda" else kind
     sizes = dict.fromkeys(group[0].name or f"T{group[0].shape.T}" for group in cases)

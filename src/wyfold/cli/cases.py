@@ -12,34 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wyfold
+from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS
 from wyfold.cli.subjects import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-
-OPS = {
-    "delta_rule": "chunk_delta_rule",
-    "gdn": "chunk_gated_delta_rule",
-    "kda": "chunk_kda",
-    "ttt": "chunk_ttt_linear",
-    "recurrent_delta_rule": "fused_recurrent_delta_rule",
-    "recurrent_gdn": "fused_recurrent_gated_delta_rule",
-    "recurrent_kda": "fused_recurrent_kda",
-    "recurrent_ttt": "fused_recurrent_ttt_linear",
-    "decode_delta_rule": "fused_recurrent_delta_rule",
-    "decode_gdn": "fused_recurrent_gated_delta_rule",
-    "decode_kda": "fused_recurrent_kda",
-    "solve": "solve_tril",
-    "kkt": "chunk_scaled_dot_kkt",
-    "conv": "causal_conv1d",
-    "norm": "rms_norm_gated",
-    "l2norm": "l2norm",
-    "gdn_gate": "fused_gdn_gate",
-    "kda_gate": "fused_kda_gate",
-}
-"""What the command line calls an operator -> its public name, also the name of its subject.
-
-Decoding is the token form from states to states; ours is `wyfold.serving.decode`, in place.
-"""
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "fast": lambda x: -5 * torch.special.ndtr(x),  # uniform, mean -2.5 per token
@@ -47,14 +23,6 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "slow": lambda x: -2e-3 * torch.special.ndtr(x),  # uniform, mean -0.001
 }
 """Standard normal numbers -> natural-log decays per token."""
-
-MODEL = "model"
-"""The gate as a layer calls: a projection in the tokens' dtype, activated inside the operator, as beta's sigmoid is."""
-
-NO_GATE = "none"
-DELTA_RULES = ("delta_rule", "gdn", "kda")
-CHUNKED = ("solve", "kkt")
-"""Operators that `--chunk` is for."""
 
 SEQUENCES, LONGEST = 256, 200
 _DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))

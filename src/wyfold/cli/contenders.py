@@ -11,12 +11,12 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli.cases import DELTA_RULES, OPS, Case, gradient_name, leaves
+from wyfold.cli.cases import Case, gradient_name, leaves
+from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.peers import Adapter, Peer
 from wyfold.cli.subjects import NARROW, PER_TOKEN, Arguments, Named, bound, widened
 from wyfold.reference.error import Verdict, judge, rms
 
-OURS = "wyfold"
 TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})
 HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "initial_state": 1}
 HEAD_AXIS |= dict.fromkeys(("w", "b", "A_log", "dt_bias"), 0)
@@ -36,13 +36,6 @@ PRECISION = 1e-2
 """A relative error up to this is a peer's choice of arithmetic, tf32 for float32 say, and no mistake."""
 WORST_ROW = 0.5
 """Error of a row, in its own lengths, from which on something is wrong with that row; rounding alone came to 0.08."""
-
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "disable_recompute": DELTA_RULES,
-    "batch_invariant": DELTA_RULES,
-    "safe_gate": ("kda",),
-}
-"""Flags that ours can be timed with as well -> the operators that have them. `batch_invariant` cuts none."""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from wyfold.cli import UsageError
-
-SNIFFED = 8192
-"""Bytes looked at to tell text from binary: a file with a NUL among them is binary."""
+from wyfold.cli import UsageError, documents
 
 
 @dataclass(frozen=True)
@@ -38,11 +33,11 @@ class Corpus:
     borders: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, documents: list[bytes]) -> Corpus:
+    def of(cls, name: str, contents: list[bytes]) -> Corpus:
         borders = [0]
-        for document in documents:
-            borders.append(borders[-1] + len(document))
-        return cls(name, torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8), tuple(borders))
+        for content in contents:
+            borders.append(borders[-1] + len(content))
+        return cls(name, torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8), tuple(borders))
 
     @property
     def documents(self) -> int:
@@ -72,72 +67,17 @@ class Corpus:
 
 
 def read(path: str | os.PathLike[str] | None) -> Corpus:
-    """The corpus of a file, of the text files below a folder in sorted order, or (None) the interpreter's own prose.
+    """The corpus of the documents that `documents.read` finds.
 
     Raises:
         UsageError: nothing there, nothing readable, or nothing in it.
     """
-    if path is None:
-        return standard_library()
-    root = Path(path)
-    if root.is_dir():
-        documents = [content for file in _files(root) if (content := _text(file))]
-        if not documents:
-            raise UsageError(f"--data {root}: no text file with anything in it below this folder")
-    elif root.is_file():
-        try:
-            documents = [root.read_bytes()]
-        except OSError as error:
-            raise UsageError(f"--data {root}: cannot be read ({error.strerror})") from error
-        if not documents[0]:
-            raise UsageError(f"--data {root}: the file is empty")
-    elif root.exists():
-        raise UsageError(f"--data {root}: is neither a file nor a folder")
-    else:
-        raise UsageError(f"--data {root}: no such file or folder")
-    return Corpus.of(str(root), documents)
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """Regular files below `root`, sorted at every level; nothing hidden, no symbolic link to a folder followed."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
-
-
-def _text(file: Path) -> bytes:
-    """The file's bytes, or none if it is binary or no regular file."""
-    if not file.is_file():
-        return b""
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(SNIFFED)
-            return b"" if b"\0" in head else head + stream.read()
-    except OSError as error:
-        raise UsageError(f"--data {file}: cannot be read ({error.strerror})") from error
+    return Corpus.of(*documents.read(path))
 
 
 def standard_library() -> Corpus:
-    """The language reference that `help()` shows, a document per topic; without it, the library's own sources.
-
-    Several topics repeat a section of a longer one word for word. Those are left out: held-out text that also stands
-    in the training part would flatter the validation loss.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions ship Python without it
-        folder = Path(sysconfig.get_path("stdlib"))
-        sources = [content for file in sorted(folder.glob("*.py")) if (content := _text(file))]
-        if not sources:
-            raise UsageError(f"no pydoc_data.topics in this Python, no sources in {folder}: give --data") from None
-        return Corpus.of("the standard library's sources", sources)
-    kept: list[str] = []
-    # Longest first, so that a repeat always meets the topic it repeats. The heading (two lines and a blank) differs.
-    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
-        body = topics[name].split("\n", 3)[-1].strip()
-        if not any(body in topics[longer] for longer in kept):
-            kept.append(name)
-    return Corpus.of("the standard library's prose", [topics[name].encode() for name in sorted(kept)])
+    """The corpus of `documents.standard_library`."""
+    return Corpus.of(*documents.standard_library())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import errno
 import os
 import sys
 import time
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import torch
-
 from wyfold.cli import DONE, UsageError
-from wyfold.cli.arguments import add_backend, at_least, between, device, whole
+from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, whole
+from wyfold.cli.documents import binary
 
 if TYPE_CHECKING:
+    import torch
+
     from wyfold.models import Decoder
 
 START = b"\n"
@@ -80,16 +82,22 @@ class Sampling:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompt, or every line of the file of prompts."""
+    _check_folder(args.checkpoint)
+    # What was typed at a terminal would be lost with a model that cannot be loaded: standard input is read after it.
+    given = _prompts(args)
+    if args.out is not None:
+        _check_out(args.out)
+
     from wyfold.cli.checkpoint import load_model
 
     try:
-        model = load_model(args.checkpoint, args.device, args.backend)
+        model = load_model(args.checkpoint, found_device(args.device), args.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if model.config.vocab_size != 256:
         raise UsageError(f"{args.checkpoint}: its {model.config.vocab_size} tokens are not the bytes of a text")
     sampling = Sampling(args.max_bytes, args.temperature, args.top_k, args.top_p, args.seed)
-    prompts = _prompts(args)
+    prompts = given or [_standard_input()]
     with _destination(args.out) as out:
         if len(prompts) == 1:
             speak(model, prompts[0], sampling, out)
@@ -97,6 +105,27 @@ def run(args: argparse.Namespace) -> int:
             for first in range(0, len(prompts), args.batch):
                 speak_together(model, prompts[first : first + args.batch], sampling, out)
     return DONE
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what can hold no checkpoint."""
+    if not folder.exists():
+        raise UsageError(f"{folder}: no such folder")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is a file; give the folder of a run of `wyfold train`, or a checkpoint in it")
+
+
+def _check_out(file: Path) -> None:
+    """Refuse a file that cannot be written before a model is loaded; an existing one is left as it is until then."""
+    reason = None
+    if file.is_dir():
+        reason = errno.EISDIR
+    elif not file.parent.is_dir():
+        reason = errno.ENOENT
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = errno.EACCES
+    if reason is not None:
+        raise UsageError(f"--out {file}: cannot be written ({os.strerror(reason)})")
 
 
 def _destination(file: Path | None) -> AbstractContextManager[TextIO]:
@@ -110,6 +139,8 @@ def _destination(file: Path | None) -> AbstractContextManager[TextIO]:
 
 def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> None:
     """Write the prompt and its continuation to `out` as it comes, and the speed to standard error."""
+    import torch
+
     # A character may be several bytes: the decoder holds back those of an incomplete one.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     out.write(decoder.decode(prompt))
@@ -142,6 +173,8 @@ def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out
 
     All rows are drawn by the same random numbers, so a prompt's text is what it would be alone.
     """
+    import torch
+
     from wyfold import SequenceLayout
 
     device = model.embedding.weight.device
@@ -175,20 +208,30 @@ def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out
 
 def _memory(device: torch.device) -> str:
     """Most that PyTorch's allocator held on a GPU, in words."""
+    import torch
+
     return f"; at most {torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB" if device.type == "cuda" else ""
 
 
 def _prompts(args: argparse.Namespace) -> list[bytes]:
+    """The prompts of the command line; none where standard input is to be read."""
     if args.prompts is not None:
         try:
-            lines = args.prompts.read_bytes().splitlines()
+            content = args.prompts.read_bytes()
         except OSError as error:
             raise UsageError(f"--prompts {args.prompts}: cannot be read ({error.strerror})") from error
+        if binary(content):
+            raise UsageError(f"--prompts {args.prompts}: is no text, it has a NUL byte: give a text file in UTF-8")
+        lines = content.splitlines()
         if not any(lines):
             raise UsageError(f"--prompts {args.prompts}: no line to continue")
         return [line for line in lines if line]
     if args.prompt is not None:
         return [os.fsencode(args.prompt)]
+    return []
+
+
+def _standard_input() -> bytes:
     if sys.stdin.isatty():
         print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-    return [sys.stdin.buffer.read()]
+    return sys.stdin.buffer.read()

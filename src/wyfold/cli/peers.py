@@ -16,10 +16,10 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Arguments = dict[str, Any]
 
@@ -205,6 +205,8 @@ def _fla_kkt() -> Loaded:
 
 def _summed(g: Tensor, chunk_size: int) -> Tensor:
     """Running sums of g [B, T, HV] within chunks, base 2."""
+    import torch
+
     B, T, HV = g.shape
     padded = torch.nn.functional.pad(g, (0, 0, 0, -T % chunk_size))
     sums = padded.view(B, -1, chunk_size, HV).cumsum(2).view(B, -1, HV)[:, :T]
@@ -221,6 +223,8 @@ def _flash_qla_gdn() -> Loaded:
 
 def _boundaries(arguments: Arguments) -> Tensor:
     """[N+1] int32 boundaries of the sequences of a batch laid one after another."""
+    import torch
+
     if "cu_seqlens" in arguments:
         packed: Tensor = arguments["cu_seqlens"]
         return packed.to(torch.int32)

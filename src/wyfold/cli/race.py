@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from wyfold.cli import memory, results, timing
+from wyfold.cli import described, memory, results, timing
 from wyfold.cli.cases import Case, packed_lengths
-from wyfold.cli.contenders import OURS, VARIANTS, Contender, Judge, contenders, plan, prepared
+from wyfold.cli.catalog import OURS, VARIANTS
+from wyfold.cli.contenders import Contender, Judge, contenders, plan, prepared
 from wyfold.cli.peers import PEERS, Peer
 from wyfold.cli.subjects import Arguments
 from wyfold.reference.shapes import Shape
@@ -160,8 +161,7 @@ def give_back(case: Case) -> None:
 
 def said(error: BaseException) -> str:
     """An error in one line; a compiler's may be thousands."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]}"
+    return f"{type(error).__name__}: {described(error)[:400]}"
 
 
 def _in_other_processes(row: dict[str, Any], case: Case, contender: Contender, track: Track) -> None:

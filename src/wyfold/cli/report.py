@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import DONE, UsageError, checkpoint
+from wyfold.cli import DONE, UsageError, results
 
 USUAL = (Path("runs"), Path("docs", "results"))
 
@@ -64,20 +64,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    from plotly.io import to_html
-    from plotly.offline import get_plotlyjs
-
-    from wyfold.cli import figures, results
-
     for path in args.paths:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder")
-    found = dict(_found(args.paths or [path for path in USUAL if path.is_dir()]))
-    if not found:
-        raise UsageError("nothing to report: no finished part of a run and no result in what was given")
     if args.out.is_dir():
         raise UsageError(f"--out: cannot write {args.out}: it is a folder, and the page is one file")
     results.ready(args.out.parent)
+    found = dict(_found(args.paths or [path for path in USUAL if path.is_dir()]))
+    if not found:
+        raise UsageError("nothing to report: no finished part of a run and no result in what was given")
+
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    from wyfold.cli import figures
+
     sections, contents = [], []
     for number, (name, record) in enumerate(found.items()):
         parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
@@ -125,6 +126,8 @@ def _found(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _run(folder: Path) -> dict[str, Any] | None:
     """A run as its latest checkpoint has it, with what it came to since; None before the first checkpoint."""
+    from wyfold.cli import checkpoint
+
     found = checkpoint.latest(folder / "checkpoint")
     if found is None:
         return None

@@ -19,7 +19,6 @@ from typing import Any
 
 import wyfold
 from wyfold.cli import UsageError
-from wyfold.ops.doctor import hardware, versions
 
 
 def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
@@ -29,6 +28,8 @@ def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
         verb: Of the command line.
         words: Its options, as they were understood.
     """
+    from wyfold.ops.doctor import hardware, versions
+
     commit, modified = _commit()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

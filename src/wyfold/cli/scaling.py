@@ -23,7 +23,8 @@ from torch import Tensor
 
 from wyfold.cli import DONE, FAILED, Failure, UsageError, results, tables, timing
 from wyfold.cli.cases import Case
-from wyfold.cli.contenders import OURS, TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
+from wyfold.cli.catalog import OURS
+from wyfold.cli.contenders import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
 from wyfold.cli.peers import Peer
 from wyfold.cli.race import give_back, said, wait
 from wyfold.cli.subjects import Arguments, Named

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wyfold.cli.synthetic import LEAST_WHOLE
+SHORTEST = 8
+"""The first rows of a curriculum are that much shorter."""
+LEAST_WHOLE = 4 * SHORTEST
+"""The shortest whole rows that a curriculum can begin with: a pair and its question take four tokens."""
 
 TEXT: dict[str, Any] = {
     "layers": "gdn*3 attention",

@@ -24,12 +24,8 @@ from torch import Tensor
 
 from wyfold.cli import UsageError
 from wyfold.cli.corpus import Batch, mix
+from wyfold.cli.settings import LEAST_WHOLE, SHORTEST
 from wyfold.models import IGNORED
-
-SHORTEST = 8
-"""The first rows of a curriculum are that much shorter."""
-LEAST_WHOLE = 4 * SHORTEST
-"""The shortest whole rows that a curriculum can begin with: a pair and its question take four tokens."""
 
 
 class Task(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wyfold.cli import results
-from wyfold.cli.contenders import OURS
+from wyfold.cli.catalog import OURS
 
 Row = dict[str, Any]
 

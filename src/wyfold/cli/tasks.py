@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wyfold.cli import DONE, UsageError, train
-from wyfold.cli.arguments import add_backend, device, whole
+from wyfold.cli import DONE, UsageError, results, train
+from wyfold.cli.arguments import add_backend, device, found_device, whole
 from wyfold.cli.settings import TASKS
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
-    from wyfold.cli import results
-
+    results.ready(args.out)
+    args.device = found_device(args.device)
     try:
         cells = list(_cells(args))
     except ValueError as error:
@@ -92,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
     for cell in cells:
         # What one of them refuses is refused before another is trained.
         train.rehearse(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
-    results.ready(args.out)
     where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
     runs = []
     for number, cell in enumerate(cells, 1):
@@ -154,8 +153,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _provenance(args: argparse.Namespace) -> dict[str, Any]:
-    from wyfold.cli import results
-
     words = [
         "--task",
         *args.task,

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from wyfold.cli.catalog import BURST
+
 Run = Callable[[], object]
 
-BURST = 3
-"""Calls of one turn."""
 FLUSHED = 256 * 2**20
 """Bytes written between two calls, several times the cache."""
 COPIED = 2**30

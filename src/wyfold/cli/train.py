@@ -19,19 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError
-from wyfold.cli.arguments import add_backend, at_least, between, device, whole
-from wyfold.cli.settings import TASKS, TEXT, defaults
-from wyfold.cli.synthetic import LEAST_WHOLE
-from wyfold.models import RECOMPUTED
-from wyfold.parallel.team import Ranks, Team, launched, leave
-from wyfold.parallel.watch import RankLost
+from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results
+from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, whole
+from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
+from wyfold.runtime.choices import RECOMPUTED
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
+    from wyfold.parallel.team import Team
 
 RESULT = "result.json"
 
@@ -220,11 +218,18 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    from wyfold.cli import checkpoint, results, speed
-    from wyfold.cli.trainer import CHECKPOINTS, Trainer
+    texts = None if args.task else documents.read(args.data)
+    if args.out is not None:
+        results.ready(args.out)
 
+    from wyfold.cli import checkpoint, speed
+    from wyfold.cli.trainer import CHECKPOINTS, Trainer
+    from wyfold.parallel.team import leave
+    from wyfold.parallel.watch import RankLost
+
+    args.device = found_device(args.device)
     folder, kept = understand(args)
-    source, digest, about = _source(args)
+    source, digest, about = _source(args, texts)
     results.ready(folder)
     team = _team(args)
     recipe = _recipe(args, digest, team.replicas)
@@ -265,7 +270,7 @@ def rehearse(args: argparse.Namespace) -> None:
     from wyfold.cli.recipe import build
 
     understand(args)
-    source, digest, _ = _source(args)
+    source, digest, _ = _source(args, None)
     recipe = _recipe(args, digest, replicas=1)
     build(recipe, args.backend, lesson_of(source, recipe).vocabulary)
 
@@ -342,12 +347,17 @@ def _words(setting: str, value: Any) -> list[str]:
     return [f"--{setting.replace('_', '-')}", *map(str, given)] if chosen else []
 
 
-def _source(args: argparse.Namespace) -> tuple[Corpus | Task, str, str]:
-    """What is learned, the name of its content, and a line about it."""
+def _source(args: argparse.Namespace, texts: documents.Documents | None) -> tuple[Corpus | Task, str, str]:
+    """What is learned, the name of its content, and a line about it.
+
+    Args:
+        args: Understood.
+        texts: What --data names; None for a task, or where it has not been read.
+    """
     from wyfold.cli import corpus, lessons
 
     if args.task is None:
-        text = corpus.read(args.data)
+        text = corpus.read(args.data) if texts is None else corpus.Corpus.of(*texts)
         return text, text.digest(), f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
     task = lessons.task_of(args.task, pairs=args.pairs, vocabulary=args.vocabulary)
     return task, repr(task), f"{args.task}: {task}"
@@ -355,6 +365,8 @@ def _source(args: argparse.Namespace) -> tuple[Corpus | Task, str, str]:
 
 def _team(args: argparse.Namespace) -> Team:
     """The processes of the run."""
+    from wyfold.parallel.team import Ranks, Team, launched
+
     if not launched():
         if args.cp > 1:
             raise UsageError(f"--cp {args.cp}: start the processes by torchrun --nproc-per-node N -m wyfold train ...")
@@ -407,8 +419,6 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
 
 def _write_result(trainer: Trainer, parameters: int, entry: dict[str, Any]) -> Path:
     """What the run of a task came to, beside its checkpoints."""
-    from wyfold.cli import results
-
     recipe = dataclasses.asdict(trainer.recipe)
     options = {field: value for field, value in recipe.items() if field not in ("data", "replicas")}
     words = [word for field, value in options.items() for word in _words(field, value)]

@@ -16,21 +16,24 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError, results
-from wyfold.cli.arguments import device, whole
-from wyfold.cli.scorecard import CPU, FAIL, NOT_RUN, PASS, Record, run_row
-from wyfold.cli.scorecard.finding import Scope
-from wyfold.cli.subjects import SUBJECTS, Subject, judged
-from wyfold.reference.error import Verdict
-from wyfold.reference.shapes import Shape
+from wyfold.cli.arguments import device, found_device, whole
+from wyfold.cli.catalog import SCORECARD_ROWS
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-SHAPE, QUICK = Shape(1, 200, 2, 4, 64, 64), Shape(1, 40, 1, 2, 16, 24)
-TIERS = {"cpu": CPU}
+if TYPE_CHECKING:
+    import torch
+
+    from wyfold.cli.scorecard import Record
+    from wyfold.cli.subjects import Subject
+    from wyfold.reference.error import Verdict
+    from wyfold.reference.shapes import Shape
+
+DTYPES = ("float64", "float32", "bfloat16")
+SIZES, QUICK_SIZES = (1, 200, 2, 4, 64, 64), (1, 40, 1, 2, 16, 24)
+"""Of the measured calls: B, T, H, HV, K, V."""
+TIERS = {"cpu": SCORECARD_ROWS}
 
 
 @dataclass(frozen=True)
@@ -90,19 +93,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 0, or 1 if something is over its limit or fails."""
+    for number in args.row or ():
+        if number not in SCORECARD_ROWS:
+            there = ", ".join(map(str, SCORECARD_ROWS))
+            raise UsageError(f"--row {number}: the scorecard has no row of that number; there are {there}")
+    numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
+    if numbers and args.device != "cpu":
+        raise UsageError(
+            f"--device {args.device}: rows of the scorecard run on the CPU alone; leave out --row and --tier"
+        )
+    results.ready(args.out)
+
+    import torch
+
+    from wyfold.cli.scorecard import FAIL
+    from wyfold.reference.shapes import Shape
+
+    args.device = found_device(args.device)
     words = [word for number in args.row or [] for word in ("--row", str(number))]
     words += (
         (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
     )
     if args.device.type != "cpu":
         words += ["--device", str(args.device)]
-    numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
     found: dict[str, Any]
-    if numbers and args.device.type != "cpu":
-        raise UsageError(
-            f"--device {args.device}: rows of the scorecard run on the CPU alone; leave out --row and --tier"
-        )
-    results.ready(args.out)
     if numbers:
         records = scorecard(numbers, args.seed, args.quick)
         report_rows(records)
@@ -111,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         failed = any(record.outcome == FAIL for record in records)
     else:
         missing = lacking(args.device)
-        outcomes = accuracy(QUICK if args.quick else SHAPE, args.seed, args.device, missing)
+        outcomes = accuracy(Shape(*(QUICK_SIZES if args.quick else SIZES)), args.seed, args.device, missing)
         report_accuracy(outcomes, args.device, missing)
         found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
         failed = not all(outcome.passed for outcome in outcomes)
@@ -126,10 +140,12 @@ def run(args: argparse.Namespace) -> int:
 
 def lacking(device: torch.device) -> dict[str, str]:
     """Dtype that the device does not have -> what it says to that; some have no float64."""
+    import torch
+
     found = {}
-    for name, dtype in DTYPES.items():
+    for name in DTYPES:
         try:
-            torch.zeros(1, dtype=dtype).to(device)
+            torch.zeros(1, dtype=getattr(torch, name)).to(device)
         except (RuntimeError, TypeError) as error:
             found[name] = str(error).partition("\n")[0]
     return found
@@ -137,20 +153,28 @@ def lacking(device: torch.device) -> dict[str, str]:
 
 def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[str]) -> list[Outcome]:
     """Every operator in every dtype but the missing ones, judged at one shape."""
+    import torch
+
+    from wyfold.cli.subjects import SUBJECTS, judged
+    from wyfold.reference.shapes import Shape
+
     outcomes = []
-    dtypes = {name: dtype for name, dtype in DTYPES.items() if name not in missing}
+    dtypes = {name: getattr(torch, name) for name in DTYPES if name not in missing}
     with _progress("operators", len(SUBJECTS) * len(dtypes)) as progress:
         for name, subject in SUBJECTS.items():
             for dtype in dtypes:
                 progress.begin(f"{name}, {dtype}")
                 found = tuple(judged(subject, shape, dtypes[dtype], seed, device))
-                arguments = subject.on(device, subject.arguments(QUICK, dtypes[dtype], seed))
+                arguments = subject.on(device, subject.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed))
                 outcomes.append(Outcome(subject, dtype, subject.backend(arguments), found))
     return outcomes
 
 
 def scorecard(numbers: list[int], seed: int, quick: bool) -> list[Record]:
     """Records of the rows, in order."""
+    from wyfold.cli.scorecard import run_row
+    from wyfold.cli.scorecard.finding import Scope
+
     records = []
     with _progress("rows", len(numbers)) as progress:
         for number in numbers:
@@ -175,6 +199,8 @@ def report_accuracy(outcomes: list[Outcome], device: torch.device, missing: Mapp
 
 def report_rows(records: list[Record]) -> None:
     """The scorecard's table, the cases that broke a promise, and why rows were not run."""
+    from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS
+
     columns = ("row", "promise", "target", "outcome", "value", "cases", "seconds")
     cells = [(str(r.row), r.promise, r.target, r.outcome, r.value, str(r.cases), f"{r.seconds:.1f}") for r in records]
     results.show("scorecard", columns, cells)

@@ -70,6 +70,8 @@ def register() -> None:
     # Imported here: it imports Triton, where there is one.
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+    import wyfold.ops  # noqa: F401  # registers the operators, where only this module was imported so far
+
     for name, (formula, times) in FORMULAS.items():
         operator = getattr(torch.ops.wyfold, name)
         if operator not in flop_registry:

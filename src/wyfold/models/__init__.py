@@ -10,10 +10,11 @@ Notable:
 - the loss is float32 whatever the parameters are
 """
 
-from wyfold.models.block import RECOMPUTED, SwiGLU
+from wyfold.models.block import SwiGLU
 from wyfold.models.config import MIXERS, DecoderConfig
 from wyfold.models.decoder import IGNORED, Decoder
 from wyfold.models.disk import CONFIG_FILE, WEIGHTS_FILE
+from wyfold.runtime.choices import RECOMPUTED
 
 __all__ = [
     "CONFIG_FILE",

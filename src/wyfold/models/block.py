@@ -20,7 +20,6 @@ from wyfold.models.config import DecoderConfig
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 
-RECOMPUTED = ("selective", "blocks")
 KEPT_RESULTS = frozenset(
     {"wyfold.delta_fwd", "wyfold.ttt_fwd"}
     | {f"aten._scaled_dot_product_{kind}" for kind in ("flash_attention", "efficient_attention", "cudnn_attention")}

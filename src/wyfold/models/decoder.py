@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from wyfold.layers.cache import DecodingCache, DecodingPools, PooledCache
 from wyfold.models import disk
-from wyfold.models.block import RECOMPUTED, Block
+from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
 from wyfold.models.generation import Draw, continued
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
+from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.stages import table
 

@@ -13,20 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from wyfold.runtime.unsupported import UnsupportedError as UnsupportedError
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class UnsupportedError(ValueError):
-    """A legal request that no backend, or not the demanded one, can serve.
-
-    Attributes:
-        reasons: backend name -> why it refused.
-    """
-
-    def __init__(self, message: str, reasons: Mapping[str, str]):
-        super().__init__(message + "".join(f"\n  {backend}: {reason}" for backend, reason in reasons.items()))
-        self.reasons = dict(reasons)
 
 
 _checked_depth = 0

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_SIZES = (16, 32, 64)
-"""Tokens of a chunk that a call may ask for."""
+from wyfold.runtime.choices import CHUNK_SIZES as CHUNK_SIZES
 
 
 @dataclass(frozen=True)

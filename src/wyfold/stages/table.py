@@ -21,10 +21,10 @@ from torch import Tensor
 
 from wyfold.runtime import check, launch
 from wyfold.runtime.check import UnsupportedError
+from wyfold.runtime.choices import BACKENDS
 from wyfold.runtime.plan import Launch, Plan, explaining, settle
 from wyfold.runtime.register import constant_to_compilers
 
-BACKENDS = ("eager", "triton", "gluon")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Keys = Sequence[tuple[str, str]]

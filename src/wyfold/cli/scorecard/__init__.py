@@ -80,6 +80,3 @@ def _outcome(finding: Finding) -> tuple[str, str]:
 
 ROWS = {row.number: row for row in (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *house.ROWS)}
 """Every row this version can try, by number."""
-
-CPU = (1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40)
-"""Rows whose CPU half is due in this version."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
 from wyfold import TTTState, serving
+from wyfold.cli import described
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
@@ -335,7 +336,7 @@ def _opcheck(name: str, operator: Any, arguments: tuple[Any, ...]) -> tuple[bool
     try:
         torch.library.opcheck(operator, arguments)
     except Exception as error:  # whatever opcheck raises is its verdict
-        return False, f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return False, f"{name}: {type(error).__name__}: {described(error)}"
     return True, ""
 
 

@@ -1,0 +1,103 @@
+"""Text files as documents: what `--data` names, found and read without torch."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from wyfold.cli import UsageError
+
+SNIFFED = 8192
+"""Bytes looked at to tell text from binary: a file with a NUL among them is binary."""
+
+
+class Documents(NamedTuple):
+    """Contents of text files.
+
+    Attributes:
+        name: Where they come from, for messages.
+        contents: Bytes of each document; none is empty.
+    """
+
+    name: str
+    contents: list[bytes]
+
+
+def read(path: str | os.PathLike[str] | None) -> Documents:
+    """The document of a file, those of the text files below a folder in sorted order, or (None) the interpreter's own.
+
+    Raises:
+        UsageError: nothing there, nothing readable, a binary file, or nothing in it.
+    """
+    if path is None:
+        return standard_library()
+    root = Path(path)
+    if root.is_dir():
+        contents = [content for file in _files(root) if (content := _text(file))]
+        if not contents:
+            raise UsageError(f"--data {root}: no text file with anything in it below this folder")
+    elif root.is_file():
+        try:
+            content = root.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--data {root}: cannot be read ({error.strerror})") from error
+        if not content:
+            raise UsageError(f"--data {root}: the file is empty")
+        if binary(content):
+            raise UsageError(f"--data {root}: is no text, it has a NUL byte: give a text file in UTF-8")
+        contents = [content]
+    elif root.exists():
+        raise UsageError(f"--data {root}: is neither a file nor a folder")
+    else:
+        raise UsageError(f"--data {root}: no such file or folder")
+    return Documents(str(root), contents)
+
+
+def binary(content: bytes) -> bool:
+    """Whether a file that begins so is no text."""
+    return b"\0" in content[:SNIFFED]
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Regular files below `root`, sorted at every level; nothing hidden, no symbolic link to a folder followed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _text(file: Path) -> bytes:
+    """The file's bytes, or none if it is binary or no regular file."""
+    if not file.is_file():
+        return b""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(SNIFFED)
+            return b"" if binary(head) else head + stream.read()
+    except OSError as error:
+        raise UsageError(f"--data {file}: cannot be read ({error.strerror})") from error
+
+
+def standard_library() -> Documents:
+    """The language reference that `help()` shows, a document per topic; without it, the library's own sources.
+
+    Several topics repeat a section of a longer one word for word. Those are left out: held-out text that also stands
+    in the training part would flatter the validation loss.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions ship Python without it
+        folder = Path(sysconfig.get_path("stdlib"))
+        sources = [content for file in sorted(folder.glob("*.py")) if (content := _text(file))]
+        if not sources:
+            raise UsageError(f"no pydoc_data.topics in this Python, no sources in {folder}: give --data") from None
+        return Documents("the standard library's sources", sources)
+    kept: list[str] = []
+    # Longest first, so that a repeat always meets the topic it repeats. The heading (two lines and a blank) differs.
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        body = topics[name].split("\n", 3)[-1].strip()
+        if not any(body in topics[longer] for longer in kept):
+            kept.append(name)
+    return Documents("the standard library's prose", [topics[name].encode() for name in sorted(kept)])

@@ -1,0 +1,21 @@
+"""The error of a request that no backend can serve; a module of its own so that it can be caught without torch."""
+
+from collections.abc import Mapping
+
+
+class UnsupportedError(ValueError):
+    """A legal request that no backend, or not the demanded one, can serve.
+
+    Attributes:
+        message: What was refused.
+        reasons: backend name -> why it refused.
+    """
+
+    def __init__(self, message: str, reasons: Mapping[str, str]):
+        self.message = message
+        super().__init__(message + "".join(f"\n  {backend}: {reason}" for backend, reason in reasons.items()))
+        self.reasons = dict(reasons)
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, str]]]:
+        """Rebuild from both arguments: a worker process hands its errors to its parent as pickles."""
+        return type(self), (self.message, self.reasons)
