@@ -1,5 +1,6 @@
 """Tiny hybrids of transformers, random from their configurations."""
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ LATEST = ("bailing_hybrid", *PICKING)
 
 WRITTEN_FOR = (5, 23)
 """The version whose configurations these are; an older one may lack the latest types, or have them otherwise."""
+
+
+def _cache_name() -> str:
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return "cache"
+    return "cache" if tuple(map(int, installed.split(".")[:2])) >= (5, 24) else "past_key_values"
+
+
+CACHE = _cache_name()
+"""Name of a model's cache, among its arguments and in what it returns; 5.24 renamed it."""
 
 BOUNDED = ("bailing_hybrid", "glm5_next")
 """Types with log decays from -5 to 0, by a sigmoid: small ones take a bias."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from wyfold.ops.decisions import keeps_gradients
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import in_autocast_dtype
 
 
 def decode(
@@ -207,8 +209,36 @@ def _decode_packed(
     )  # fmt: skip
     gate = gate._replace(channel=raw_g.ndim == 3)
     into = slots._replace(out=None if out is None else out[:, None])
-    o = call_served(op, tokens, into, gate, arithmetic)
+    try:
+        o = call_served(op, tokens, into, gate, arithmetic)
+    except ValueError:
+        # Its checks name q, k, v, g and beta, which the caller did not give.
+        _check_packed(op, mixed_qkv, raw_g, raw_beta, slots, sizes, gate)
+        raise
     return o[:, 0] if out is None else out
+
+
+def _check_packed(
+    op: str,
+    mixed_qkv: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    slots: SlotFlags,
+    sizes: tuple[int, int, int, int],
+    gate: GateFlags,
+) -> None:
+    """Raise what `call_served` refuses in the names of `decode_packed`'s arguments, where they differ."""
+    H, HV, K, V = sizes
+    check.head_groups(op, H, HV, keys="q and k in heads", values="heads")
+    check.width(op, "K", "dims", K)
+    check.width(op, "V", "dims", V)
+    given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
+    check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
+    check.alike(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
+    check.alike(op, "dtype", mixed_qkv=in_autocast_dtype(mixed_qkv)[0], out=slots.out)
+    for name, x in given.items():
+        if keeps_gradients([x]):
+            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
 
 
 def verify(

@@ -4,29 +4,20 @@
         model(input_ids, position_ids=...)
 
 Rebound are names: the functions that a modelling file calls (transformers 5.15 and later) or keeps on its layers (4.57
-to 5.14), and `forward` of the class that hands positions to the layers. Parameters, configurations, and with them
-loading and saving stay as they are.
+to 5.14). Calls of `forward` of the class that hands positions to the layers are intercepted, also where an instance has
+a `forward` of a hook or wrapper. Parameters, configurations, and with them loading and saving stay as they are.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
-from wyfold.integrations.transformers.calls import Boundaries, Calls
-from wyfold.integrations.transformers.families import FAMILIES, ON_LAYERS, Family, chosen, layers_of
-from wyfold.integrations.transformers.packing import settled
+from wyfold.integrations.transformers.families import FAMILIES, Family, chosen
+from wyfold.integrations.transformers.installation import Installation, Options, installed
 from wyfold.integrations.transformers.report import Replaced, Report
 from wyfold.runtime import check
-from wyfold.runtime.check import UnsupportedError
 
 __all__ = ["FAMILIES", "Family", "Patch", "Replaced", "Report", "patch"]
-
-_patched: set[tuple[int, str]] = set()
 
 
 class Patch:
@@ -38,12 +29,12 @@ class Patch:
 
     def __init__(self, report: Report):
         self.report = report
-        self._undo: list[Callable[[], None]] = []
+        self._installations: list[Installation] = []
 
     def undo(self) -> Report:
-        """Put everything back; a second time does nothing. Returns the report."""
-        while self._undo:
-            self._undo.pop()()
+        """Put back what no other patch holds; a second time does nothing. Returns the report."""
+        while self._installations:
+            self._installations.pop().leave(self.report)
         return self.report
 
     def __enter__(self) -> Patch:
@@ -52,24 +43,9 @@ class Patch:
     def __exit__(self, *error: object) -> None:
         self.undo()
 
-    def _rebind(self, owner: Any, name: str, replacement: object, told: Replaced) -> None:
-        """owner.name is the replacement until `undo`."""
-        key = id(owner), name  # alive as long as the key is: `restore` holds it
-        if key in _patched:
-            raise ValueError(f"patch: {told.where}.{name} must be patched once at a time; undo the patch that holds")
-        own, kept = name in vars(owner), vars(owner).get(name)
-
-        def restore() -> None:
-            _patched.discard(key)
-            if own:
-                setattr(owner, name, kept)
-            else:
-                delattr(owner, name)
-
-        setattr(owner, name, replacement)
-        _patched.add(key)
-        self._undo.append(restore)
-        self.report.replaced.append(told)
+    def _join(self, installation: Installation, target: object) -> None:
+        installation.join(self.report, target)
+        self._installations.append(installation)
 
 
 def patch(
@@ -86,7 +62,12 @@ def patch(
     device, with that dtype and head size.
 
     Since transformers 5.15 the functions belong to a model type, and every model of the type follows; before, they
-    belong to the layers of one model, which has to be given.
+    belong to the layers of one model, which has to be given. A second patch of a type joins the first, if it asks for
+    the same, and everything comes back with the last `undo`.
+
+    Hooks and wrappers of the model may be made before or after the patch, and removed before or after `undo`:
+    `accelerate.dispatch_model`, `cpu_offload`, `Accelerator.prepare`, peft, `torch.compile`, FSDP. A method that was
+    taken from the model before (`f = model.model.forward`) and is called by itself is not intercepted.
 
     Args:
         target: A model; names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid",
@@ -95,7 +76,8 @@ def patch(
             or by `seq_idx`: attention, convolution and recurrence get the same boundaries, and no cache is kept.
             Reading positions waits for the device once per forward. Refused are packed documents of "qwen4_exp" and
             "glm5_next", whose attention picks its tokens from the whole row.
-        norm: Replace the gated norm too.
+        norm: Replace the gated norm too. Of a norm whose `forward` was wrapped before the patch, as by a hook that
+            loads its weight, the stock function stays; `report.kept` lists those of target.
         on_unsupported: "raise", or "stock": such a call runs the model's own code, and the report says why and
             how often. Calls with packed documents always raise.
 
@@ -105,11 +87,12 @@ def patch(
     Raises:
         ModuleNotFoundError: transformers is not installed.
         TypeError: target is neither a model nor names.
-        ValueError: an unknown type, nothing to patch, or a patch of the same names holds already.
-        UnsupportedError: this version of transformers keeps its functions elsewhere.
+        ValueError: an unknown type, nothing to patch, or a patch of the same type holds and asks for something else.
+        UnsupportedError: this version of transformers keeps its functions elsewhere, or gives them other parameters.
 
-    While it holds, a patched model raises ValueError on packed documents together with a cache or with padding, on
-    positions that contradict given boundaries, and on padding on the right where a cache is filled, which the CPU and
+    While it holds, a patched model raises ValueError on packed documents together with a cache or with padding, or
+    with a mask of four dimensions by which they attend to each other; on positions that contradict given boundaries, or
+    boundaries that contradict each other; and on padding on the right where a cache is filled, which the CPU and
     `wyfold.checked()` see.
     """
     check.flag("patch", packing=packing, norm=norm)
@@ -121,111 +104,13 @@ def patch(
         raise ModuleNotFoundError(
             "patch: needs transformers, which is not installed: pip install transformers", name=error.name
         ) from error
-    patched = Patch(Report(transformers.__version__))
+    version = transformers.__version__
+    options = Options(packing, norm, on_unsupported)
+    patched = Patch(Report(version))
     try:
         for family in families:
-            calls = Calls(family, patched.report, on_unsupported == "stock", Boundaries())
-            if family.on_layers:
-                _patch_layers(patched, calls, target, packing)
-            else:
-                _patch_module(patched, calls, packing)
-            if norm:
-                _patch_norm(patched, calls)
+            patched._join(installed(family, options, target, version), target)
     except BaseException:
         patched.undo()
         raise
     return patched
-
-
-def _patch_module(patched: Patch, calls: Calls, packing: bool) -> None:
-    """Since 5.15: the names a modelling file looks up at every call."""
-    family = calls.family
-    module = family.module
-    missing = [name for name in (*family.functions.values(), family.model, family.norm) if not hasattr(module, name)]
-    if missing:
-        raise _unknown(patched, f"{module.__name__} has no {', '.join(missing)}")
-    for purpose, name in family.functions.items():
-        stock = getattr(module, name)
-        told = Replaced(family.name, module.__name__, name, calls.by(purpose))
-        patched._rebind(module, name, functools.wraps(stock)(calls.replacing(purpose, stock)), told)
-    if packing:
-        owner = getattr(module, family.model)
-        _hear_positions(patched, calls, owner, owner.forward, module.__name__)
-
-
-def _patch_layers(patched: Patch, calls: Calls, target: object, packing: bool) -> None:
-    """Up to 5.14: attributes of one model's layers, which hand no boundaries on."""
-    family = calls.family
-    if not isinstance(target, nn.Module):
-        raise ValueError(
-            f"patch: target must be a model with transformers {patched.report.version}, whose layers keep the "
-            f"functions themselves, got {target!r}"
-        )
-    layers = list(layers_of(target, family))
-    if not layers:
-        raise _unknown(patched, f"no layer of {type(target).__name__} keeps {ON_LAYERS['chunk']}")
-    for path, layer in layers:
-        for purpose, name in ON_LAYERS.items():
-            if name in vars(layer):
-                stock = vars(layer)[name]
-                told = Replaced(family.name, path, name, calls.by(purpose))
-                patched._rebind(layer, name, calls.replacing(purpose, stock), told)
-    if packing:
-        for path, part in target.named_modules():
-            if type(part).__name__ == family.model:
-                _hear_positions(patched, calls, part, part.forward, path or type(part).__name__)
-
-
-def _unknown(patched: Patch, what: str) -> UnsupportedError:
-    reason = f"{what}; known are 4.57 to 5.23"
-    return UnsupportedError("patch: this version cannot be patched", {f"transformers {patched.report.version}": reason})
-
-
-def _hear_positions(patched: Patch, calls: Calls, owner: Any, stock: Callable[..., Any], where: str) -> None:
-    """Let `forward` of a text model, of its class or of one instance, settle the boundaries before it begins."""
-    op = f"patch({calls.family.name})"
-    names = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    bound = isinstance(owner, nn.Module)
-
-    @functools.wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        model, given = (owner, args) if bound else (args[0], args[1:])
-        call = settled(op, {**dict(zip(names if bound else names[1:], given)), **kwargs})
-        if call.get("cu_seq_lens_q") is not None and not calls.family.separable:
-            raise ValueError(
-                f"{op}: documents must come in rows of their own, got several in one; the attention of this type picks "
-                "its tokens from the whole row"
-            )
-        if not bound:
-            return stock(model, **call)
-        if call.get("cu_seq_lens_q") is not None:
-            _refuse_unheard(op, model, calls.family)
-        calls.boundaries.current = call.get("cu_seq_lens_q")
-        try:
-            return stock(**call)
-        finally:
-            calls.boundaries.current = None
-
-    place = where if bound else f"{where}.{owner.__name__}"
-    told = Replaced(calls.family.name, place, "forward", "boundaries for all layers")
-    patched._rebind(owner, "forward", forward, told)
-
-
-def _refuse_unheard(op: str, model: nn.Module, family: Family) -> None:
-    """Layers of old versions learn of boundaries while the model runs, and through the functions that were replaced."""
-    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
-        raise ValueError(
-            f"{op}: gradient checkpointing must be off for packed documents with transformers before 5.15, got it on"
-        )
-    for path, layer in layers_of(model, family):
-        if ON_LAYERS["conv"] not in vars(layer):
-            raise ValueError(
-                f"{op}: packed documents need transformers 5.15 or later; the convolution of {path} knows no boundaries"
-            )
-
-
-def _patch_norm(patched: Patch, calls: Calls) -> None:
-    family = calls.family
-    owner = getattr(family.module, family.norm)
-    told = Replaced(family.name, f"{family.module_name}.{family.norm}", "forward", "wyfold.rms_norm_gated")
-    patched._rebind(owner, "forward", functools.wraps(owner.forward)(calls.norm(owner.forward)), told)

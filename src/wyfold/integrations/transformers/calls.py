@@ -7,14 +7,16 @@ that function would mix the documents.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wyfold.integrations.transformers.families import Family
-from wyfold.integrations.transformers.report import Report
+from wyfold.integrations.transformers.report import SERVED, Report
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
@@ -23,9 +25,12 @@ from wyfold.ops.norm import rms_norm_gated
 Function = Callable[..., Any]
 
 
-@dataclass
-class Boundaries:
-    """[N+1] int32 of the call that runs, for layers that hand no keywords on; None outside of one."""
+class Boundaries(threading.local):
+    """Boundaries of the forward that runs on this thread.
+
+    Attributes:
+        current: [N+1] of the packed documents, or None.
+    """
 
     current: Tensor | None = None
 
@@ -36,15 +41,17 @@ class Calls:
 
     Attributes:
         family: The model type.
-        report: Where calls are counted.
+        reports: Where calls are counted: one report for each patch that shares the replacements.
         fall_back: Whether a refused call goes to the stock function.
-        boundaries: Where a call's boundaries are, if not among its keywords.
+        on_layers: Whether layers hand no keywords on, as up to 5.14; then a call's boundaries are those of the forward.
+        boundaries: Boundaries of the forward.
     """
 
     family: Family
-    report: Report
+    reports: list[Report]
     fall_back: bool
-    boundaries: Boundaries
+    on_layers: bool
+    boundaries: Boundaries = field(default_factory=Boundaries)
 
     def replacing(self, purpose: str, stock: Function | None) -> Function:
         """The function for "chunk", "recurrent", "conv" or "conv_update"."""
@@ -65,16 +72,24 @@ class Calls:
         return chunk if purpose == "chunk" else recurrent
 
     def _serve(self, name: str, ours: Callable[[], Any], stock: Callable[[], Any] | None, packed: bool) -> Any:
-        """Ours; where it refuses and that is allowed, the stock function's."""
+        """Ours; where it refuses and that is allowed, or no patch holds any more, the stock function's."""
+        if not self.reports and stock is not None:
+            return stock()
         try:
             result = ours()
         except ValueError as refusal:  # operators check before they work, so nothing has been done
             if not self.fall_back or stock is None or packed:
                 raise
-            self.report.count(self.family.name, name, str(refusal))
+            self._count(name, str(refusal))
             return stock()
-        self.report.count(self.family.name, name)
+        self._count(name, SERVED)
         return result
+
+    def _count(self, name: str, outcome: str) -> None:
+        # A number that changes would have the compiler compile anew at every call.
+        if not torch.compiler.is_compiling():
+            for report in self.reports:
+                report.calls[self.family.name, name, outcome] += 1
 
     def _rule(self, purpose: str, stock: Function | None) -> Function:
         operator = self._operator(purpose)
@@ -197,4 +212,10 @@ class Calls:
             raise ValueError(
                 f"patch: {self.family.name} must be patched with packing=True to take seq_idx, got packing=False"
             )
-        return self.boundaries.current
+        boundaries = self.boundaries.current
+        if boundaries is not None and not self.on_layers:
+            raise ValueError(
+                f"patch: {self.family.name} must hand cu_seq_lens_q on to its layers for packed documents, got a layer "
+                "called without it; this version or a wrapper drops it, so documents must come in rows of their own"
+            )
+        return boundaries

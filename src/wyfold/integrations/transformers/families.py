@@ -55,6 +55,15 @@ class Family:
         """
         return "is_fast_path_available" in vars(self.module)
 
+    def text_models(self, model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+        """Instances of the class that is handed positions, by that class; wrappers derive classes of it."""
+        found: dict[type[nn.Module], list[nn.Module]] = {}
+        for part in model.modules():
+            for cls in type(part).__mro__:
+                if cls.__name__ == self.model:
+                    found.setdefault(cls, []).append(part)
+        return found
+
     @property
     def functions(self) -> dict[str, str]:
         """What a call is for -> the module's name of it, since 5.15."""
@@ -101,7 +110,7 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
 
     Raises:
         TypeError: target is neither a module, nor names, nor None.
-        ValueError: an unknown name, or nothing with delta-rule layers.
+        ValueError: an unknown name, no name, or nothing with delta-rule layers.
     """
     known = ", ".join(FAMILIES)
     if target is None:
@@ -112,7 +121,7 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
             )
         return found
     if isinstance(target, nn.Module):
-        modules = {type(part).__module__ for part in target.modules()}
+        modules = {cls.__module__ for part in target.modules() for cls in type(part).__mro__}
         found = [family for family in FAMILIES.values() if family.module_name in modules]
         if not found:
             raise ValueError(f"patch: target must be a model of {known}, got {type(target).__name__}")
@@ -120,6 +129,8 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
     names = [target] if isinstance(target, str) else target
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"patch: target must be a model, type names or None, got {type(target).__name__}")
+    if not names:
+        raise ValueError(f"patch: target must name at least one type, got {names!r}; types are {known}")
     for name in names:
         if name not in FAMILIES:
             raise ValueError(f"patch: target must be of {known}, got {name!r}")
@@ -129,5 +140,5 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
 def layers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Any]]:
     """Every layer of a model that keeps the functions itself, with its path."""
     for path, part in model.named_modules():
-        if type(part).__module__ == family.module_name and ON_LAYERS["chunk"] in vars(part):
+        if ON_LAYERS["chunk"] in vars(part) and any(cls.__module__ == family.module_name for cls in type(part).__mro__):
             yield path, part

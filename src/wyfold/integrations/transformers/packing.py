@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.integrations.transformers.arguments import CACHES
+from wyfold.integrations.transformers.masks import packed_mask, padding
 from wyfold.runtime import check
+from wyfold.runtime.layout import boundaries as checked_boundaries
 from wyfold.runtime.layout import legal_boundaries
 
 Call = dict[str, Any]
@@ -25,42 +28,71 @@ def settled(op: str, call: Call) -> Call:
     code given boundaries are believed, since nothing can be read there; positions alone break the graph.
 
     Args:
-        op: Who asks, for messages.
+        op: The model type, for messages.
         call: Keywords of the text model's forward.
 
     Returns:
-        The same keywords, and where documents are packed: `cu_seq_lens_q` [N+1] int32 over all rows laid one after
-        another, `position_ids` that begin again at each boundary, no mask, and `use_cache=False`.
+        The same keywords, and where documents are packed: `cu_seq_lens_q` [N+1] over all rows laid one after
+        another, `position_ids` that begin again at each boundary, no mask of padding, and `use_cache=False`.
 
     Raises:
-        ValueError: documents are packed, and a cache or a mask with padding is asked for as well; or positions
-            and boundaries disagree; or a cache would be filled from rows with padding on the right.
+        ValueError: documents are packed, and a cache or a mask with padding is asked for as well, or a mask that lets
+            them attend to each other; or positions and boundaries disagree; or boundaries have another's name; or a
+            cache would be filled from rows with padding on the right.
     """
+    _refuse_other_names(op, call)
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] < 2:
         return call
     B, T = tokens.shape[:2]
-    cached = call.get("past_key_values") is not None
-    mask = call.get("attention_mask")
-    mask = mask[:, -T:] if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    cached = any(call.get(name) is not None for name in CACHES)
+    mask = padding(call.get("attention_mask"), T)
+    mask = None if mask is None else mask.to(tokens.device)
     if cached and mask is not None:
         _refuse_right_padding(op, mask)
     positions = _text_positions(call.get("position_ids"), B, T)
-    starts = None if positions is None else _starts(positions, mask)
-    boundaries = call.get("cu_seq_lens_q")
-    if boundaries is None and call.get("seq_idx") is not None:
-        boundaries = _boundaries(_changes(op, call["seq_idx"], B, T))
-    if boundaries is None:
+    starts = None if positions is None else _starts(positions.to(tokens.device), mask)
+    named, given = _given(op, call, tokens)
+    if given is None:
         if starts is None or int(starts.sum()) == B:
             return call
-        boundaries = _boundaries(starts)
-    _refuse_cache(op, call, cached)
-    given = _given_starts(boundaries, B, T)
+        named, given = "position_ids", starts
+    _refuse_cache(op, call, cached, named)
     if not torch.compiler.is_compiling():
-        _check_contents(op, boundaries, starts, given, mask)
-    whole_mask = {} if mask is None else {"attention_mask": None}
+        _check_contents(op, named, given, starts, mask)
+    boundaries = call.get("cu_seq_lens_q")
+    boundaries = _boundaries(given) if boundaries is None else boundaries.to(tokens.device)
+    whole_mask = packed_mask(op, call.get("attention_mask"), given)
     restarted = {} if positions is not None else {"position_ids": _positions(given)}
-    return {**call, **whole_mask, **restarted, "cu_seq_lens_q": boundaries, "use_cache": False}
+    return {**call, **restarted, "attention_mask": whole_mask, "cu_seq_lens_q": boundaries, "use_cache": False}
+
+
+def _refuse_other_names(op: str, call: Call) -> None:
+    """Boundaries under names that layers pass over, or that collide with their own."""
+    if call.get("cu_seqlens") is not None:
+        raise ValueError(f"{op}: boundaries must be given as cu_seq_lens_q, got cu_seqlens")
+    if call.get("cu_seq_lens_q") is None and call.get("cu_seq_lens_k") is not None:
+        raise ValueError(f"{op}: boundaries must be given as cu_seq_lens_q, got cu_seq_lens_k alone")
+
+
+def _given(op: str, call: Call, tokens: Tensor) -> tuple[str, Tensor | None]:
+    """The argument that gives boundaries, and [B, T] bool, True where a document begins; None without one."""
+    B, T = tokens.shape[:2]
+    seq_idx = call.get("seq_idx")
+    changes = None if seq_idx is None else _changes(op, seq_idx, B, T).to(tokens.device)
+    if call.get("cu_seq_lens_q") is None:
+        return "seq_idx", changes
+    starts = _starts_of(op, "cu_seq_lens_q", call["cu_seq_lens_q"], tokens)
+    others = {"seq_idx": changes}
+    if call.get("cu_seq_lens_k") is not None:
+        others["cu_seq_lens_k"] = _starts_of(op, "cu_seq_lens_k", call["cu_seq_lens_k"], tokens)
+    for name, other in others.items():
+        if other is not None and not torch.compiler.is_compiling() and not torch.equal(other, starts):
+            raise ValueError(
+                f"{op}: {name} must have the boundaries of cu_seq_lens_q, got {int(other.sum())} documents and "
+                f"{int(starts.sum())}, or other lengths; give one of the two"
+            )
+    return "cu_seq_lens_q", starts
 
 
 def _text_positions(position_ids: Tensor | None, B: int, T: int) -> Tensor | None:
@@ -93,7 +125,7 @@ def _starts(positions: Tensor, mask: Tensor | None) -> Tensor:
 
 def _changes(op: str, seq_idx: Tensor, B: int, T: int) -> Tensor:
     """[B, T] bool: a row begins, or the number of the sequence changes."""
-    if list(seq_idx.shape) != [B, T]:
+    if list(check.tensor(op, "seq_idx", seq_idx).shape) != [B, T]:
         raise ValueError(f"{op}: seq_idx must be [B, T] = [{B}, {T}], got {list(seq_idx.shape)}")
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -106,8 +138,14 @@ def _boundaries(starts: Tensor) -> Tensor:
     return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
 
 
-def _given_starts(boundaries: Tensor, B: int, T: int) -> Tensor:
-    """[B, T] bool of boundaries; an empty document at the end falls beside the batch."""
+def _starts_of(op: str, name: str, given: Tensor, tokens: Tensor) -> Tensor:
+    """[B, T] bool of boundaries; an empty document at the end begins behind the batch."""
+    B, T = tokens.shape[:2]
+    boundaries = checked_boundaries(op, given, name).to(tokens.device)
+    if not torch.compiler.is_compiling():
+        last = int(legal_boundaries(op, boundaries, B * T, name)[-1])
+        if last != B * T:
+            raise ValueError(f"{op}: {name} must end at B * T = {B * T}, got {last}")
     starts = torch.zeros(B * T + 1, dtype=torch.bool, device=boundaries.device)
     return starts.index_fill(0, boundaries[:-1].clamp(0, B * T).long(), True)[: B * T].view(B, T)
 
@@ -118,29 +156,28 @@ def _positions(starts: Tensor) -> Tensor:
     return token - torch.where(starts, token, 0).cummax(1).values
 
 
-def _refuse_cache(op: str, call: Call, cached: bool) -> None:
+def _refuse_cache(op: str, call: Call, cached: bool, named: str) -> None:
     if cached or call.get("use_cache"):
+        beside = (
+            "; where they begin again beside padding, give attention_mask [B, T]" if named == "position_ids" else ""
+        )
         raise ValueError(
             f"{op}: use_cache must be False with packed documents, got {'a cache' if cached else True}; a row of "
-            "several documents has no one state to go on from"
+            f"several documents has no one state to go on from. Documents are read from {named}{beside}"
         )
 
 
-def _check_contents(op: str, boundaries: Tensor, starts: Tensor | None, given: Tensor, mask: Tensor | None) -> None:
-    """Boundaries are boundaries of this batch, positions say the same, and no token is padding."""
-    tokens = given.numel()
-    last = int(legal_boundaries(op, boundaries, tokens)[-1])
-    if last != tokens:
-        raise ValueError(f"{op}: cu_seq_lens_q must end at B * T = {tokens}, got {last}")
+def _check_contents(op: str, named: str, given: Tensor, starts: Tensor | None, mask: Tensor | None) -> None:
+    """Every row of the batch begins a document, positions say the same, and no token is padding."""
     if not bool(given[:, 0].all()):
-        raise ValueError(f"{op}: cu_seq_lens_q must have a boundary where a row of the batch begins")
+        raise ValueError(f"{op}: {named} must have a boundary where a row of the batch begins")
     if mask is not None and not bool((mask != 0).all()):
         raise ValueError(
             f"{op}: attention_mask must be None or all ones with packed documents, got padding; leave the padding out"
         )
     if starts is not None and not torch.equal(starts, given):
         raise ValueError(
-            f"{op}: position_ids must begin again where cu_seq_lens_q or seq_idx has a boundary and nowhere else, got "
+            f"{op}: position_ids must begin again where {named} has a boundary and nowhere else, got "
             f"{int(starts.sum())} documents by position and {int(given.sum())} by boundary; give one of the two"
         )
 

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 SERVED = "wyfold"
 
 
@@ -35,17 +33,14 @@ class Report:
         version: Of transformers.
         replaced: Every name that was rebound.
         calls: (model type, name, outcome) -> times. The outcome is "wyfold", or why the model's own code ran.
-            Inside compiled code nothing is counted.
+            Inside compiled code nothing is counted. Calls of all models of a type count, while the patch holds.
+        kept: Modules of the given model that run their stock function, and why.
     """
 
     version: str
     replaced: list[Replaced] = field(default_factory=list)
     calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    def count(self, family: str, name: str, outcome: str = SERVED) -> None:
-        # A number that changes would have the compiler compile anew at every call.
-        if not torch.compiler.is_compiling():
-            self.calls[family, name, outcome] += 1
+    kept: dict[str, str] = field(default_factory=dict)
 
     @property
     def served(self) -> int:
@@ -64,6 +59,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"transformers {self.version}: {len(self.replaced)} names replaced"]
         lines += [f"  {where}.{name} <- {by}" for _, where, name, by in self.replaced]
+        lines += [f"  {where} keeps its own: {why}" for where, why in self.kept.items()]
         lines += [
             f"  {times} x {family} {name}: {outcome}" for (family, name, outcome), times in sorted(self.calls.items())
         ]
