@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from wyfold import SequenceLayout
-from wyfold.layers import SoftmaxAttention
+from wyfold.layers import LayerCache, SoftmaxAttention
 from wyfold.runtime import check
 
 
@@ -79,7 +79,7 @@ def test_a_mask_keeps_rows_of_no_document_out(monkeypatch):
 def test_a_window_bounds_the_cache(first):
     layer = SoftmaxAttention(24, 4, 2, 8, window=5)
     x = torch.randn(3, 60, 24)
-    cache = {}
+    cache = LayerCache()
     with torch.inference_mode():
         layer(x[:, :first], cache=cache)
         for t in range(first, 60):
@@ -95,7 +95,7 @@ def test_rotary_positions_are_relative(float64_bounds):
     """Attention of a sequence is that of the same sequence further on, once nothing before it is seen."""
     layer = SoftmaxAttention(24, 4, 2, 8, window=6).double()
     x = torch.randn(1, 30, 24, dtype=torch.float64)
-    cache = {}
+    cache = LayerCache()
     layer(torch.zeros(1, 500, 24, dtype=torch.float64), cache=cache)
     float64_bounds.within("y", layer(x, cache=cache)[:, 6:], layer(x)[:, 6:], 1e-11)  # angles of 500 radians
 

@@ -22,7 +22,7 @@ MIXERS = {
 @pytest.mark.parametrize("kind", MIXERS)
 def test_every_operator_of_a_mixer_is_asked(kind, taken_for_cuda):
     x = torch.randn(1, 40, 24, requires_grad=True)
-    layer, cache = kind(**SIZES, backend="eager"), {}
+    layer, cache = kind(**SIZES, backend="eager"), layers.LayerCache()
     layer(x).sum().backward()
     layer(x, layout=SequenceLayout.from_lengths([7, 33]))
     for piece in x.split([33, 1, 6], dim=1):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wyfold.layers import DecodingCache
+from wyfold.layers import DecodingCache, LayerCache
 
 NAMES = ["delta_net", "kda", "ttt_linear", "window"]
 
@@ -16,7 +16,7 @@ def layers(build):
 @pytest.fixture
 def filled(layers):
     """A cache of three sequences after 19 tokens."""
-    cache = DecodingCache([{} for _ in layers], batch_size=3)
+    cache = DecodingCache([LayerCache() for _ in layers], batch_size=3)
     for layer, record in zip(layers, cache.layers, strict=True):
         layer(torch.randn(3, 19, 24, dtype=torch.float64), cache=record)
     return cache
@@ -27,7 +27,7 @@ def test_reorder_moves_rows_of_every_layer(layers, filled, float64_bounds):
     rows = torch.tensor([2, 0])
     parts = []
     for layer, record in zip(layers, filled.layers, strict=True):
-        alone = [{name: t[row : row + 1] for name, t in record.items()} for row in rows]
+        alone = [LayerCache({name: t[row : row + 1] for name, t in record.items()}) for row in rows]
         parts.append(torch.cat([layer(x[i : i + 1], cache=cache) for i, cache in enumerate(alone)]))
     filled.reorder(rows)
     assert filled.batch_size == 2
@@ -53,7 +53,7 @@ def test_a_snapshot_is_a_place_to_return_to(layers, filled):
 
 
 def test_floats_change_dtype_and_integers_do_not(filled):
-    filled.to(dtype=torch.float32)
+    filled.to(dtype=torch.float32, state_dtype=torch.float32)
     for record in filled.layers:
         for name, tensor in record.items():
             assert tensor.dtype == torch.float32 or name in ("position", "positions")
@@ -63,7 +63,7 @@ def test_floats_change_dtype_and_integers_do_not(filled):
 
 def test_a_recurrent_state_stays_in_the_dtype_it_is_given(build):
     layer = build("gated_delta_net", torch.float32)
-    cache = DecodingCache([{}], batch_size=1)
+    cache = DecodingCache([LayerCache()], batch_size=1)
     x = torch.randn(1, 21, 24)
     layer(x, cache=cache.layers[0])
     assert cache.layers[0]["state"].dtype == torch.float32
@@ -76,7 +76,7 @@ def test_a_recurrent_state_stays_in_the_dtype_it_is_given(build):
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "ttt_linear", "window"])
 def test_its_size_does_not_grow(build, name):
     layer = build(name)
-    cache = DecodingCache([{}], batch_size=2)
+    cache = DecodingCache([LayerCache()], batch_size=2)
     with torch.inference_mode():
         layer(torch.randn(2, 20, 24, dtype=torch.float64), cache=cache.layers[0])
         size = cache.nbytes
@@ -88,6 +88,6 @@ def test_its_size_does_not_grow(build, name):
 
 def test_mistakes_are_named(filled):
     with pytest.raises(ValueError, match=r"^DecodingCache: batch_size must be at least 1, got 0$"):
-        DecodingCache([{}], batch_size=0)
+        DecodingCache([LayerCache()], batch_size=0)
     with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must have 1 dimension, \[N\]"):
         filled.reorder(torch.zeros(2, 1, dtype=torch.int64))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, pad, silu
 
-from wyfold.layers import ShortConvolution
+from wyfold.layers import LayerCache, ShortConvolution
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -21,7 +21,7 @@ def test_output(conv_size, bias, float64_bounds):
 def test_the_cache_holds_the_latest_inputs(float64_bounds):
     layer = ShortConvolution(6, 4, activation=None).double()
     x = torch.randn(2, 13, 6, dtype=torch.float64)
-    cache = {}
+    cache = LayerCache()
     y = torch.cat([layer(piece, cache=cache) for piece in x.split([1, 1, 5, 6], dim=1)], dim=1)
     float64_bounds.output("y", y, layer(x))
     assert torch.equal(cache["conv"], x[:, -3:].mT)

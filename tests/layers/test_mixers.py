@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from wyfold import SequenceLayout
+from wyfold.layers import LayerCache
 from wyfold.reference import error
 
 LENGTHS = [11, 0, 20, 1]  # packed documents; 7 more rows of the buffer belong to none
@@ -28,19 +29,19 @@ def decode(layer, x, cache):
 
 
 def test_token_by_token_is_the_whole(mixer, x, float64_bounds):
-    float64_bounds.output("y", decode(mixer, x, {}), mixer(x))
+    float64_bounds.output("y", decode(mixer, x, LayerCache()), mixer(x))
 
 
 @pytest.mark.parametrize("pieces", [[7, 1, 20, 11], [16, 16, 7], [2, 37], [39, 0], [0, 3, 36]])
 def test_pieces_are_the_whole(mixer, x, pieces, float64_bounds):
-    cache = {}
+    cache = LayerCache()
     y = torch.cat([mixer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
     float64_bounds.output("y", y, mixer(x))
 
 
 def test_gradients_pass_through_the_cache(mixer, x, same_gradients):
     x.requires_grad_()
-    cache = {}
+    cache = LayerCache()
     # At whole mini-batches of TTT, whose open ones are constants.
     y = torch.cat([mixer(piece, cache=cache) for piece in x[:, :36].split([16, 16, 4], dim=1)], dim=1)
     same_gradients(mixer, x, y[:, :32], mixer(x[:, :36])[:, :32])
@@ -97,7 +98,7 @@ def test_the_past_ignores_the_future(mixer32, x):
 
 def test_packed_prompts_then_decoding_together(mixer, x, float64_bounds):
     """Prompts of different lengths, one of them empty, then rows that go on in step, then packed again."""
-    cache = {}
+    cache = LayerCache()
     mixer(x[:1], layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS), cache=cache)
     following = torch.randn(len(LENGTHS), 9, 24, dtype=torch.float64)
     together = torch.cat([decode(mixer, following[:, :2], cache), mixer(following[:, 2:6], cache=cache)], dim=1)
@@ -111,10 +112,10 @@ def test_packed_prompts_then_decoding_together(mixer, x, float64_bounds):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_same_bits(mixer32, x, mode):
     x = x.float()
-    cache = {}
+    cache = LayerCache()
     y = torch.cat([mixer32(x[:, :33], cache=cache), decode(mixer32, x[:, 33:], cache)], dim=1)
     with mode():
-        cache = {}
+        cache = LayerCache()
         without = torch.cat([mixer32(x[:, :33], cache=cache), decode(mixer32, x[:, 33:], cache)], dim=1)
     assert y.requires_grad and not without.requires_grad
     assert torch.equal(y, without)
@@ -135,10 +136,10 @@ def test_one_graph(build, x, name):
             error.require(error.judge(packed, copy.deepcopy(layer).double()(x[:1], layout=layout), y, name="y"))
         else:
             assert torch.equal(packed, y)
-        cache = {}
+        cache = LayerCache()
         layer(x.float(), cache=cache)
         step = x[:, :1].float()
-        assert torch.equal(compiled(step, cache=dict(cache)), layer(step, cache=dict(cache)))
+        assert torch.equal(compiled(step, cache=cache.snapshot()), layer(step, cache=cache.snapshot()))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -161,7 +162,7 @@ def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
     layer16, x16 = copy.deepcopy(mixer).bfloat16(), x.bfloat16()
     truth = layer16.double()(x16.double())
     layer16.bfloat16()
-    cache = {}
+    cache = LayerCache()
     decoded = torch.cat([layer16(x16[:, :30], cache=cache), decode(layer16, x16[:, 30:], cache)], dim=1)
     error.require(error.judge(decoded, truth, layer16(x16), name="y"))
     assert {cache[name].dtype for name in ("state", "bias", "grad") if name in cache} <= {torch.float32}
@@ -169,9 +170,9 @@ def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
 
 def test_a_cache_is_replaced_not_written(mixer, x):
     """So that a shallow copy is a place to return to."""
-    cache = {}
+    cache = LayerCache()
     mixer(x[:, :20], cache=cache)
-    before = dict(cache)
+    before = cache.snapshot()
     contents = {name: tensor.clone() for name, tensor in before.items()}
     first = mixer(x[:, 20:23], cache=cache)
     assert all(torch.equal(before[name], contents[name]) for name in before)
@@ -181,7 +182,7 @@ def test_a_cache_is_replaced_not_written(mixer, x):
 def test_mistakes_are_named(mixer, x):
     name = type(mixer).__name__
     layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
-    cache = {}
+    cache = LayerCache()
     mixer(x, cache=cache)
     with pytest.raises(ValueError, match=rf"^{name}: x must be \[B, T, 24\].*got \[2, 39, 23\]"):
         mixer(x[..., :23])
@@ -197,7 +198,7 @@ def test_mistakes_are_named(mixer, x):
         mixer(x.bfloat16())
     held = next(iter(cache))
     with pytest.raises(TypeError, match=rf"^{name}: cache\['{held}'\] must be a torch.Tensor, got NoneType"):
-        mixer(x, cache=cache | {held: None})
+        mixer(x, cache=LayerCache({**cache, held: None}))
     with pytest.raises(ValueError, match=rf"^{name}: x must be \[1, T, hidden_size\] = \[1, 39, 24\]"):
         mixer(x, layout=layout)
     with pytest.raises(TypeError, match=f"^{name}: layout must be a SequenceLayout"):
@@ -205,8 +206,8 @@ def test_mistakes_are_named(mixer, x):
     with pytest.raises(ValueError, match=rf"^{name}: cache must hold the 1 sequences of x, got '\w+' \[2, "):
         mixer(x[:1], cache=cache)
     with pytest.raises(ValueError, match=f"^{name}: cache must be empty or hold .*, got strange$"):
-        mixer(x, cache={"strange": torch.zeros(len(x))})
-    with pytest.raises(TypeError, match=f"^{name}: cache must be a dict of tensors"):
+        mixer(x, cache=LayerCache({"strange": torch.zeros(len(x))}))
+    with pytest.raises(TypeError, match=f"^{name}: cache must be a wyfold.layers.LayerCache or None, got list$"):
         mixer(x, cache=[cache])
     with pytest.raises(TypeError, match=f"^{name}: cp_context must be a ContextParallel or None, got SequenceLayout"):
         mixer(x, cp_context=layout)

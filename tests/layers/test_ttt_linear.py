@@ -7,7 +7,7 @@ from torch.autograd import grad
 from torch.nn.functional import gelu, layer_norm, linear
 
 from wyfold import SequenceLayout
-from wyfold.layers import TTTLinear
+from wyfold.layers import LayerCache, TTTLinear
 
 WIDTH = 24
 FORMS = {
@@ -101,7 +101,7 @@ def test_output_and_gradients(layer, lengths, float64_bounds, same_gradients):
 def test_an_open_mini_batch_goes_on(layer, first, float64_bounds):
     """The chunk form alone would close it and start another, which is a different model."""
     x = torch.randn(2, 70, WIDTH, dtype=torch.float64)
-    cache = {}
+    cache = LayerCache()
     y = torch.cat([layer(x[:, :first], cache=cache), layer(x[:, first:], cache=cache)], dim=1)
     float64_bounds.output("y", y, layer(x))
 
@@ -109,7 +109,7 @@ def test_an_open_mini_batch_goes_on(layer, first, float64_bounds):
 def test_a_token_at_a_time_is_the_paper_s(layer, float64_bounds):
     """Through the cache, from sequences that stand at different places of their mini-batches."""
     x = torch.randn(2, 37, WIDTH, dtype=torch.float64)
-    cache = {}
+    cache = LayerCache()
     with torch.no_grad():
         layer(torch.cat([x[:1, :5], x[1:, :20]], dim=1), layout=SequenceLayout.from_lengths([5, 20]), cache=cache)
         following = torch.stack([x[0, 5:22], x[1, 20:37]])

@@ -58,6 +58,16 @@ def test_logits_of_some_places_are_those_of_all(model, ids, float64_bounds):
     assert model(ids, places=places)[1] is None
 
 
+def test_places_of_a_packed_row_leave_out_labels_beyond_its_end(model, ids, float64_bounds):
+    layout = SequenceLayout.from_lengths([9, 20], tokens=37)
+    places = torch.tensor([[8, 28, 30]])
+    few, loss = model(ids[:1], ids[:1, :3], layout=layout, places=places)
+    logits, _ = model(ids[:1], layout=layout)
+    float64_bounds.output("logits", few, logits[:, places[0]])
+    truth = torch.nn.functional.cross_entropy(few[0, :2].float(), ids[0, :2])
+    float64_bounds.within("loss", loss.double(), truth.double(), 1e-6)
+
+
 def test_no_label_that_counts_is_no_loss(model, ids):
     _, loss = model(ids, torch.full_like(ids, -100))
     loss.backward()
@@ -242,9 +252,6 @@ def test_mistakes_are_named(model, ids):
     ]:
         with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
             model(ids, **keywords)
-    packed = {"layout": layout, "places": ids[:1, :2]}
-    with pytest.raises(ValueError, match=r"^Decoder: places must come without layout and cp_context, got a layout$"):
-        model(ids[:1, :10], **packed)
     other = Decoder(DecoderConfig(**SMALL | {"num_layers": 2})).new_cache(2)
     with pytest.raises(ValueError, match=r"^Decoder: cache must have 5 layers, got 2$"):
         model(ids, cache=other)

@@ -77,6 +77,11 @@ class Parted(nn.Module):
         y = torch.func.functional_call(self.part, own, (mine,), where)
         return DTensor.from_local(y, self.mesh, summed, run_check=False).redistribute(placements=everywhere).to_local()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "new_pool":  # of this rank's heads; absent where the part has none, as the decoder asks
+            return self.part.new_pool
+        return super().__getattr__(name)
+
     def gathered(self) -> dict[str, Tensor]:
         """The whole module's parameters, in its own order; every rank calls this alike."""
         found = {}

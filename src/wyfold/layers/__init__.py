@@ -1,7 +1,7 @@
 """The papers' sequence-mixing layers around the operators, and the cache they decode with."""
 
 from wyfold.layers.attention import SoftmaxAttention
-from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool
+from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
@@ -19,6 +19,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LayerCache",
     "LayerPool",
+    "PooledCache",
     "ShortConvolution",
     "SoftmaxAttention",
     "TTTLinear",

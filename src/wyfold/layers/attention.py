@@ -79,7 +79,7 @@ class SoftmaxAttention(nn.Module):
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
             cache: Holds "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1 where a row has
-                none yet; replaced. An empty dict starts.
+                none yet; replaced. An empty cache starts.
             cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
                 the tokens. Keys and values of all ranks are gathered, queries stay, under a mask of T times all tokens.
 
@@ -87,12 +87,12 @@ class SoftmaxAttention(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open.
+            TypeError: x has another dtype than the parameters, and no autocast is open; cache is no `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
         holds = ("keys", "values", "positions")
         sequences("SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
-        past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache else None
+        past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache is not None and "keys" in cache else None
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         positions = _positions(x, layout, past) if cp_context is None else cp_context.position_ids(x.device)

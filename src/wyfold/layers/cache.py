@@ -1,10 +1,14 @@
 """What layers remember between calls.
 
-A layer keeps what it needs to go on in a `LayerCache`, a plain dict of tensors whose first dimension is the sequence.
-It starts empty, and each call replaces its tensors by their successors without writing into them: a shallow copy of
-the dict is a snapshot to return to. A `DecodingCache` holds one per layer of a model.
+A layer keeps what it needs to go on in a `LayerCache`: tensors by name, whose first dimension is the sequence. It
+starts empty, and each call replaces its tensors by their successors without writing into them, so `snapshot` is free. A
+`DecodingCache` holds one per layer of a model.
 
-The dict's size does not grow with the tokens seen, softmax attention without a window excepted.
+A cache is an object that wrappers of modules pass on as it is. Wrappers rebuild dicts, tuples, dataclasses and
+registered pytrees among the arguments they cast or move (FSDP2 with a mixed precision policy, accelerate's hooks), and
+what a layer writes into a rebuilt container is lost. So these classes are none of those, and `to` works in place.
+
+The size of a cache does not grow with the tokens seen, softmax attention without a window excepted.
 
 To serve, a layer of the delta family keeps many sequences in a `LayerPool` instead, each in a slot, and updates those
 that a call names in place; no gradient passes. `DecodingPools` holds one per layer.
@@ -12,8 +16,7 @@ that a call names in place; no gradient passes. `DecodingPools` holds one per la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,138 @@ from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.register import autocast_dtype
 
-LayerCache: TypeAlias = dict[str, Tensor]
+ACTIVATIONS = frozenset({"conv", "keys", "values"})
+"""Tensors of a cache that have the dtype of the layer's activations; other floats are recurrent states."""
+
+
+class LayerCache:
+    """What one layer remembers of N sequences: tensors by name, replaced by each call.
+
+    Args:
+        tensors: Name -> [N, ...]; None or empty for a fresh start. The mapping is copied, its tensors are not.
+
+    Raises:
+        TypeError: tensors is no mapping.
+
+    Example:
+        >>> import torch
+        >>> from wyfold.layers import DeltaNet, LayerCache
+        >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), LayerCache()
+        >>> _ = layer(torch.randn(3, 5, 32), cache=cache)
+        >>> {name: list(x.shape) for name, x in cache.items()}
+        {'conv': [3, 96, 3], 'state': [3, 2, 16, 16]}
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None):
+        if tensors is not None and not isinstance(tensors, Mapping):
+            raise TypeError(f"LayerCache: tensors must be a mapping or None, got {type(tensors).__name__}")
+        self._tensors: dict[str, Tensor] = {} if tensors is None else dict(tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, x: Tensor) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            # A checkpoint runs the layer again from the state that the first run left, which gives wrong gradients.
+            raise RuntimeError(
+                "LayerCache: a layer must not be called with a cache inside a backward pass, as activation "
+                "checkpointing does; use the checkpoint without a cache, or the cache without a checkpoint"
+            )
+        self._tensors[name] = x
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __copy__(self) -> LayerCache:
+        return self.snapshot()
+
+    def __repr__(self) -> str:
+        return f"LayerCache({', '.join(f'{name}: {list(x.shape)}' for name, x in self._tensors.items())})"
+
+    def get(self, name: str) -> Tensor | None:
+        """The tensor of that name, or None."""
+        return self._tensors.get(name)
+
+    def keys(self) -> KeysView[str]:
+        """Names of the tensors."""
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """The tensors."""
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Names and tensors."""
+        return self._tensors.items()
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace several tensors."""
+        for name, x in tensors:
+            self[name] = x
+
+    def snapshot(self) -> LayerCache:
+        """A second cache with the same tensors; calls replace tensors and write into none, so nothing is copied."""
+        return LayerCache(self._tensors)
+
+    def reorder(self, rows: Tensor) -> LayerCache:
+        """Replace row i by row rows[i], in place.
+
+        Args:
+            rows: [N'] int64. Repeats and another length are allowed.
+        """
+        check.shapes("LayerCache.reorder", rows=(rows, "N"))
+        self.update([(name, x.index_select(0, rows.to(x.device))) for name, x in self.items()])
+        return self
+
+    def detach(self) -> LayerCache:
+        """Drop the gradient history of the tensors, in place."""
+        self.update([(name, x.detach()) for name, x in self.items()])
+        return self
+
+    def to(
+        self,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        state_dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> LayerCache:
+        """Move or cast in place.
+
+        Args:
+            device: None leaves tensors where they are.
+            dtype: Of the convolution's inputs and of attention's keys and values; recurrent states keep theirs.
+            state_dtype: Of the recurrent states. Integers are never cast.
+            non_blocking: Whether the copies may run beside the host.
+
+        Returns:
+            The cache itself.
+
+        Raises:
+            TypeError: device is a dtype.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(
+                f"LayerCache.to: device must be a device or None, got {device}; "
+                "cast activations by dtype= and recurrent states by state_dtype="
+            )
+        moved = []
+        for name, x in self.items():
+            wanted = (dtype if name in ACTIVATIONS else state_dtype) if x.is_floating_point() else None
+            moved.append((name, x.to(device=device, dtype=wanted, non_blocking=non_blocking)))
+        self.update(moved)
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors hold."""
+        return sum(x.nbytes for x in self.values())
 
 
 class DecodingCache:
@@ -34,15 +168,24 @@ class DecodingCache:
         layers: One `LayerCache` per layer, empty for a fresh start.
         batch_size: N, sequences that go on together.
 
+    Raises:
+        TypeError: a layer's cache is no `LayerCache`.
+
     Example:
         >>> import torch
-        >>> cache = DecodingCache([{"state": torch.arange(3.0)}], batch_size=3)
+        >>> from wyfold.layers import LayerCache
+        >>> cache = DecodingCache([LayerCache({"state": torch.arange(3.0)})], batch_size=3)
         >>> cache.reorder(torch.tensor([2, 0])).layers[0]["state"]
         tensor([2., 0.])
     """
 
     def __init__(self, layers: Sequence[LayerCache], batch_size: int):
         self.layers = list(layers)
+        for layer in self.layers:
+            if not isinstance(layer, LayerCache):
+                raise TypeError(
+                    f"DecodingCache: layers must each be a wyfold.layers.LayerCache, got {type(layer).__name__}"
+                )
         self.batch_size = check.integer("DecodingCache", "batch_size", batch_size, least=1)
 
     def reorder(self, rows: Tensor) -> DecodingCache:
@@ -52,36 +195,48 @@ class DecodingCache:
             rows: [N'] int64. Repeats and another length are allowed.
         """
         check.shapes("DecodingCache.reorder", rows=(rows, "N"))
-        self._replace(lambda x: x.index_select(0, rows.to(x.device)))
+        for layer in self.layers:
+            layer.reorder(rows)
         self.batch_size = rows.shape[0]
         return self
 
     def detach(self) -> DecodingCache:
         """Forget in place how the tensors were computed: training goes on from here without a gradient to the past."""
-        self._replace(Tensor.detach)
+        for layer in self.layers:
+            layer.detach()
         return self
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> DecodingCache:
-        """Move in place; `dtype` changes floating point tensors alone, and recurrent states stay in it."""
-        self._replace(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None))
+    def to(
+        self,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        state_dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> DecodingCache:
+        """Move or cast in place, as `LayerCache.to`: `dtype` leaves recurrent states as they are.
+
+        Returns:
+            The cache itself.
+        """
+        for layer in self.layers:
+            layer.to(device, dtype, state_dtype=state_dtype, non_blocking=non_blocking)
         return self
 
     def snapshot(self) -> DecodingCache:
         """A second cache with the same contents; free, since later calls replace tensors and write into none."""
-        return DecodingCache([dict(layer) for layer in self.layers], self.batch_size)
+        return DecodingCache([layer.snapshot() for layer in self.layers], self.batch_size)
+
+    def __copy__(self) -> DecodingCache:
+        return self.snapshot()
 
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors hold."""
-        return sum(x.nbytes for layer in self.layers for x in layer.values())
-
-    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        for layer in self.layers:
-            for name, x in layer.items():
-                layer[name] = change(x)
+        return sum(layer.nbytes for layer in self.layers)
 
 
-class LayerPool(NamedTuple):
+class LayerPool:
     """What a layer remembers of many sequences, and which of them a call is for; updated in place.
 
     Attributes:
@@ -91,17 +246,29 @@ class LayerPool(NamedTuple):
         given: [N] bool, False where a sequence starts, whatever its slot holds; None: everywhere True.
     """
 
-    conv: Tensor
-    state: Tensor
-    slots: Tensor | None = None
-    given: Tensor | None = None
+    def __init__(self, conv: Tensor, state: Tensor, slots: Tensor | None = None, given: Tensor | None = None):
+        self.conv, self.state, self.slots, self.given = conv, state, slots, given
+
+    def at(self, slots: Tensor | None, has_initial_state: Tensor | None = None) -> LayerPool:
+        """The same pool for a call of these slots."""
+        return LayerPool(self.conv, self.state, slots, has_initial_state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool holds."""
+        return self.conv.nbytes + self.state.nbytes
 
 
-class PooledCache(NamedTuple):
-    """The pools of a model's layers for one call of N = batch_size sequences; from `DecodingPools.at`."""
+class PooledCache:
+    """The pools of a model's layers for one call of N = batch_size sequences; from `DecodingPools.at`.
 
-    layers: tuple[LayerPool, ...]
-    batch_size: int
+    Attributes:
+        layers: One `LayerPool` per layer.
+        batch_size: N.
+    """
+
+    def __init__(self, layers: Sequence[LayerPool], batch_size: int):
+        self.layers, self.batch_size = tuple(layers), batch_size
 
 
 class DecodingPools:
@@ -133,12 +300,28 @@ class DecodingPools:
             has_initial_state: [N] bool. False: the sequence starts, whatever its slot holds.
         """
         N = self.layers[0].state.shape[0] if slots is None else slots.shape[0]
-        return PooledCache(tuple(pool._replace(slots=slots, given=has_initial_state) for pool in self.layers), N)
+        return PooledCache([pool.at(slots, has_initial_state) for pool in self.layers], N)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the pools hold."""
-        return sum(pool.conv.nbytes + pool.state.nbytes for pool in self.layers)
+        return sum(pool.nbytes for pool in self.layers)
+
+
+def require_cache(layer: str, cache: object) -> LayerCache:
+    """The cache of a layer's call, if it is a `LayerCache`.
+
+    Raises:
+        TypeError: it is something else; a dict among others, of which a wrapper of modules would pass on a copy.
+    """
+    if isinstance(cache, LayerCache):
+        return cache
+    to_do = ""
+    if isinstance(cache, Mapping):
+        to_do = "; pass LayerCache(), which wrappers of modules do not copy, or LayerCache(tensors) to go on from tensors"
+    raise TypeError(
+        f"{layer}: cache must be a wyfold.layers.LayerCache or None, got {type(cache).__name__}{to_do}"
+    )
 
 
 def sequences(
@@ -186,9 +369,8 @@ def sequences(
             raise ValueError(f"{layer}: x must be [1, T, hidden_size] = {wanted} for its layout, got {list(x.shape)}")
         N = layout.max_seqs
     if cache is not None:
-        if not isinstance(cache, dict):
-            raise TypeError(f"{layer}: cache must be a dict of tensors or None, got {type(cache).__name__}")
-        if cache and not cache.keys() >= set(holds):
+        cache = require_cache(layer, cache)
+        if len(cache) and not cache.keys() >= set(holds):
             raise ValueError(
                 f"{layer}: cache must be empty or hold {', '.join(holds)}, got {', '.join(map(str, cache))}"
             )
@@ -204,6 +386,8 @@ def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
     What somebody else has put in the projection's place, with quantized parameters for one, judges for itself.
     """
     if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
+        return
+    if "forward" in reader.__dict__ or reader._forward_pre_hooks:  # a hook may cast what is stored in another dtype
         return
     wanted = reader.weight.dtype
     if x.dtype != wanted:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from wyfold.layers.cache import LayerCache
+from wyfold.layers.cache import LayerCache, LayerPool, require_cache
 from wyfold.ops.conv import causal_conv1d
+from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -40,6 +43,7 @@ class ShortConvolution(nn.Module):
         check.choice("ShortConvolution", "conv_size", conv_size, range(2, 9))
         check.choice("ShortConvolution", "activation", activation, (None, "silu", "swish"))
         check.choice("ShortConvolution", "backend", backend, (None, *table.BACKENDS))
+        self.channels, self.conv_size = channels, conv_size
         self.activation, self.backend = activation, backend
         self.weight = nn.Parameter(torch.empty(channels, conv_size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
@@ -47,7 +51,7 @@ class ShortConvolution(nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform within 1 / sqrt(W), as torch.nn.Conv1d does for one input channel; no bias at first."""
-        bound = self.weight.shape[1] ** -0.5
+        bound = self.conv_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -57,7 +61,7 @@ class ShortConvolution(nn.Module):
         x: Tensor,
         *,
         layout: SequenceLayout | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | LayerPool | None = None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
         """Convolved x.
@@ -65,12 +69,20 @@ class ShortConvolution(nn.Module):
         Args:
             x: [B, T, D].
             layout: Boundaries of packed sequences; the filter never reaches over one.
-            cache: Holds "conv" [N, D, W-1], the latest inputs; replaced.
+            cache: Holds "conv" [N, D, W-1], the latest inputs; replaced. Or a `LayerPool`, whose `conv` is updated in
+                place, without a gradient.
             cp_context: In the place of layout: x is this rank's share of the tokens.
 
         Returns:
             y: [B, T, D], dtype of x. Exact zeros past the last boundary.
+
+        Raises:
+            TypeError: cache is none of these.
         """
+        if isinstance(cache, LayerPool):
+            return self._serve(x, layout, cache)
+        if cache is not None:
+            cache = require_cache("ShortConvolution", cache)
         y, latest = causal_conv1d(
             x,
             self.weight,
@@ -86,6 +98,14 @@ class ShortConvolution(nn.Module):
             cache["conv"] = latest
         return y
 
+    def _serve(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
+        """`forward` from the slots of a pool and into them; one token of each sequence, or prompts of any lengths."""
+        where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
+        if layout is None and x.shape[1] == 1:
+            return conv1d_update(x, pool.conv, self.weight, self.bias, activation=self.activation, **where)
+        return conv1d_prefill(
+            x, pool.conv, self.weight, self.bias, activation=self.activation, cu_seqlens=layout, **where
+        )
+
     def extra_repr(self) -> str:
-        channels, conv_size = self.weight.shape
-        return f"{channels}, conv_size={conv_size}, bias={self.bias is not None}, activation={self.activation!r}"
+        return f"{self.channels}, conv_size={self.conv_size}, bias={self.bias is not None}, activation={self.activation!r}"

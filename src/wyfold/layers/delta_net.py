@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from wyfold.layers.cache import LayerCache, LayerPool, sequences
 from wyfold.layers.conv import ShortConvolution
-from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.serving import decode, prefill
 from wyfold.parallel.context import ContextParallel
@@ -83,13 +82,32 @@ class DeltaMixer(nn.Module):
         """What the rule read, normed; [B, T, HV, V] both."""
         raise NotImplementedError
 
-    def new_pool(self, slots: int) -> LayerPool:
-        """Room for so many sequences, on the layer's device; states are float32, or as wide as the layer."""
-        check.integer(type(self).__name__, "slots", slots, least=1)
-        weight = self.conv.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        state = weight.new_zeros(slots, self.num_v_heads, self.head_v_dim, self.head_dim, dtype=wide)
-        return LayerPool(weight.new_zeros(slots, weight.shape[0], weight.shape[1] - 1), state)
+    def new_pool(
+        self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LayerPool:
+        """Zeros for so many sequences.
+
+        Args:
+            slots: Sequences the pool has room for.
+            device: None: that of the layer's parameters.
+            dtype: Of the convolution's inputs; None: that of the layer's parameters. States are float32, or float64
+                with it.
+
+        Raises:
+            ValueError: the parameters are on the meta device, as those of an offloaded layer, and no device is given.
+        """
+        name = type(self).__name__
+        check.integer(name, "slots", slots, least=1)
+        weight = self.conv.weight  # its device and dtype alone: sharded and offloaded ones hold no numbers here
+        if device is None and weight.device.type == "meta":
+            raise ValueError(f"{name}.new_pool: device must be given for a layer whose parameters are offloaded or meta")
+        device, dtype = weight.device if device is None else device, weight.dtype if dtype is None else dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        channels, kept = 2 * self.key_size + self.value_size, self.conv.conv_size - 1
+        return LayerPool(
+            torch.zeros(slots, channels, kept, device=device, dtype=dtype),
+            torch.zeros(slots, self.num_v_heads, self.head_v_dim, self.head_dim, device=device, dtype=wide),
+        )
 
     def forward(
         self,
@@ -104,8 +122,8 @@ class DeltaMixer(nn.Module):
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty dict
-                starts. Or a `LayerPool`, updated in place, without a gradient.
+            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty
+                cache starts. Or a `LayerPool`, updated in place, without a gradient.
             cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
                 the tokens, and sequences go on over the ranks. Of each parameter a rank gets its share of the gradient.
 
@@ -113,7 +131,7 @@ class DeltaMixer(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open.
+            TypeError: x has another dtype than the parameters, and no autocast is open; cache is none of these.
             ValueError: x, layout and cache do not fit together.
         """
         if isinstance(cache, LayerPool):
@@ -152,11 +170,8 @@ class DeltaMixer(nn.Module):
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, ())
         where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
         packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
-        convolve, rule = (conv1d_prefill, prefill) if packed else (conv1d_update, decode)
-        activation = self.conv.activation
-        qkv = convolve(
-            self.qkv(x), pool.conv, self.conv.weight, self.conv.bias, activation=activation, **where, **packed
-        )
+        rule = prefill if packed else decode
+        qkv = self.conv(self.qkv(x), layout=layout, cache=pool)
         q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
         o = rule(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
@@ -187,7 +202,8 @@ class DeltaNet(DeltaMixer):
 
     Example:
         >>> import torch
-        >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), {}
+        >>> from wyfold.layers import LayerCache
+        >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), LayerCache()
         >>> x = torch.randn(1, 5, 32)
         >>> whole, first, rest = layer(x), layer(x[:, :3], cache=cache), layer(x[:, 3:], cache=cache)
         >>> torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)

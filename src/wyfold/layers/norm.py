@@ -39,7 +39,12 @@ class GatedRMSNorm(nn.Module):
         check.flag("GatedRMSNorm", round_before_weight=round_before_weight)
         check.choice("GatedRMSNorm", "backend", backend, (None, *table.BACKENDS))
         self.activation, self.round_before_weight, self.backend = activation, round_before_weight, backend
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A weight of ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
         """Normed and gated x.

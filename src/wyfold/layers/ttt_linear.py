@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads
+from wyfold.layers.initial import set_normal_initial
 from wyfold.layers.rotary import rotate
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.parallel.context import ContextParallel
@@ -95,6 +96,7 @@ class TTTLinear(nn.Module):
         self.gate = nn.Linear(hidden_size, self.value_size, bias=False) if gated else None
         self.norm = nn.LayerNorm(self.value_size, eps=norm_eps)
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
+        set_normal_initial(self.step, std=0.02)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -104,8 +106,7 @@ class TTTLinear(nn.Module):
         nn.init.normal_(self.start, std=0.02)
         nn.init.zeros_(self.start_bias)
         nn.init.zeros_(self.token_step)
-        nn.init.normal_(self.step.weight, std=0.02)
-        nn.init.zeros_(self.step.bias)
+        self.step.reset_parameters()
 
     def forward(
         self,
@@ -121,8 +122,8 @@ class TTTLinear(nn.Module):
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
             cache: Holds the fields of a `TTTState`, from which x goes on, inside a mini-batch too, and "conv"
-                [N, 2 H D, W-1] where there is a convolution; replaced. An empty dict starts. No gradient reaches what
-                was read before an open mini-batch.
+                [N, 2 H D, W-1] where there is a convolution; replaced. An empty cache starts. No gradient reaches
+                what was read before an open mini-batch.
             cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
                 the tokens, and sequences go on over the ranks, cut between mini-batches. Of each parameter a rank gets
                 its share of the gradient.
@@ -131,7 +132,7 @@ class TTTLinear(nn.Module):
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open.
+            TypeError: x has another dtype than the parameters, and no autocast is open; cache is no `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
         holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from wyfold.layers.cache import LayerCache, LayerPool
@@ -49,10 +48,10 @@ class Block(nn.Module):
         if self.recomputed is None or cache is not None or not torch.is_grad_enabled():
             return self._mixed(x, layout, cache, cp_context)
         # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
-        context = (
-            partial(create_selective_checkpoint_contexts, _kept) if self.recomputed == "selective" else noop_context_fn
-        )
-        return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, context_fn=context)
+        selective = {}
+        if self.recomputed == "selective":  # otherwise left out: a compiler traces no context function of eager mode
+            selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
+        return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, **selective)
 
     def _mixed(
         self,

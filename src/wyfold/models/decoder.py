@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.layers.cache import DecodingCache, DecodingPools, PooledCache
+from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, PooledCache
+from wyfold.layers.initial import set_normal_initial
 from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
@@ -50,21 +51,26 @@ class Decoder(nn.Module):
             raise TypeError(f"Decoder: config must be a DecoderConfig, got {type(config).__name__}")
         check.choice("Decoder", "backend", backend, (None, *table.BACKENDS))
         self.config, self.backend = config, backend
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        embedding = TiedEmbedding if config.tied else nn.Embedding
+        self.embedding = embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, name, backend) for name in config.layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Matrices normal, of deviation 0.02; the deeper the model, the smaller those that write into its stream."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 writers = 2 * len(self.blocks) if name.endswith((".mixer.out", ".mlp.out")) else 1
-                nn.init.normal_(module.weight, std=0.02 / writers**0.5)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+                set_normal_initial(module, std=0.02 / writers**0.5)
+                module.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as a new decoder's: `reset_parameters` of every module, in any order.
+
+        Matrices are normal, of deviation 0.02, divided by sqrt(2 num_layers) for those that write into the residual
+        stream; biases are zeros; norms, filters and decays start as their layers say.
+        """
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
     def forward(
         self,
@@ -87,7 +93,7 @@ class Decoder(nn.Module):
             cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: ids and labels are this
                 rank's share of the tokens, cut from those of all by `cp_context.shard`.
             places: [B, n] int64. The places t of each row whose logits are wanted, where few are; labels are then
-                [B, n], theirs. Without layout and cp_context.
+                [B, n], theirs. Without cp_context.
 
         Returns:
             logits: [B, T, vocab_size], dtype of the parameters; [B, n, vocab_size] with places.
@@ -104,9 +110,8 @@ class Decoder(nn.Module):
             given = "a layout" if layout is not None else "a cache"
             raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
         if places is not None:
-            if layout is not None or cp_context is not None:
-                given = "a layout" if layout is not None else "a cp_context"
-                raise ValueError(f"Decoder: places must come without layout and cp_context, got {given}")
+            if cp_context is not None:
+                raise ValueError("Decoder: places must come without cp_context, got one")
             if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
                 raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
             check.floating("Decoder", (torch.int64,), places=places)
@@ -117,12 +122,12 @@ class Decoder(nn.Module):
                 form = "[B, T]" if places is None else "[B, n]"
                 raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
             check.floating("Decoder", (torch.int64,), labels=labels)
-            _require_inside("labels", labels, self.embedding.num_embeddings, f"or {IGNORED}")
+            _require_inside("labels", labels, self.config.vocab_size, f"or {IGNORED}")
         hidden = self._hidden(ids, layout, cache, cp_context)
         if places is not None:
             hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = self._logits(hidden)
-        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context)
+        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context, places)
 
     def recompute(self, what: str | None) -> None:
         """What a training step computes again in its backward, in order to keep less: memory for time, the same bits.
@@ -132,26 +137,42 @@ class Decoder(nn.Module):
                 recurrence and its attention returned besides, and computes again projections, norms and MLP.
 
         Raises:
-            ValueError: what is none of these.
+            ValueError: what is none of these, or something else has taken the place of a block.
         """
         check.choice("Decoder.recompute", "what", what, (None, *RECOMPUTED))
-        for block in self.blocks:
-            block.recomputed = what  # type: ignore[assignment]
+        # The blocks themselves: an attribute of a wrapper around one (torch.compile, FSDP, checkpoints) says nothing.
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        if len(blocks) != self.config.num_layers:
+            raise ValueError(
+                f"Decoder.recompute: the decoder must hold its {self.config.num_layers} blocks, wrapped or not, "
+                f"found {len(blocks)}; call it before blocks are replaced"
+            )
+        for block in blocks:
+            block.recomputed = what
 
     def new_cache(self, batch_size: int) -> DecodingCache:
         """A cache with which `batch_size` sequences start."""
-        return DecodingCache([{} for _ in self.blocks], batch_size)
+        return DecodingCache([LayerCache() for _ in self.blocks], batch_size)
 
-    def new_pools(self, slots: int) -> DecodingPools:
-        """Room for the states of so many sequences, updated in place by calls that name their slots.
+    def new_pools(
+        self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DecodingPools:
+        """Zeroed states of so many sequences, updated in place by calls that name their slots.
+
+        Args:
+            slots: Sequences the pools have room for.
+            device: None: that of the parameters.
+            dtype: Of the convolutions' inputs; None: that of the parameters. To be given where a wrapper computes in
+                another one, as FSDP2 does with a mixed precision policy. States are at least float32.
 
         Raises:
-            ValueError: a layer is not of the delta family.
+            ValueError: a layer is not of the delta family, or the parameters are offloaded and no device is given.
         """
         for name, block in zip(self.config.layers, self.blocks, strict=True):
             if not hasattr(block.mixer, "new_pool"):
                 raise ValueError(f"Decoder.new_pools: pattern must hold layers of the delta family alone, got {name}")
-        return DecodingPools([block.mixer.new_pool(slots) for block in self.blocks])  # type: ignore[operator,union-attr]
+        mixers: list[Any] = [block.mixer for block in self.blocks]
+        return DecodingPools([mixer.new_pool(slots, device=device, dtype=dtype) for mixer in mixers])
 
     def generate(
         self,
@@ -246,13 +267,22 @@ class Decoder(nn.Module):
         draw = Draw(temperature, top_k, top_p, generator, shared_draws)
         return continued(self, ids, lengths, max_new_tokens, draw, stop)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(
+        self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
+
+        Args:
+            folder: Created if it is missing.
+            state_dict: The decoder's tensors, gathered from wherever they are. None: the decoder's own, which have to
+                be ordinary tensors under the decoder's own names: neither sharded nor offloaded nor adapted.
 
         Raises:
             ImportError: safetensors is missing.
+            ValueError: tensors that `load` could not read, before anything is written.
         """
-        disk.write(Path(folder), self.config, self.state_dict())
+        tensors = self.state_dict() if state_dict is None else state_dict
+        disk.write(Path(folder), self.config, self._loadable(tensors))
 
     @classmethod
     def load(
@@ -284,7 +314,7 @@ class Decoder(nn.Module):
         B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
-        _require_inside("ids", ids, self.embedding.num_embeddings)
+        _require_inside("ids", ids, self.config.vocab_size)
         if layout is not None and not isinstance(layout, SequenceLayout):
             raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
         if layout is not None and (B, T) != (1, layout.tokens):
@@ -316,7 +346,50 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        if self.head is not None:
+            return self.head(hidden)
+        if "base_layer" in self.embedding._modules:  # peft's way to hold what it adapts; it knows embeddings of ids only
+            raise ValueError(
+                "Decoder: embedding must not be adapted where it is the output matrix as well; "
+                "take it out of the adapter's target modules, or use a decoder with tied=False"
+            )
+        return self.embedding(hidden, readout=True)
+
+    def _loadable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the names that `load` expects, if they are all there and hold numbers."""
+        with torch.device("meta"):
+            expected = type(self)(self.config).state_dict()
+        found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of compiled parts
+        named = "Decoder.save: state_dict"
+        for wrong, what in ((expected.keys() - found.keys(), "hold"), (found.keys() - expected.keys(), "not hold")):
+            if wrong:
+                raise ValueError(
+                    f"{named} must {what} {min(wrong)} ({len(wrong)} such names); modules that adapters or wrappers "
+                    "replaced have other names: merge or unwrap them, or pass state_dict= with the decoder's own"
+                )
+        for name, x in found.items():
+            if x.shape != expected[name].shape:
+                raise ValueError(f"{named} must hold {name} {list(expected[name].shape)}, got {list(x.shape)}")
+            if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta":
+                kind = "one on the meta device" if x.device.type == "meta" else f"a {type(x).__name__}"
+                raise ValueError(
+                    f"{named} must hold ordinary tensors, got {kind} for {name}; gather sharded or offloaded parameters "
+                    "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, "
+                    "wyfold.integrations.dtensor.whole, or accelerate's get_state_dict_offloaded_model) and pass them "
+                    "as state_dict= from one process"
+                )
+        return found
+
+
+class TiedEmbedding(nn.Embedding):
+    """An embedding whose matrix is the output matrix as well.
+
+    Both uses are calls of this module, so that whatever gathers, moves, casts or adapts its weight does so for both.
+    """
+
+    def forward(self, x: Tensor, *, readout: bool = False) -> Tensor:
+        """Vectors of token ids, [B, T] -> [B, T, D]; with `readout` logits of hidden states, [B, T, D] -> [B, T, V]."""
+        return F.linear(x, self.weight) if readout else super().forward(x)
 
 
 def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
@@ -333,10 +406,15 @@ def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
 
 
 def _cross_entropy(
-    logits: Tensor, labels: Tensor, layout: SequenceLayout | None, cp_context: ContextParallel | None
+    logits: Tensor,
+    labels: Tensor,
+    layout: SequenceLayout | None,
+    cp_context: ContextParallel | None,
+    places: Tensor | None,
 ) -> Tensor:
     if layout is not None:
-        labels = torch.where(layout.sequence_ids >= 0, labels, IGNORED)
+        inside = layout.sequence_ids >= 0
+        labels = torch.where(inside if places is None else inside[places], labels, IGNORED)
     if cp_context is not None:
         labels = torch.where(cp_context.sequence_ids(labels.device) >= 0, labels, IGNORED)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -22,19 +22,30 @@ PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activati
 PREFILL_GRID = 64  # packed prompts are cut at multiples of it, where a cut changes no state
 
 
-@torch.inference_mode()
 def continued(
     model: Decoder, ids: Tensor, lengths: list[int] | None, max_new_tokens: int, draw: Draw, stop: int | None
 ) -> Iterator[Tensor]:
-    """The tokens of `Decoder.stream`; lengths: of packed prompts. `forward`'s checks were made there, once for all."""
+    """The tokens of `Decoder.stream`; lengths: of packed prompts.
+
+    Every step is a call of the model, so that hooks of wrappers run, which gather or fetch what a step needs.
+    """
+    # What FSDP gathers inside inference mode could not be differentiated afterwards.
+    mode = torch.inference_mode if _plain(model, ids.device) else torch.no_grad
+    return mode()(_continued)(model, ids, lengths, max_new_tokens, draw, stop)
+
+
+def _continued(
+    model: Decoder, ids: Tensor, lengths: list[int] | None, max_new_tokens: int, draw: Draw, stop: int | None
+) -> Iterator[Tensor]:
     N = ids.shape[0] if lengths is None else len(lengths)
-    launched = ids.device.type == "cuda" and model.backend != "eager"
+    # A graph repeats launches alone: neither collectives nor what a hook does on the host.
+    launched = ids.device.type == "cuda" and model.backend != "eager" and _plain(model, ids.device)
     pooled = launched and all(hasattr(block.mixer, "new_pool") for block in model.blocks)
     cache: DecodingCache | PooledCache = model.new_pools(N).at() if pooled else model.new_cache(N)
     step: Callable[[Tensor], Tensor] = partial(_step, model, cache)
     if pooled:
         step = Replay(step)
-    logits = model._logits(_read(model, ids, lengths, cache))
+    logits = _read(model, ids, lengths, cache)
     stopped = torch.zeros(N, dtype=torch.bool, device=ids.device)
     for remaining in range(max_new_tokens, 0, -1):
         token = draw(logits)
@@ -42,29 +53,49 @@ def continued(
             token = torch.where(stopped, stop, token)
             stopped = stopped | (token == stop)
         yield token
-        if remaining == 1 or (stop is not None and bool(stopped.all())):
+        if remaining == 1 or (stop is not None and _everywhere(model, bool(stopped.all()))):
             return
         logits = step(token)
 
 
+def _plain(model: Decoder, device: torch.device) -> bool:
+    """Whether every parameter is an ordinary tensor on that device: neither sharded nor offloaded."""
+    return all(type(x) is torch.nn.Parameter and x.device == device for x in model.parameters())
+
+
+def _everywhere(model: Decoder, ended: bool) -> bool:
+    """Whether generation has ended in every process that shards a parameter: until then all of them call the model."""
+    meshes = {mesh: None for x in model.parameters() if (mesh := getattr(x, "device_mesh", None)) is not None}
+    for mesh in meshes:  # in the order of the parameters, which is the same in every process
+        flag = torch.tensor(ended, dtype=torch.int32, device=mesh.device_type)
+        for dimension in range(mesh.ndim):
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=mesh.get_group(dimension))
+        ended = bool(flag)
+    return ended
+
+
 def _read(model: Decoder, ids: Tensor, lengths: list[int] | None, cache: DecodingCache | PooledCache) -> Tensor:
-    """Hidden states [N, hidden_size] behind the prompts, which are read piece by piece."""
+    """Logits [N, vocab_size] behind the prompts, which are read piece by piece."""
     if lengths is None:
-        for part in ids.split(PREFILL_TOKENS, dim=1):
-            hidden = model._hidden(part, None, cache)
-        return hidden[:, -1]
+        *before, last = ids.split(PREFILL_TOKENS, dim=1)
+        for part in before:
+            model(part, cache=cache, places=part.new_empty(len(part), 0, dtype=torch.int64))
+        end = torch.full((len(last), 1), last.shape[1] - 1, device=ids.device)
+        return model(last, cache=cache, places=end)[0][:, 0]
     begins = [0, *accumulate(lengths)]
     share = max(PREFILL_GRID, PREFILL_TOKENS // len(lengths) // PREFILL_GRID * PREFILL_GRID)
-    behind = ids.new_empty(len(lengths), model.config.hidden_size, dtype=model.embedding.weight.dtype)
+    found: list[Tensor] = [ids] * len(lengths)
     for first in range(0, max(lengths), share):
         sizes = [min(max(length - first, 0), share) for length in lengths]
         rows = [ids[:, begin + first : begin + first + size] for begin, size in zip(begins, sizes) if size]
         layout = SequenceLayout.from_lengths(sizes, device=ids.device)
-        hidden = model._hidden(torch.cat(rows, 1), layout, cache)
         ended = [n for n, size in enumerate(sizes) if size and first + size == lengths[n]]
         ends = list(accumulate(sizes))
-        behind[ended] = hidden[0, [ends[n] - 1 for n in ended]]
-    return behind
+        places = torch.tensor([[ends[n] - 1 for n in ended]], dtype=torch.int64, device=ids.device)
+        logits, _ = model(torch.cat(rows, 1), layout=layout, cache=cache, places=places)
+        for n, row in zip(ended, logits[0], strict=True):
+            found[n] = row
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -98,4 +129,5 @@ class Draw:
 
 def _step(model: Decoder, cache: DecodingCache | PooledCache, token: Tensor) -> Tensor:
     """Logits [N, vocab_size] behind one more token [N] of each sequence."""
-    return model._logits(model._hidden(token[:, None], None, cache)[:, -1])
+    logits: Tensor = model(token[:, None], cache=cache)[0]
+    return logits[:, -1]

@@ -1,0 +1,183 @@
+"""A decoder sharded by FSDP2 generated other tokens than the plain one: the cache of each layer was a dict, and
+`fully_shard(block, mp_policy=...)` hands a copy of every dict to the module, so each step started afresh."""
+
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.ranks import Case, refusals
+from torch.distributed.device_mesh import init_device_mesh
+
+from wyfold import SequenceLayout
+from wyfold.integrations import dtensor
+from wyfold.models import Decoder, DecoderConfig
+
+PATTERNS = ("gdn kda ttt_linear delta_net attention", "gdn kda delta_net")  # the second one fits into pools
+PROMPT, STEPS = 10, 10
+
+
+def decoder(pattern: str, tied: bool) -> Decoder:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "num_layers": len(pattern.split())}
+    model = Decoder(DecoderConfig(pattern=pattern, tied=tied, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def decoded(model: Decoder, ids: torch.Tensor, caches: bool, **of_pools) -> torch.Tensor:
+    """Logits of a prompt and of single tokens after it, from a cache or from pools."""
+    cache = model.new_cache(len(ids))
+    if not caches:
+        pools = model.new_pools(5, **of_pools)
+        slots = torch.tensor([3, 0])
+    pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        return torch.cat([model(piece, cache=cache if caches else pools.at(slots))[0] for piece in pieces], dim=1)
+
+
+def sharded(model: Decoder, dtype: torch.dtype, apart: bool) -> Decoder:
+    """The model under `fully_shard`; apart: embedding and head are sharded by themselves."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    own = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if dtype != torch.float32:
+        own["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
+    parts = [model.embedding, *([] if model.head is None else [model.head])] if apart else []
+    for part in (*parts, *model.blocks, model):
+        fully_shard(part, **own)
+    return model
+
+
+def prepared():
+    found = []
+    for pattern in PATTERNS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for tied in (True, False):
+                model = decoder(pattern, tied)
+                ids = torch.randint(256, (2, PROMPT + STEPS))
+                plain = copy.deepcopy(model).to(dtype)
+                truth = {caches: decoded(plain, ids, caches) for caches in {True, pattern == PATTERNS[0]}}
+                tokens = plain.generate(ids[:, :PROMPT], 6, temperature=0)
+                layout = SequenceLayout.from_lengths([7, PROMPT - 7])
+                packed = list(plain.stream(ids[:1, :PROMPT], 4, temperature=0, layout=layout))
+                found.append((model, dtype, ids, truth, tokens, packed))
+    return found
+
+
+def sharded_is_plain(given, group):
+    for model, dtype, ids, truth, tokens, packed in given:
+        for apart in (False, True):
+            ours = sharded(copy.deepcopy(model), dtype, apart)
+            for caches, logits in truth.items():
+                low = {} if caches or dtype == torch.float32 else {"dtype": dtype}
+                assert torch.equal(decoded(ours, ids, caches, **low), logits), (dtype, apart, caches)
+            assert torch.equal(ours.generate(ids[:, :PROMPT], 6, temperature=0), tokens)
+            layout = SequenceLayout.from_lengths([7, PROMPT - 7])
+            again = ours.stream(ids[:1, :PROMPT], 4, temperature=0, layout=layout)
+            assert all(torch.equal(a, b) for a, b in zip(again, packed, strict=True))
+
+
+def small():
+    return decoder("gdn", tied=True), torch.randint(256, (2, 12))
+
+
+def sharded_trains_after_generating(given, group):
+    """Nothing that generation gathered stays behind: gradients are those of the plain model."""
+    model, ids = given
+    plain, ours = copy.deepcopy(model), sharded(copy.deepcopy(model), torch.float32, apart=True)
+    ours.generate(ids, 3, temperature=0)
+    plain(ids, ids)[1].backward()
+    ours(ids, ids)[1].backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
+
+
+def a_process_that_has_stopped_goes_on(given, group):
+    """Until all have: each step gathers parameters from every process."""
+    model, ids = given
+    mine = ids[:1] + dist.get_rank() * 7 % 256
+    first = model.generate(ids[:1] % 256, 1, temperature=0)[0, -1].item()  # ends process 0 at once
+    plain = model.generate(mine % 256, 5, temperature=0, stop=first)
+    ours = sharded(copy.deepcopy(model), torch.float32, apart=False)
+    found = ours.generate(mine % 256, 5, temperature=0, stop=first)
+    assert torch.equal(found[:, : plain.shape[1]], plain) and (found[:, plain.shape[1] :] == first).all()
+
+
+def sharded_is_saved_from_one_process(given, group):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model, folder = given[0], tempfile.mkdtemp()
+    ours = sharded(copy.deepcopy(model), torch.float32, apart=False)
+    with pytest.raises(ValueError, match=r"^Decoder.save: state_dict must hold ordinary tensors, got a DTensor for emb"):
+        ours.save(folder)
+    assert not os.listdir(folder)
+    whole = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        ours.save(folder, state_dict=whole)
+        again = Decoder.load(folder).state_dict()
+        assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"^Decoder.save: state_dict must hold blocks"):
+        ours.save(folder, state_dict={"embedding.weight": model.embedding.weight})
+
+
+def a_head_may_be_divided_by_itself(given, group):
+    """By PyTorch's tensor parallelism, the rest of the decoder ordinary tensors."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, ids = decoder("gdn kda", tied=False), given[1]
+    ours = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True)}
+    parallelize_module(ours, mesh, plan)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids)[0], model(ids)[0])
+    assert torch.equal(ours.generate(ids, 4, temperature=0), model.generate(ids, 4, temperature=0))
+
+
+def divided_by_heads_serves_from_pools(given, group):
+    model, ids = decoder("gdn kda", tied=True), given[1]
+    ours = copy.deepcopy(model)
+    dtensor.parallelize(ours, init_device_mesh("cpu", (dist.get_world_size(),)))
+    truth = decoded(model, ids, caches=False)
+    torch.testing.assert_close(decoded(ours, ids, caches=False), truth)
+    ours.recompute("blocks")
+    ours(ids, ids)[1].backward()
+    with pytest.raises(ValueError, match=r"^Decoder.save: state_dict must hold blocks"):
+        ours.save(tempfile.mkdtemp())
+    ours.save(folder := tempfile.mkdtemp(), state_dict=dtensor.whole(ours))
+    assert torch.equal(Decoder.load(folder)(ids)[0], model(ids)[0])
+
+
+def pools_of_a_sharded_decoder_are_ordinary(given, group):
+    model, _ = given
+    pool = sharded(copy.deepcopy(model), torch.float32, apart=False).new_pools(3).layers[0]
+    assert type(pool.conv) is type(pool.state) is torch.Tensor
+    assert pool.conv.shape == (3, 96, 3) and pool.state.shape == (3, 2, 16, 16)
+
+
+CASES = {
+    "sharded is plain": Case(prepared, sharded_is_plain),
+    **{
+        run.__name__.replace("_", " "): Case(small, run)
+        for run in (
+            sharded_trains_after_generating,
+            a_process_that_has_stopped_goes_on,
+            sharded_is_saved_from_one_process,
+            a_head_may_be_divided_by_itself,
+            divided_by_heads_serves_from_pools,
+            pools_of_a_sharded_decoder_are_ordinary,
+        )
+    },
+}
+
+
+@pytest.mark.long
+def test_a_sharded_decoder_is_a_plain_one(tmp_path):
+    """On one and two processes: logits, tokens, gradients; what it cannot do it says."""
+    assert not refusals([1, 2], tmp_path, __name__, "CASES")
