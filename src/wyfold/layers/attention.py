@@ -92,7 +92,9 @@ class SoftmaxAttention(nn.Module):
         """
         holds = ("keys", "values", "positions")
         sequences("SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
-        past = Keys(cache["keys"], cache["values"], cache["positions"]) if cache is not None and "keys" in cache else None
+        past = (
+            Keys(cache["keys"], cache["values"], cache["positions"]) if cache is not None and "keys" in cache else None
+        )
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         positions = _positions(x, layout, past) if cp_context is None else cp_context.position_ids(x.device)

@@ -318,10 +318,10 @@ def require_cache(layer: str, cache: object) -> LayerCache:
         return cache
     to_do = ""
     if isinstance(cache, Mapping):
-        to_do = "; pass LayerCache(), which wrappers of modules do not copy, or LayerCache(tensors) to go on from tensors"
-    raise TypeError(
-        f"{layer}: cache must be a wyfold.layers.LayerCache or None, got {type(cache).__name__}{to_do}"
-    )
+        to_do = (
+            "; pass LayerCache(), which wrappers of modules do not copy, or LayerCache(tensors) to go on from tensors"
+        )
+    raise TypeError(f"{layer}: cache must be a wyfold.layers.LayerCache or None, got {type(cache).__name__}{to_do}")
 
 
 def sequences(

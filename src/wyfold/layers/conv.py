@@ -108,4 +108,6 @@ class ShortConvolution(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, conv_size={self.conv_size}, bias={self.bias is not None}, activation={self.activation!r}"
+        return (
+            f"{self.channels}, conv_size={self.conv_size}, bias={self.bias is not None}, activation={self.activation!r}"
+        )

@@ -100,7 +100,9 @@ class DeltaMixer(nn.Module):
         check.integer(name, "slots", slots, least=1)
         weight = self.conv.weight  # its device and dtype alone: sharded and offloaded ones hold no numbers here
         if device is None and weight.device.type == "meta":
-            raise ValueError(f"{name}.new_pool: device must be given for a layer whose parameters are offloaded or meta")
+            raise ValueError(
+                f"{name}.new_pool: device must be given for a layer whose parameters are offloaded or meta"
+            )
         device, dtype = weight.device if device is None else device, weight.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         channels, kept = 2 * self.key_size + self.value_size, self.conv.conv_size - 1

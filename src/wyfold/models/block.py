@@ -48,7 +48,7 @@ class Block(nn.Module):
         if self.recomputed is None or cache is not None or not torch.is_grad_enabled():
             return self._mixed(x, layout, cache, cp_context)
         # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
-        selective = {}
+        selective: dict[str, Any] = {}
         if self.recomputed == "selective":  # otherwise left out: a compiler traces no context function of eager mode
             selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
         return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, **selective)

@@ -69,8 +69,9 @@ class Decoder(nn.Module):
         stream; biases are zeros; norms, filters and decays start as their layers say.
         """
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset: Any = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
 
     def forward(
         self,
@@ -267,9 +268,7 @@ class Decoder(nn.Module):
         draw = Draw(temperature, top_k, top_p, generator, shared_draws)
         return continued(self, ids, lengths, max_new_tokens, draw, stop)
 
-    def save(
-        self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def save(self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
 
         Args:
@@ -348,7 +347,9 @@ class Decoder(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(hidden)
-        if "base_layer" in self.embedding._modules:  # peft's way to hold what it adapts; it knows embeddings of ids only
+        if (
+            "base_layer" in self.embedding._modules
+        ):  # peft's way to hold what it adapts; it knows embeddings of ids only
             raise ValueError(
                 "Decoder: embedding must not be adapted where it is the output matrix as well; "
                 "take it out of the adapter's target modules, or use a decoder with tied=False"
@@ -373,10 +374,10 @@ class Decoder(nn.Module):
             if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta":
                 kind = "one on the meta device" if x.device.type == "meta" else f"a {type(x).__name__}"
                 raise ValueError(
-                    f"{named} must hold ordinary tensors, got {kind} for {name}; gather sharded or offloaded parameters "
+                    f"{named} must hold ordinary tensors, got {kind} for {name}; gather what is sharded or offloaded "
                     "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, "
-                    "wyfold.integrations.dtensor.whole, or accelerate's get_state_dict_offloaded_model) and pass them "
-                    "as state_dict= from one process"
+                    "wyfold.integrations.dtensor.whole, accelerate.utils.modeling.get_state_dict_offloaded_model) and "
+                    "pass it as state_dict= from one process"
                 )
         return found
 
