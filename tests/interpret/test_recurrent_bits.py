@@ -59,8 +59,9 @@ def test_packed_is_separate(rule: str, op, device, results):
     assert all(packed[name].isfinite().all() for name in packed)
 
 
-def test_split_at_every_token_is_whole(rule: str, op, device, results):
-    a = drawn(rule, Shape(1, 5, 1, 2, 16, 8), device)
+@pytest.mark.parametrize("scale", [None, 128**-0.5])
+def test_split_at_every_token_is_whole(scale: float | None, rule: str, op, device, results):
+    a = drawn(rule, Shape(1, 5, 1, 2, 16, 8), device) | {"scale": scale}
     fed = incoming(a)
     whole = results(op, a, None, fed)
     states, outputs = [a["initial_state"]], []

@@ -143,8 +143,9 @@ def test_kept_is_recomputed_and_again(packed: bool, device):
 
 
 @pytest.mark.parametrize("cut", [16, 48, 64])
-def test_split_is_whole(cut: int, device):
-    a = call(Shape(1, 101, 1, 2, 16, 16), device, **(PUBLISHED if cut != 48 else {}))
+@pytest.mark.parametrize("scale", [None, 128**-0.5])
+def test_split_is_whole(scale: float | None, cut: int, device):
+    a = call(Shape(1, 101, 1, 2, 16, 16), device, **(PUBLISHED if cut != 48 else {})) | {"scale": scale}
     fed = incoming(a)
     whole = run(a, fed)
     early, late = tokens(a, slice(cut)), tokens(a, slice(cut, None))

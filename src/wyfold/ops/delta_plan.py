@@ -18,7 +18,7 @@ from wyfold.pipelines.delta_parts import chunks_per_part
 from wyfold.pipelines.rows import copied
 from wyfold.runtime import check, launch
 from wyfold.runtime.chunks import Cut, likely_segments
-from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import Plan, explaining
 from wyfold.stages import table
 
@@ -52,6 +52,7 @@ def decide(call: DeltaCall) -> DeltaOptions:
         backend=plan.backend,
         segment_chunks=cut.chunks,
         segments=cut.most,
+        unit=gradient_unit(checked.scale, checked.q.dtype),
     )
 
 

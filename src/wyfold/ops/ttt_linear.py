@@ -170,7 +170,8 @@ def fused_recurrent_ttt_linear(
     """TTT-Linear from any token to any other: the form for decoding.
 
     The recurrence of `chunk_ttt_linear`, with the mini-batch that the last token falls into left open: calls that hand
-    the `TTTState` on give the outputs of one call, wherever they are cut. Sequences may stand at different positions.
+    the `TTTState` on go on from any token. They have the bits of one call where they are cut between mini-batches;
+    inside of one, sums are taken in another order and last bits differ. Sequences may stand at different positions.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager.

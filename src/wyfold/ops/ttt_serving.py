@@ -48,8 +48,8 @@ def ttt_decode(
         h = scale (S - eta G)^T q + c - eta a               o = h + w LN(h) + b
         p = chunk_size:  S <- S - eta G;   c <- c - eta a;   G, a, p <- 0
 
-    The recurrence of `fused_recurrent_ttt_linear`, which takes the prompt and returns such states. No gradient; nothing
-    waits for the device; on a GPU two launches.
+    The recurrence of `fused_recurrent_ttt_linear`, which takes the prompt and returns such states; its values, not its
+    last bits. No gradient; nothing waits for the device; on a GPU two launches.
 
     A row is skipped if its slot is not above `pad_slot_id` or not in the pool: nothing of its slot is read or written,
     and its output is zero. The live slots of a call must be distinct. A slot begins a sequence where all of it is zero.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class DeltaOptions(NamedTuple):
         keep_factors: Whether E, F, A and the grams are kept for it instead of rebuilt.
         backend: The plan's.
         segment_chunks, segments: `Cut` of long sequences.
+        unit: `gradient_unit` of the call.
     """
 
     operator: str
@@ -55,21 +57,31 @@ class DeltaOptions(NamedTuple):
     backend: str
     segment_chunks: int = 0
     segments: int = 1
+    unit: float = 1.0
 
     @property
     def cut(self) -> Cut:
         return Cut(self.segment_chunks, self.segments)
 
-    @property
-    def unit(self) -> float:
-        """What gradients are counted in on their way through the states: `scale`, so that do is an operand as it came
-        and is not rounded once more. Times and divided by it nothing leaves float32, else it is 1."""
-        return self.scale if 2.0**-40 <= abs(self.scale) <= 2.0**40 else 1.0
+
+def gradient_unit(scale: float, dtype: torch.dtype) -> float:
+    """What gradients are counted in on their way through the states of kernels: a part of `scale`.
+
+    float32 and float16: a power of two. A state's gradient that leaves one call and enters the next keeps its bits, so
+    that a split call has the gradients of the whole; the rest of the scale multiplies do in float32.
+
+    bfloat16: all of the scale. do is a product's operand as it came then, which a factor would round once more.
+
+    1 if what is times or divided by the unit might leave float32.
+    """
+    if not 2.0**-40 <= abs(scale) <= 2.0**40:
+        return 1.0
+    return scale if dtype == torch.bfloat16 else 2.0 ** (math.frexp(scale)[1] - 1)
 
 
 DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
     "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
-    "int segment_chunks, int segments"
+    "int segment_chunks, int segments, float unit"
 )
