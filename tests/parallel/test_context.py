@@ -406,7 +406,12 @@ def _fragments(cu: torch.Tensor, group: dist.ProcessGroup, owned: list[Any]) -> 
 def other_ways(given: None, group: dist.ProcessGroup) -> None:
     """Compiled as one graph, or run a second time by activation checkpointing: the same bits."""
     warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
-    for build in (lambda: layers.KimiDeltaAttention(24, 1, 1, 16), lambda: layers.TTTLinear(24, 1, 1, 16)):
+    builds = (
+        lambda: layers.KimiDeltaAttention(24, 1, 1, 16),
+        lambda: layers.TTTLinear(24, 1, 1, 16),
+        lambda: layers.SoftmaxAttention(24, 2, 1, 8),
+    )
+    for build in builds:
         torch.manual_seed(0)
         layer, whole = build(), torch.randn(1, 64, 24)
         # The first rank is entered by nothing, the second one left by nothing: neither needs all that it is told.

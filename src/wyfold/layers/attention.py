@@ -19,6 +19,7 @@ from wyfold.layers.rotary import rotate
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.register import autocast_dtype
 
 
 class SoftmaxAttention(nn.Module):
@@ -91,7 +92,9 @@ class SoftmaxAttention(nn.Module):
             ValueError: x, layout and cache do not fit together.
         """
         holds = ("keys", "values", "positions")
-        sequences("SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
+        sequences(
+            "SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context, self._alike_on_ranks
+        )
         past = (
             Keys(cache["keys"], cache["values"], cache["positions"]) if cache is not None and "keys" in cache else None
         )
@@ -114,6 +117,16 @@ class SoftmaxAttention(nn.Module):
         if cache is not None and kept is not None:
             cache["keys"], cache["values"], cache["positions"] = kept
         return self.out(o.flatten(2))
+
+    def _alike_on_ranks(self, x: Tensor) -> dict[str, object]:
+        """What must be equal on all ranks of a call: what is gathered has its sizes, and one layer all settings."""
+        settings = ("num_heads", "num_kv_heads", "head_dim", "window", "rope_base")
+        return {
+            "B": x.shape[0],
+            **{name: getattr(self, name) for name in settings},
+            "dtype of keys": autocast_dtype(x.device.type) or x.dtype,
+            "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.qkv.parameters())),
+        }
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}"
@@ -204,7 +217,7 @@ def _attend_masked(q: Tensor, fresh: Keys, layout: SequenceLayout, window: int |
 
 def _attend_across(q: Tensor, fresh: Keys, context: ContextParallel, window: int | None) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, under one [T, total] mask."""
-    keys, values = context.unshard(torch.stack([fresh.keys, fresh.values]), dim=2).unbind()
+    keys, values = context.unshard_compared(torch.stack([fresh.keys, fresh.values]), dim=2).unbind()
     whole = context.whole
     ids, positions = context.sequence_ids(q.device)[0], fresh.positions[0]
     others, places = whole.sequence_ids.to(q.device), whole.positions.to(q.device)

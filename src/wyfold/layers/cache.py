@@ -16,12 +16,12 @@ that a call names in place; no gradient passes. `DecodingPools` holds one per la
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 
 import torch
 from torch import Tensor, nn
 
-from wyfold.ops.context_call import context_of
+from wyfold.ops.context_call import agreed
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -333,6 +333,7 @@ def sequences(
     cache: LayerCache | None,
     holds: tuple[str, ...],
     cp_context: ContextParallel | None = None,
+    alike: Callable[[Tensor], Mapping[str, object]] | None = None,
 ) -> int:
     """N, the sequences of a layer's input, once the input, its layout and the cache agree.
 
@@ -344,21 +345,42 @@ def sequences(
         layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
         holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
-        cp_context: In the place of layout and cache; N are then the sequences that begin on this rank. That x is its
-            share is for the operators to say, on all ranks at once.
+        cp_context: In the place of layout and cache; N are then the sequences that begin on this rank. What one rank
+            refuses is refused on all.
+        alike: Gives what must be equal on all ranks. None: the layer's operators compare it.
 
     Raises:
         TypeError: an argument of another type; x of another dtype than the parameters, but for an open autocast.
         ValueError: a shape that differs from what the other arguments imply.
     """
+
+    def count() -> int:
+        return _count(layer, x, width, reader, layout, cache, holds, cp_context)
+
+    if cp_context is None:
+        return count()
+    return agreed(layer, cp_context, x, count, None if alike is None else lambda _: alike(x))
+
+
+def _count(
+    layer: str,
+    x: Tensor,
+    width: int,
+    reader: nn.Module,
+    layout: SequenceLayout | None,
+    cache: LayerCache | None,
+    holds: tuple[str, ...],
+    cp_context: ContextParallel | None,
+) -> int:
+    """`sequences` of one process."""
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
     check.floating(layer, x=x)
     _of_parameters(layer, x, reader)
     if cp_context is not None:
-        context_of(layer, cp_context)
         if layout is not None or cache is not None:
             given = "a layout" if layout is not None else "a cache"
             raise ValueError(f"{layer}: cp_context must come without layout and cache, got {given}")
+        cp_context.check_tokens(layer, x, "x")
         return B * len(cp_context.starts)
     N = B
     if layout is not None:

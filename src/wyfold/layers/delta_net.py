@@ -138,7 +138,8 @@ class DeltaMixer(nn.Module):
         """
         if isinstance(cache, LayerPool):
             if cp_context is not None:
-                raise ValueError(f"{type(self).__name__}: cp_context must come without layout and cache, got a pool")
+                pool: Any = cache  # refused as any cache is, on all ranks
+                sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, (), cp_context)
             return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)

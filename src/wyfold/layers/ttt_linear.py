@@ -155,7 +155,6 @@ class TTTLinear(nn.Module):
         """[1, T] position of each token in its sequence."""
         if cp_context is None:
             return torch.arange(x.shape[1], device=x.device)[None]
-        cp_context.check_tokens("TTTLinear", x, "x")
         return cp_context.position_ids(x.device)
 
     def _rows(

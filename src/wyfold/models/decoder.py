@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
 from wyfold.models.generation import Draw, continued
+from wyfold.ops.context_call import agreed
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.register import autocast_dtype
 from wyfold.stages import table
 
+_SHORT = 60  # characters of a setting, in a message
 IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
 
 
@@ -104,12 +109,35 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: arguments that do not fit together; on the CPU, or inside `checked`, ids and labels that are no
-                tokens, and places beyond a row.
+                tokens, and places beyond a row. With a cp_context it is raised on all ranks: what one of them refuses,
+                and what differs between them.
         """
+        if cp_context is None:
+            self._check_call(ids, labels, layout, cache, cp_context, places)
+            hidden = self._hidden(ids, layout, cache)
+        else:
+            hidden = self._hidden_across(ids, labels, layout, cache, cp_context, places)
+        if places is not None:
+            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = self._logits(hidden)
+        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context, places)
+
+    def _check_call(
+        self,
+        ids: Tensor,
+        labels: Tensor | None,
+        layout: SequenceLayout | None,
+        cache: DecodingCache | PooledCache | None,
+        cp_context: ContextParallel | None,
+        places: Tensor | None,
+    ) -> None:
+        """Refuse arguments of `forward` that do not fit together."""
         self._check(ids, layout, cache)
         if cp_context is not None and (layout is not None or cache is not None):
             given = "a layout" if layout is not None else "a cache"
             raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
+        if cp_context is not None:
+            cp_context.check_tokens("Decoder", ids, "ids")
         if places is not None:
             if cp_context is not None:
                 raise ValueError("Decoder: places must come without cp_context, got one")
@@ -124,11 +152,43 @@ class Decoder(nn.Module):
                 raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
             check.floating("Decoder", (torch.int64,), labels=labels)
             _require_inside("labels", labels, self.config.vocab_size, f"or {IGNORED}")
-        hidden = self._hidden(ids, layout, cache, cp_context)
-        if places is not None:
-            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
-        logits = self._logits(hidden)
-        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context, places)
+
+    def _hidden_across(
+        self,
+        ids: Tensor,
+        labels: Tensor | None,
+        layout: SequenceLayout | None,
+        cache: DecodingCache | PooledCache | None,
+        cp_context: ContextParallel,
+        places: Tensor | None,
+    ) -> Tensor:
+        """`_hidden` of this rank's share, once all ranks are known to call the same model alike.
+
+        They compare once for all layers: what these do follows from the model and from what is compared here.
+        """
+
+        def check_call() -> None:
+            self._check_call(ids, labels, layout, cache, cp_context, places)
+
+        agreed("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels))
+        if torch.compiler.is_compiling():
+            return self._hidden(ids, None, None, cp_context)
+        with cp_context.compared():
+            return self._hidden(ids, None, None, cp_context)
+
+    def _alike_on_ranks(self, ids: Tensor, labels: Tensor | None) -> dict[str, object]:
+        """What must be equal on all ranks of a call."""
+        parameters = tuple((x.shape, x.dtype, x.requires_grad) for x in self.parameters())
+        return {
+            "B": ids.shape[0],
+            "labels given": labels is not None,
+            **{f"config.{name}": _short(value) for name, value in vars(self.config).items()},
+            "the parameters": _summary(parameters),
+            "the dtype of autocast": autocast_dtype(ids.device.type),
+            "requires_grad": torch.is_grad_enabled() and any(requires_grad for _, _, requires_grad in parameters),
+            "recompute": ", ".join(dict.fromkeys(str(getattr(block, "recomputed", None)) for block in self.blocks)),
+            "checked() open": check.checking_contents(),
+        }
 
     def recompute(self, what: str | None) -> None:
         """What a training step computes again in its backward, in order to keep less: memory for time, the same bits.
@@ -404,6 +464,24 @@ def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
     if least < 0 or most >= size:
         allowed = f"[0, {size}) {besides}".rstrip()
         raise ValueError(f"Decoder: {name} must be in {allowed}, got {least if least < 0 else most}")
+
+
+def _short(value: object) -> str:
+    """A value as ranks compare it: the beginning of a long one, and a digest of the whole."""
+    text = str(value)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}.. ({_digest(text)})"
+
+
+@lru_cache(maxsize=64)
+def _summary(parameters: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> str:
+    """Shapes, dtypes and requires_grad of parameters as ranks compare them."""
+    numbers = sum(shape.numel() for shape, _, _ in parameters)
+    dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in parameters}))
+    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({_digest(repr(parameters))})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _cross_entropy(

@@ -25,7 +25,7 @@ def agreed(
     context: object,
     x: object,
     decide: Callable[[], Decision],
-    describe: Callable[[Decision], Mapping[str, object]],
+    describe: Callable[[Decision], Mapping[str, object]] | None = None,
 ) -> Decision:
     """What `decide` says, once all ranks are known to do the same (`ContextParallel.agreed`).
 
@@ -34,7 +34,8 @@ def agreed(
         context: What the caller gave as cp_context.
         x: A tensor of the call, beside which ranks compare; whatever else is wrong with it.
         decide: Checks this rank's arguments.
-        describe: Gives what must be equal on all ranks.
+        describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that the
+            call goes on with; a refusal is told to the ranks that wait there.
 
     Raises:
         TypeError: no context, or this rank's own refusal.

@@ -8,7 +8,8 @@ boundaries alone and is the same everywhere, an empty share included.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ from wyfold.parallel.shares import LAYOUTS, Piece, Range, cut, owned
 from wyfold.runtime import check
 from wyfold.runtime.chunks import Cut
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
+from wyfold.runtime.plan import explaining
 from wyfold.runtime.register import once_differentiable
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
@@ -82,6 +84,7 @@ class ContextParallel:
         self.rank, self.world = exchange.place_in(group)
         self.total_tokens, self.conv1d_kernel_size = total_tokens, conv1d_kernel_size
         self._ranges, self._max_seqs = ranges, max_seqs
+        self._compared = False
         self._settle(torch.tensor([0, total_tokens]) if bounds is None else bounds)
 
     def _settle(self, bounds: Tensor) -> None:
@@ -138,6 +141,10 @@ class ContextParallel:
             dim: Where its tokens are.
         """
         self._expect("shard", x, dim, self.total_tokens)
+        return self.shard_checked(x, dim)
+
+    def shard_checked(self, x: Tensor, dim: int) -> Tensor:
+        """`shard` of what is known to have all tokens; in a backward a compiler cannot trace the check."""
         shares = [x.narrow(dim, start, stop - start) for start, stop in self.shares.ranges[self.rank]]
         if len(shares) == 1:
             return shares[0]
@@ -152,10 +159,24 @@ class ContextParallel:
         Args:
             x: This rank's share along `dim`.
             dim: Where its tokens are.
+
+        Raises:
+            ValueError: x is no share of this rank's, or differs between ranks in more than its tokens; on all ranks.
         """
-        self._expect("unshard", x, dim, self.tokens)
-        whole: Tensor = _Unshard.apply(x, dim, self)
-        return whole
+        device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+        self.agreed(
+            f"{_NAME}.unshard",
+            device,
+            lambda: self._expect("unshard", x, dim, self.tokens),
+            lambda _: self._alike_on_ranks(x, dim % x.dim()),
+        )
+        return self.unshard_compared(x, dim)
+
+    def _alike_on_ranks(self, x: Tensor, dim: int) -> dict[str, object]:
+        """What must be equal on all ranks that unshard x."""
+        sizes = ["tokens" if axis == dim else size for axis, size in enumerate(x.shape)]
+        grad = torch.is_grad_enabled() and x.requires_grad
+        return {"the shape of x": f"[{', '.join(map(str, sizes))}]", "dtype of x": x.dtype, "requires_grad": grad}
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
         """[1, tokens] int64 position of each of this rank's tokens in its whole sequence, -1 where it has none.
@@ -244,8 +265,13 @@ class ContextParallel:
         """`chains.returning` of this rank, int64."""
         return self._kept(("returning", device), lambda: torch.tensor(returning(self.shares, self.rank), device=device))
 
+    def unshard_compared(self, x: Tensor, dim: int) -> Tensor:
+        """`unshard` of what ranks are known to have alike."""
+        whole: Tensor = _Unshard.apply(x, dim, self)
+        return whole
+
     def gather(self, x: Tensor) -> Tensor:
-        """[world, *x.shape] what every rank passed; x has the same shape everywhere."""
+        """[world, *x.shape] what every rank passed; x is known to have the same shape and dtype everywhere."""
         return exchange.gather(x, self.group)
 
     def gathering(self, x: Tensor) -> Tensor:
@@ -257,7 +283,7 @@ class ContextParallel:
         op: str,
         device: torch.device,
         decide: Callable[[], Decision],
-        describe: Callable[[Decision], Mapping[str, object]],
+        describe: Callable[[Decision], Mapping[str, object]] | None = None,
     ) -> Decision:
         """What `decide` says, once all ranks are known to do the same.
 
@@ -265,27 +291,42 @@ class ContextParallel:
             op: Operator's name.
             device: Where the group's collectives run.
             decide: Checks this rank's arguments.
-            describe: Gives what must be equal on all ranks.
+            describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that
+                the call goes on with; a refusal is told to the ranks that wait there.
 
         Raises:
             TypeError, ValueError: this rank's own refusal.
             ValueError: another rank refused, or is about to do something else.
         """
-        refusal: TypeError | ValueError | None = None
-        said: dict[str, object] = {}
+        if self.check == "never" or torch.compiler.is_compiling() or device.type == "meta" or explaining():
+            return decide()
         try:
             decision = decide()
-            said = {"the operator": op, **describe(decision), "the cut": self._told}
-        except (TypeError, ValueError) as error:
-            refusal = error
+        except (TypeError, ValueError) as refusal:
+            if not self._compared:
+                exchange.agree(op, refusal, device, self.group)
+            raise
+        if describe is None:
+            return decision
+        said = {"the operator": op, **describe(decision), "the cut": self._told}
         told = tuple(said.values())
-        silent = self.check == "never" or torch.compiler.is_compiling() or device.type == "meta"
-        if not silent and (self.check == "always" or told not in self._agreed):
-            exchange.agree(op, said if refusal is None else refusal, device, self.group)
-        if refusal is not None:
-            raise refusal
+        if not self._compared and (self.check == "always" or told not in self._agreed):
+            exchange.agree(op, said, device, self.group)
         self._agreed.add(told)
         return decision
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Inside, calls follow from what ranks have compared, and are not compared again.
+
+        They are with check="always", and where contents are looked at, which may be wrong on one rank alone.
+        """
+        before = self._compared
+        self._compared = self.check == "first" and not check.checking_contents()
+        try:
+            yield
+        finally:
+            self._compared = before
 
     def _expect(self, method: str, x: Tensor, dim: int, tokens: int) -> None:
         got = check.tensor(f"{_NAME}.{method}", "x", x).shape
@@ -316,7 +357,7 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
-        return context.shard(exchange.total(dy, context.group), ctx.dim), None, None
+        return context.shard_checked(exchange.total(dy, context.group), ctx.dim), None, None
 
 
 def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:

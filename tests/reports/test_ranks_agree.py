@@ -1,0 +1,242 @@
+"""Ranks that share a buffer of tokens compare what they are about to do, in every entry that takes a `cp_context`.
+
+Softmax attention, the layers, the decoder and `unshard` compared nothing: with other boundaries on one rank, or shapes
+of as many bytes, the numbers were wrong without a word; what else differed ended in an abort of the process or in a
+wait for the group's timeout.
+"""
+
+import re
+
+import torch
+from tests.parallel.ranks import Case, refusals
+
+from wyfold import layers
+from wyfold.cp import build_cp_context
+from wyfold.models import Decoder, DecoderConfig
+from wyfold.parallel import exchange
+
+WIDTH = 16
+BOUNDS, OTHERS = torch.tensor([0, 4, 40]), torch.tensor([0, 30, 40])  # cut into shares of the same sizes
+THE_CUT = "the cut must be the same on all ranks, got sequences that end at 4, 40 .*; sequences that end at 30, 40 "
+
+
+def attention(**changes):
+    torch.manual_seed(0)
+    return layers.SoftmaxAttention(**{"hidden_size": WIDTH, "num_heads": 4, "head_dim": 4, **changes})
+
+
+def decoder(pattern="attention", **changes):
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(hidden_size=WIDTH, num_layers=1, pattern=pattern, num_heads=2, head_dim=8, **changes))
+
+
+def rows(context, width=WIDTH, extra=0):
+    return torch.ones(1, context.tokens + extra, width)
+
+
+def tokens(context, extra=0):
+    return torch.ones(1, context.tokens + extra, dtype=torch.int64)
+
+
+def by_rank_1(complaint):
+    """What rank 1 refuses, as it says so itself and as the others hear it."""
+    return f"^(TTTLinear|causal_conv1d|.*): rank 1 of the group refused its arguments: {complaint}|^{complaint}"
+
+
+def attention_cases(other):
+    """Name -> a call of a fresh context, something else on the `other` rank, and what all ranks have to say."""
+    heads = {"num_kv_heads": 2, "head_dim": 8} if other else {"num_kv_heads": 4}
+    frozen = attention().requires_grad_(False)
+    return {
+        "as many bytes": (
+            lambda c: attention(**heads)(rows(c), cp_context=c),
+            "SoftmaxAttention: num_kv_heads must be the same on all ranks, got 4 on rank 0; 2 on rank 1",
+        ),
+        "window": (
+            lambda c: attention(window=8 if other else 9)(rows(c), cp_context=c),
+            "SoftmaxAttention: window must be the same on all ranks, got 9 on rank 0; 8 on rank 1",
+        ),
+        "gradient": (
+            lambda c: frozen(rows(c).requires_grad_(other), cp_context=c),
+            "requires_grad must be the same on all ranks, got False on rank 0; True on rank 1",
+        ),
+        "gradient of x alone": (lambda c: attention()(rows(c).requires_grad_(other), cp_context=c), None),
+        "tokens": (
+            lambda c: attention()(rows(c, extra=other), cp_context=c),
+            by_rank_1(r"SoftmaxAttention: x must be \[B, T, ...\] with T = 20, this rank's share, got T = 21"),
+        ),
+        "dtype": (
+            lambda c: attention()(rows(c).to(torch.bfloat16 if other else torch.float32), cp_context=c),
+            by_rank_1("SoftmaxAttention: x must be float32, as the layer's parameters are"),
+        ),
+    }
+
+
+def layer_cases(other):
+    mixers = {name: getattr(layers, name)(WIDTH, 1, head_dim=8) for name in ("DeltaNet", "KimiDeltaAttention")}
+    mixers |= {f"TTTLinear {conv}": layers.TTTLinear(WIDTH, 1, head_dim=8, conv_size=conv) for conv in (None, 4)}
+    cases = {}
+    for key, mixer in mixers.items():
+        name = key.partition(" ")[0]
+        cases |= {
+            f"{key}: width": (
+                lambda c, mixer=mixer: mixer(rows(c, WIDTH + other), cp_context=c),
+                by_rank_1(rf"{name}: x must be \[B, T, 16\], got \[1, 20, 17\]"),
+            ),
+            f"{key}: tokens": (
+                lambda c, mixer=mixer: mixer(rows(c, extra=other), cp_context=c),
+                by_rank_1(rf"{name}: x must be \[B, T, ...\] with T = 20"),
+            ),
+            f"{key}: layout": (
+                lambda c, mixer=mixer: mixer(rows(c), layout=c.layout if other else None, cp_context=c),
+                by_rank_1(f"{name}: cp_context must come without layout and cache, got a layout"),
+            ),
+        }
+    pooled = mixers["DeltaNet"]
+    cases["pool"] = (
+        lambda c: pooled(rows(c), cache=pooled.new_pool(1) if other else None, cp_context=c),
+        by_rank_1("DeltaNet: cp_context must come without layout and cache, got a cache"),
+    )
+    return cases
+
+
+def decoder_cases(other):
+    def call(c, labels=True, change=lambda model: None, **changes):
+        model = decoder(**changes)
+        if other:
+            change(model)
+        return model(tokens(c), tokens(c) if labels else None, cp_context=c)
+
+    def alike(name, values):
+        return f"Decoder: {name} must be the same on all ranks, got {values}"
+
+    return {
+        "labels": (lambda c: call(c, labels=not other), alike("labels given", "True on rank 0; False on rank 1")),
+        "tokens": (
+            lambda c: decoder()(tokens(c, other), cp_context=c),
+            by_rank_1(r"Decoder: ids must be \[B, T, ...\] with T = 20, this rank's share, got T = 21"),
+        ),
+        "a token that is none": (
+            lambda c: decoder()(tokens(c) * (400 if other else 1), cp_context=c),
+            by_rank_1(r"Decoder: ids must be in \[0, 256\), got 400"),
+        ),
+        "a label that is none": (
+            lambda c: decoder()(tokens(c), tokens(c) - 3 * other, cp_context=c),
+            by_rank_1("Decoder: labels must be in .* got -2"),
+        ),
+        "options": (
+            lambda c: call(c, options={"attention": {"window": 5 if other else 6}}),
+            alike("config.options", ".*'window': 6.* on rank 0; .*'window': 5.* on rank 1"),
+        ),
+        "pattern": (
+            lambda c: call(c, pattern="gdn" if other else "kda"),
+            alike("config.pattern", "kda on rank 0; gdn on rank 1"),
+        ),
+        "frozen parameters": (
+            lambda c: call(c, change=lambda model: model.blocks[0].mlp.requires_grad_(False)),
+            alike("the parameters", ".* numbers, float32"),
+        ),
+        "recompute": (
+            lambda c: call(c, change=lambda model: model.recompute("blocks")),
+            alike("recompute", "None on rank 0; blocks on rank 1"),
+        ),
+        "a layout": (
+            lambda c: decoder()(tokens(c), layout=c.layout if other else None, cp_context=c),
+            by_rank_1("Decoder: cp_context must come without layout and cache, got a layout"),
+        ),
+    }
+
+
+def unshard_cases(other):
+    return {
+        "as many bytes": (
+            lambda c: c.unshard(torch.ones(2, c.tokens, 3) if other else torch.ones(1, c.tokens, 6)),
+            r"the shape of x must be the same on all ranks, got \[1, tokens, 6\] on rank 0; \[2, tokens, 3\] on rank 1",
+        ),
+        "dtype": (
+            lambda c: c.unshard(rows(c).to(torch.int32 if other else torch.float32)),
+            "dtype of x must be the same on all ranks, got torch.float32 on rank 0; torch.int32 on rank 1",
+        ),
+        "gradient": (
+            lambda c: c.unshard(rows(c).requires_grad_(other)),
+            "requires_grad must be the same on all ranks, got False on rank 0; True on rank 1",
+        ),
+        "tokens": (
+            lambda c: c.unshard(rows(c, extra=other)),
+            by_rank_1("ContextParallel.unshard: x must have 20 tokens along dim 1"),
+        ),
+    }
+
+
+def compared(cases):
+    """Run the cases of a table."""
+
+    def on_each_rank(given, group):
+        wrong = []  # told at the end: the other rank goes on
+        for name, (call, complaint) in cases(group.rank() == 1).items():
+            said = None
+            try:
+                call(build_cp_context(BOUNDS, group))
+            except (TypeError, ValueError) as error:
+                said = str(error)
+            if (said is None) is not (complaint is None) or not re.search(complaint or "", said or ""):
+                wrong.append(f"{name}: {said}")
+        assert not wrong, "\n".join(wrong)
+
+    return on_each_rank
+
+
+def boundaries(given, group):
+    """Other ones on rank 1, with shares of the same sizes: wrong numbers, if nothing is compared."""
+    for name, call in {
+        "SoftmaxAttention": lambda c: attention()(rows(c), cp_context=c),
+        "Decoder": lambda c: decoder()(tokens(c), cp_context=c),
+        "ContextParallel.unshard": lambda c: c.unshard(rows(c)),
+        "causal_conv1d": lambda c: layers.ShortConvolution(WIDTH, 4)(rows(c), cp_context=c),
+    }.items():
+        try:
+            call(build_cp_context(OTHERS if group.rank() == 1 else BOUNDS, group))
+        except ValueError as error:
+            assert re.search(f"^{name}: {THE_CUT}", str(error)), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name}: not refused")
+
+
+def once(given, group):
+    """A decoder's layers compare nothing of their own, nor does its backward, nor a second call."""
+    found = []
+    agree = exchange.agree
+    exchange.agree = lambda *said: (found.append(said[0]), agree(*said))
+    try:
+        context = build_cp_context(BOUNDS, group)
+        model = decoder("kda attention ttt_linear")
+        model.recompute("blocks")
+        for _ in range(2):
+            model(tokens(context), tokens(context), cp_context=context)[1].backward()
+        assert found == ["Decoder"]
+        for _ in range(2):
+            context.unshard(rows(context))
+            attention()(rows(context), cp_context=context)
+        assert found == ["Decoder", "ContextParallel.unshard", "SoftmaxAttention"]
+        for check, expected in (("always", ["Decoder", "SoftmaxAttention"] * 2), ("never", [])):
+            found.clear()
+            context = build_cp_context(BOUNDS, group, check=check)
+            for _ in range(2):
+                decoder()(tokens(context), cp_context=context)
+            assert found == expected, check
+    finally:
+        exchange.agree = agree
+
+
+TABLES = (attention_cases, layer_cases, decoder_cases, unshard_cases)
+CASES = {table.__name__: Case(lambda: None, compared(table)) for table in TABLES}
+CASES["once"] = Case(lambda: None, once)
+BOUNDARIES = {"boundaries": Case(lambda: None, boundaries)}
+
+
+def test_other_boundaries_on_one_rank_are_refused_on_all(tmp_path):
+    assert not refusals([2], tmp_path, __name__, "BOUNDARIES")
+
+
+def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
+    assert not refusals([2], tmp_path, __name__, "CASES")
