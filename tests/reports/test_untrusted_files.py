@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from wyfold.cli import main
 from wyfold.parallel import shards
 
-pytest.importorskip("plotly", reason="plotly is not installed")
-
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
 TENSORS = {
     "matrix": torch.arange(12.0).view(4, 3),
@@ -97,6 +95,7 @@ def pickled_index(folder, tensors):
 
 def every_verb(folder):
     """Exit statuses of the verbs that read a run: of generating from it, continuing it, and reporting on it."""
+    pytest.importorskip("plotly", reason="plotly, with which a report is drawn, is not installed")
     run = folder / "run"
     yield main(["generate", str(run), "--prompt", "o", "--max-bytes", "2"])
     yield main(words(folder, "--out", run, "--resume"))
