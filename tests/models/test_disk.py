@@ -43,7 +43,7 @@ def test_loading_mistakes_are_named(config, tmp_path):
         Decoder.load(tmp_path)
     Decoder(config).save(tmp_path)
     (tmp_path / "config.json").write_text(dataclasses.replace(config, num_layers=3).to_json())
-    with pytest.raises(ValueError, match=r"^Decoder.load: .*model.safetensors must hold what config.json describes; "):
+    with pytest.raises(ValueError, match=r"^Decoder.load: .*model.safetensors must hold .*, 3 layers, got 5; "):
         Decoder.load(tmp_path)
 
 

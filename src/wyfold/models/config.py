@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,12 @@ MIXERS: dict[str, type[nn.Module]] = {
     "attention": layers.SoftmaxAttention,
 }
 ALIASES = {"gdn": "gated_delta_net"}
+
+MOST_LAYERS = 2**16
+"""Of a model, and of one period of its pattern. Far above any model, and quick to go through."""
+LARGEST = {"vocab_size": 2**31 - 1, "mlp_size": 2**28}
+WIDEST = 2**24
+"""Of all other sizes; no matrix of such sizes has more bytes than 64 bits count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +71,13 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         name = "DecoderConfig"
         for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "conv_size"):
-            check.integer(name, field, getattr(self, field), least=1)
+            _check_size(field, getattr(self, field))
         for field in ("num_v_heads", "head_v_dim", "mlp_size"):
             if getattr(self, field) is not None:
-                check.integer(name, field, getattr(self, field), least=1)
+                _check_size(field, getattr(self, field))
         check.flag(name, tied=self.tied)
-        check.number(name, "norm_eps", self.norm_eps)
+        if not 0 <= check.number(name, "norm_eps", self.norm_eps) <= 1:
+            raise ValueError(f"{name}: norm_eps must be from 0 to 1, got {self.norm_eps}")
         _parse(self.pattern)
         if not isinstance(self.options, Mapping):
             raise TypeError(f"{name}: options must map mixers to their options, got {type(self.options).__name__}")
@@ -101,6 +108,9 @@ class DecoderConfig:
         try:
             with torch.device("meta"):
                 self.mixer(name)
+        except (OverflowError, RuntimeError) as error:  # what PyTorch says of sizes that 64 bits do not count
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"DecoderConfig: sizes must fit into memory, got more in {name}: {reason}") from error
         except (TypeError, ValueError) as error:
             argument, _, complaint = str(error).partition(": ")[2].partition(" ")
             field = argument
@@ -119,15 +129,58 @@ class DecoderConfig:
         """The configuration that `to_json` wrote.
 
         Raises:
-            ValueError: no JSON object, or a field this version does not know.
+            ValueError: no JSON object, a number that is not finite, a field that is missing, given twice or unknown to
+                this version, or a field's value of the wrong type or range.
         """
-        fields = json.loads(text)
+        try:
+            fields = json.loads(
+                text, parse_constant=_refuse_constant, parse_int=_read_integer, object_pairs_hook=_once_each
+            )
+        except RecursionError:
+            raise ValueError("DecoderConfig: text must be a JSON object, got brackets nested too deeply") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"DecoderConfig: text must be a JSON object, got none ({error})") from error
         if not isinstance(fields, dict):
             raise ValueError(f"DecoderConfig: text must be a JSON object, got {type(fields).__name__}")
-        unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := fields.keys() - known:
             raise ValueError(f"DecoderConfig: fields must be known to this version, got {', '.join(sorted(unknown))}")
-        return cls(**fields)
+        if missing := known - fields.keys():
+            raise ValueError(f"DecoderConfig: every field must be there, got none of {', '.join(sorted(missing))}")
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"DecoderConfig: numbers must be finite, got {word}")
+
+
+def _read_integer(word: str) -> int:
+    if len(word) > 18:
+        raise ValueError(f"DecoderConfig: whole numbers must have at most 18 digits, got {len(word)}")
+    return int(word)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose names differ."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"DecoderConfig: fields must be given once, got {twice} twice")
+    return fields
+
+
+def _check_size(field: str, value: object) -> None:
+    """A whole number from 1 to the most that makes sense of it."""
+    size = check.integer("DecoderConfig", field, value, least=1)
+    most = MOST_LAYERS if field == "num_layers" else LARGEST.get(field, WIDEST)
+    if size > most:
+        # A number of thousands of digits is no part of a message; Python refuses to spell it.
+        got = size if size < 2**64 else f"a number of {size.bit_length()} bits"
+        raise ValueError(f"DecoderConfig: {field} must be at most {most}, got {got}")
 
 
 def _parse(pattern: str) -> tuple[str, ...]:
@@ -137,9 +190,13 @@ def _parse(pattern: str) -> tuple[str, ...]:
     period: list[str] = []
     for entry in pattern.split():
         name, star, count = entry.partition("*")
-        if star and not (count.isdecimal() and int(count) > 0):
+        if star and not (count.isdecimal() and count.strip("0")):
             raise ValueError(f"DecoderConfig: pattern must have a count of at least 1 after a *, got {entry!r}")
-        period += [_canonical("pattern", name)] * (int(count) if star else 1)
+        # A count may have more digits than Python converts, and stand for more layers than memory holds.
+        repeats = 1 if not star else int(count) if len(count) < 10 else MOST_LAYERS + 1
+        if len(period) + repeats > MOST_LAYERS:
+            raise ValueError(f"DecoderConfig: pattern must have at most {MOST_LAYERS} layers, got {entry[:80]!r} in it")
+        period += [_canonical("pattern", name)] * repeats
     if not period:
         raise ValueError(f"DecoderConfig: pattern must name at least one mixer, got {pattern!r}")
     return tuple(period)

@@ -357,16 +357,14 @@ class Decoder(nn.Module):
         Raises:
             ImportError: safetensors is missing.
             FileNotFoundError: the folder holds no decoder.
-            ValueError: the configuration, or the tensors, are not those of a decoder of this version.
+            ValueError: a file is damaged, or the tensors are not those that the configuration describes; names the
+                file and what is wrong. Nothing is built or read before that is known.
         """
-        config, tensors = disk.read(Path(folder), device)
+        config, infos = disk.read_header(Path(folder))
         with torch.device("meta"):
             model = cls(config, backend=backend)
-        try:
-            model.load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            path = Path(folder) / disk.WEIGHTS_FILE
-            raise ValueError(f"Decoder.load: {path} must hold what {disk.CONFIG_FILE} describes; {error}") from error
+        disk.require_same(Path(folder), infos, model.state_dict())
+        model.load_state_dict(disk.read(Path(folder), device), assign=True)
         return model
 
     def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> None:

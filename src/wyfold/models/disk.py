@@ -10,27 +10,99 @@ import torch
 from torch import Tensor
 
 from wyfold.models.config import DecoderConfig
+from wyfold.runtime import files
+from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "read", "read_header", "write", "write_tensors"]
+
+LARGEST_CONFIG = 2**20
+"""Bytes of a configuration that is read; one has about a thousand."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What parameters may be stored in, by safetensors' names."""
 
 
 def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
     """Both files, each whole or not at all."""
-    safetensors = _safetensors()
+    _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{WEIGHTS_FILE}.part"
-    safetensors.save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished)
-    unfinished.replace(folder / WEIGHTS_FILE)
-    unfinished = folder / f"{CONFIG_FILE}.part"
-    unfinished.write_text(config.to_json(), encoding="utf-8")
-    unfinished.replace(folder / CONFIG_FILE)
+    write_tensors(folder / WEIGHTS_FILE, {name: x.detach().contiguous() for name, x in tensors.items()})
+    files.write(folder / CONFIG_FILE, config.to_json())
 
 
-def read(folder: Path, device: torch.device | str) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """What `write` wrote, the tensors on `device`."""
-    safetensors = _safetensors()
-    config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    return config, safetensors.load_file(folder / WEIGHTS_FILE, device=str(device))
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written; a full disk, for one.
+    """
+    from safetensors import SafetensorError
+
+    with files.replacing(file) as temporary:
+        try:
+            _safetensors().save_file(dict(tensors), temporary)
+        except SafetensorError as error:
+            raise files.os_error(error) from error
+
+
+def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
+    """The configuration, and what the header of the weights says of each tensor; the two fit in depth and width.
+
+    Raises:
+        FileNotFoundError: one of the files is missing.
+        ValueError: naming the file and what is wrong with it.
+    """
+    _safetensors()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"Decoder.load: {folder / name} is missing; give a folder that Decoder.save wrote")
+    try:
+        config = DecoderConfig.from_json(files.read_bytes(folder / CONFIG_FILE, LARGEST_CONFIG).decode("utf-8"))
+    except (ValueError, TypeError) as error:  # bytes that are no UTF-8 are a ValueError too
+        raise ValueError(f"Decoder.load: {folder / CONFIG_FILE} is damaged: {error}") from error
+    try:
+        infos = files.read_header(folder / WEIGHTS_FILE)
+    except ValueError as error:
+        raise ValueError(f"Decoder.load: {folder / WEIGHTS_FILE} is damaged: {error}") from error
+    # Before a model is built: what it would take follows from the tensors that are there, not from a number in a file.
+    blocks = len({name.split(".")[1] for name in infos if name.startswith("blocks.")})
+    embedding = infos.get("embedding.weight")
+    if blocks != config.num_layers:
+        raise _difference(folder, f"{config.num_layers} layers", blocks)
+    if embedding is None or embedding.shape != (config.vocab_size, config.hidden_size):
+        described = f"embedding.weight {[config.vocab_size, config.hidden_size]}"
+        raise _difference(folder, described, embedding and list(embedding.shape))
+    return config, infos
+
+
+def require_same(folder: Path, infos: Mapping[str, TensorInfo], expected: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not, by name, shape and kind, those of the model that the configuration describes.
+
+    Raises:
+        ValueError: naming the first tensor that differs.
+    """
+    for name, x in expected.items():
+        found = infos.get(name)
+        if found is None or found.shape != tuple(x.shape):
+            raise _difference(folder, f"{name} {list(x.shape)}", found and list(found.shape))
+        if found.dtype not in DTYPES:
+            raise _difference(folder, f"{name} in floating point", found.dtype)
+    for name in infos.keys() - expected.keys():
+        raise _difference(folder, f"no {name}", list(infos[name].shape))
+
+
+def read(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors of the weights' file, on `device`."""
+    found: dict[str, Tensor] = _safetensors().load_file(folder / WEIGHTS_FILE, device=str(device))
+    return found
+
+
+def _difference(folder: Path, described: str, found: object) -> ValueError:
+    held = "nothing of this name" if found is None else found
+    return ValueError(
+        f"Decoder.load: {folder / WEIGHTS_FILE} must hold what {CONFIG_FILE} beside it describes, {described}, "
+        f"got {held}; one of the two files is damaged or of another model"
+    )
 
 
 def _safetensors() -> Any:
