@@ -1,28 +1,56 @@
 """A checkpoint is whole or not there, whatever moment a process dies at."""
 
+import dataclasses
+import functools
 import json
+import os
+import stat
 
 import pytest
 import torch
 
-from wyfold.cli import UsageError, checkpoint
+from wyfold.cli import Failure, UsageError, checkpoint, integrity
+from wyfold.cli.integrity import RECORD, SUMS, TENSORS, DamagedError
+from wyfold.cli.recipe import Recipe, build
+
+RECIPE = Recipe(
+    data="0123456789abcdef", layers="gdn", depth=1, width=16, heads=2, head_dim=8, window=8, packed=False, batch=1,
+    length=8, grad_accum=1, steps=9000, minutes=None, lr=1e-3, warmup=0, lr_end=0.0, weight_decay=0.0, clip=1.0,
+    held_out=0.1, eval_every=1, eval_bytes=8, seed=0, dtype="float32",
+)  # fmt: skip
 
 
-def save_model(folder):
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"weights")
+@functools.cache
+def model():
+    return build(RECIPE)
 
 
-def save(root, step, **record):
-    shared = torch.arange(6.0)
-    return checkpoint.save(root, step, record, {"a/exp": shared[:3], "b/exp": shared[1:]}, save_model)
+def moments():
+    found = {integrity.RANDOM: torch.get_rng_state()}
+    for name, parameter in model().named_parameters():
+        found |= {f"{name}/{moment}": torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+        found[f"{name}/step"] = torch.zeros(())
+    return found
+
+
+def save(root, step, *, elapsed=1.0, save_model=None, tensors=None):
+    record = {
+        "recipe": dataclasses.asdict(RECIPE),
+        "cursor": step,
+        "elapsed": elapsed,
+        "history": [{"step": step, "loss": 0.1}],
+        "torch": torch.__version__,
+    }
+    return checkpoint.save(root, step, record, tensors or moments(), save_model or model().save)
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    record, tensors = checkpoint.load(save(tmp_path, 7, history=[{"loss": 0.1}]))
-    assert (record["step"], record["history"]) == (7, [{"loss": 0.1}])
-    assert torch.equal(tensors["a/exp"], torch.tensor([0.0, 1, 2]))
-    assert torch.equal(tensors["b/exp"], torch.tensor([1.0, 2, 3, 4, 5]))
+    shared = torch.arange(6.0)
+    tensors = moments() | {"norm.weight/exp_avg": shared[:3], "norm.weight/exp_avg_sq": shared[1:]}
+    record, tensors = checkpoint.load(save(tmp_path, 7, tensors=tensors))
+    assert (record["step"], record["history"]) == (7, [{"step": 7, "loss": 0.1}])
+    assert torch.equal(tensors["norm.weight/exp_avg"], torch.tensor([0.0, 1, 2]))
+    assert torch.equal(tensors["norm.weight/exp_avg_sq"], torch.tensor([1.0, 2, 3, 4, 5]))
 
 
 def test_the_last_two_are_kept(tmp_path):
@@ -33,8 +61,8 @@ def test_the_last_two_are_kept(tmp_path):
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 3, note="first")
-    assert checkpoint.load(save(tmp_path, 3, note="second"))[0]["note"] == "second"
+    save(tmp_path, 3, elapsed=1.0)
+    assert checkpoint.load(save(tmp_path, 3, elapsed=2.0))[0]["elapsed"] == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -42,33 +70,115 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path):
     save(tmp_path, 1)
 
     def die(folder):
-        save_model(folder)
+        model().save(folder)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 2, {}, {}, die)
+        save(tmp_path, 2, save_model=die)
     assert checkpoint.latest(tmp_path).name == "step-00000001"
     save(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("damage", ["training.json", "training.safetensors", "model/model.safetensors"])
-@pytest.mark.parametrize("kind", ["missing", "cut short"])
-def test_a_damaged_folder_is_ignored(tmp_path, damage, kind):
-    save(tmp_path, 1)
+def test_a_disk_that_is_full_is_told_with_what_is_left(tmp_path):
+    whole = save(tmp_path, 1)
+
+    def no_space(folder):
+        folder.mkdir()
+        (folder / "part").write_bytes(b"weights")
+        raise OSError(28, os.strerror(28))
+
+    message = f"step 2 could not be written into .*: No space left on device; {whole} is whole. .* the same command"
+    with pytest.raises(Failure, match=message):
+        save(tmp_path, 2, save_model=no_space)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("damage", [RECORD, SUMS, TENSORS, "model/model.safetensors", "model/config.json"])
+@pytest.mark.parametrize("kind", ["missing", "cut short", "longer", "one bit", "empty"])
+def test_a_damaged_file_is_named_with_the_checkpoint_that_is_whole(tmp_path, damage, kind):
+    whole = save(tmp_path, 1)
     file = save(tmp_path, 2) / damage
-    content = file.read_bytes()
+    content = bytearray(file.read_bytes())
     file.unlink()
-    if kind == "cut short":
-        file.write_bytes(content[:-1])
-    assert checkpoint.latest(tmp_path).name == "step-00000001"
+    if kind != "missing":
+        content[len(content) // 2] ^= 1 if kind == "one bit" else 0
+        length = {"cut short": len(content) - 1, "empty": 0}.get(kind, len(content))
+        file.write_bytes(content[:length] + (b"\n" if kind == "longer" else b""))
+    with pytest.raises(DamagedError, match="is damaged: ") as caught:
+        checkpoint.latest(tmp_path)
+    assert caught.value.whole == whole and caught.value.folder == tmp_path / "step-00000002"
+    if damage != SUMS:  # where a digest was changed, it is the file that differs from it
+        assert caught.value.file == file
 
 
-def test_a_record_that_is_no_record_is_ignored(tmp_path):
+def test_a_record_that_is_no_record_is_named(tmp_path):
     folder = save(tmp_path, 1)
-    for content in ("[]", "null", json.dumps({"files": None}), "{}"):
-        (folder / checkpoint.RECORD).write_text(content)
-        assert checkpoint.latest(tmp_path) is None
+    for content in ("[]", "null", json.dumps({"files": None}), "{}", "{", "[" * 100_000, '{"step": NaN}'):
+        (folder / RECORD).write_text(content)
+        with pytest.raises(DamagedError, match=r"training\.json is damaged: ") as caught:
+            checkpoint.latest(tmp_path)
+        assert caught.value.whole is None
+
+
+def test_a_checkpoint_without_digests_is_held_to_its_sizes_and_headers(tmp_path):
+    """As an earlier version wrote them."""
+    folder = save(tmp_path, 1)
+    record = json.loads((folder / RECORD).read_text())
+    (folder / SUMS).unlink()
+    with pytest.raises(DamagedError, match=f"{SUMS} is damaged: it is missing"):
+        checkpoint.latest(tmp_path)
+    names = ("model/config.json", "model/model.safetensors", TENSORS)
+    record["files"] = {name: (folder / name).stat().st_size for name in names}
+    (folder / RECORD).write_text(json.dumps(record))
+    assert checkpoint.latest(tmp_path) == folder
+    with (folder / TENSORS).open("ab") as stream:
+        stream.write(b"\0")
+    with pytest.raises(DamagedError, match=TENSORS):
+        checkpoint.latest(tmp_path)
+
+
+def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step-00000002" / RECORD).write_text("{}")
+    (tmp_path / "step-00000002.damaged").mkdir()
+    assert [path.name for path in checkpoint.set_aside_damaged(tmp_path)] == ["step-00000002.damaged1"]
+    assert checkpoint.latest(tmp_path).name == "step-00000001"
+    assert checkpoint.set_aside_damaged(tmp_path) == []
+
+
+def test_folders_that_are_not_ours_are_left_alone(tmp_path):
+    for name in ("step-notes", "step-00000001", ".unfinished-notes", "step-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    checkpoint.remove_all(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".unfinished-notes",
+        "step-00000001",
+        "step-1",
+        "step-notes",
+    ]
+
+
+def test_modes_follow_the_umask_and_links_are_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("outside")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "config.json.part", "model.safetensors.part"):
+        (tmp_path / "model" / name).symlink_to(outside)
+    before = os.umask(0o027)
+    try:
+        model().save(tmp_path / "model")
+        folder = save(tmp_path / "checkpoint", 1)
+    finally:
+        os.umask(before)
+    assert outside.read_text() == "outside"
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    written += [tmp_path / "model" / name for name in ("config.json", "model.safetensors")]
+    assert {stat.S_IMODE(path.lstat().st_mode) for path in written} == {0o640}
 
 
 def test_a_run_its_checkpoints_one_checkpoint_and_a_model_all_lead_to_the_model(tmp_path):
@@ -81,9 +191,22 @@ def test_a_run_its_checkpoints_one_checkpoint_and_a_model_all_lead_to_the_model(
 def test_folders_that_lead_to_no_model_are_refused(tmp_path):
     with pytest.raises(UsageError, match="nowhere: no such folder"):
         checkpoint.find_model(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="no complete checkpoint and no saved model"):
+    with pytest.raises(UsageError, match="no checkpoint and no saved model"):
         checkpoint.find_model(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UsageError, match=r"notes\.txt: is a file"):
+        checkpoint.find_model(tmp_path / "notes.txt")
     step = save(tmp_path, 4)
-    (step / checkpoint.TENSORS).unlink()
-    with pytest.raises(UsageError, match="damaged"):
-        checkpoint.find_model(step)
+    (step / TENSORS).unlink()
+    for path in (tmp_path, step, step / "model"):
+        with pytest.raises(DamagedError, match=f"{TENSORS} is damaged: it is missing"):
+            checkpoint.find_model(path)
+
+
+def test_digests_are_those_of_the_tool_of_that_name(tmp_path):
+    folder = save(tmp_path, 1)
+    lines = dict(reversed(line.split("  ")) for line in (folder / SUMS).read_text().splitlines())
+    assert sorted(lines) == sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != SUMS
+    )
+    assert all(integrity.digest(folder / name) == digest for name, digest in lines.items())

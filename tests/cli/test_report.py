@@ -73,11 +73,13 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "run.json").write_text('{"kind": "run", "recipe": {}}')
+    (tmp_path / "bench.json").write_text('{"rows": [{"contender": "wyfold"}]}')
     (tmp_path / "empty").mkdir()
     for name, complaint in {
-        "bad.json": "no JSON",
-        "list.json": "no record that a verb of wyfold wrote",
-        "run.json": "no record that a verb of wyfold wrote: it has no 'history'",
+        "bad.json": "bad.json is damaged: it is no whole JSON file",
+        "list.json": "list.json is damaged: it has another form: Expected `object`, got `array`",
+        "run.json": "run.json is damaged: it says to be a run, which is a folder",
+        "bench.json": "it has another form: Object missing required field `op` - at `$.rows[0]`",
         "empty": "nothing to report",
         "missing": "no such file or folder",
     }.items():

@@ -6,7 +6,7 @@ import json
 import pytest
 from tests.cli.test_train import history, stop_after, weights
 
-from wyfold.cli import main
+from wyfold.cli import integrity, main
 from wyfold.cli.train import add_arguments, settle
 from wyfold.cli.trainer import Trainer
 
@@ -136,6 +136,8 @@ def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_
     begin(tmp_path, monkeypatch, f"mqar {words} --curriculum 2")
     file = next((tmp_path / "checkpoint").iterdir()) / "training.json"
     file.write_text(file.read_text().replace('"curriculum": 2', '"curriculum": 3'))
+    (file.parent / integrity.SUMS).unlink()
+    integrity.write_sums(file.parent)
     capsys.readouterr()
     for other in (2, 0):
         assert train(tmp_path, "mqar", f"{words} --curriculum {other}") == 2

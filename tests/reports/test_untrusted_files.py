@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wyfold.cli import main
+from wyfold.cli import integrity, main
 from wyfold.parallel import shards
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
@@ -80,11 +80,9 @@ def shard(run, write):
 
 
 def seal(folder):
-    """Give a changed checkpoint a record of its files as they are now."""
-    record = json.loads((folder / "training.json").read_text())
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "training.json"]
-    record["files"] = {str(file.relative_to(folder)): file.stat().st_size for file in files}
-    (folder / "training.json").write_text(json.dumps(record))
+    """Give a changed checkpoint the digests of its files as they are now."""
+    (folder / integrity.SUMS).unlink(missing_ok=True)
+    integrity.write_sums(folder)
 
 
 def pickled_index(folder, tensors):

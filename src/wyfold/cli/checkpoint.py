@@ -1,38 +1,47 @@
-"""Checkpoints on disk: whole or not there.
+"""Checkpoints on disk: whole or not there. Imports torch to save and to load, not to look at one.
 
     RUN/checkpoint/step-00000200/model/             the model as `Decoder.save` writes it
                                  training.safetensors   optimizer moments, random state
-                                 training.json          step, cursor, recipe, history, size of every file
+                                 training.json          step, cursor, recipe, history
+                                 SHA256SUMS             digest of every other file, for `sha256sum -c` too
 
 A run of several processes has, in the place of both files of tensors, a folder `shards` of safetensors files, in which
 each process has written what it holds; any number of processes, one included, goes on from it. Nothing is pickled.
 
 A checkpoint is written into a hidden folder beside its place and renamed there when all of it is on the disk, so a
-process killed at any moment leaves the previous checkpoints as they were. The last two are kept.
+process killed at any moment leaves the previous checkpoints as they were. The last two are kept. Only folders of the
+names given here are ever removed.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
-from wyfold.cli import UsageError
-from wyfold.models import CONFIG_FILE, WEIGHTS_FILE, Decoder, DecoderConfig
-from wyfold.parallel import shards
-from wyfold.parallel.team import Team
+from wyfold.cli import Failure, UsageError, integrity, rundir
+from wyfold.cli.integrity import MODEL, RECORD, SHARDS, SUMS, TENSORS, DamagedError
+from wyfold.runtime import files
+from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from wyfold.models import Decoder, DecoderConfig
+    from wyfold.parallel.team import Team
 
 KEPT = 2
 PREFIX = "step-"
-UNFINISHED = ".unfinished-"
-MODEL, TENSORS, RECORD, SHARDS = "model", "training.safetensors", "training.json", "shards"
+UNFINISHED = re.compile(r"\.unfinished-([0-9a-f]{16}|step-\d{8,18}|replaced)", re.ASCII)
+"""Hidden names of checkpoints in the making, or half removed; the last two are an earlier version's."""
 
 
 def save(
@@ -46,11 +55,18 @@ def save(
         record: whatever JSON can say.
         tensors: name -> tensor; each is stored on its own, whatever memory they share.
         save_model: writes the model into the folder it is given.
+
+    Raises:
+        Failure: the disk is full, or does not let us write; what was written of this checkpoint is removed.
     """
-    partial = _begin(root, step)
-    save_model(partial / MODEL)
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, partial / TENSORS)
-    return _finish(partial, step, record)
+    from wyfold.models import disk
+
+    with _all_or_nothing(root, step):
+        partial = _begin(root, secrets.token_hex(8))
+        save_model(partial / MODEL)
+        stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        disk.write_tensors(partial / TENSORS, stored)
+        return _finish(partial, step, record)
 
 
 def save_shards(
@@ -63,23 +79,45 @@ def save_shards(
         tensors: Name -> tensor, those of the model included; each process has all of it or its shards.
         config: The model's.
         team: All processes, which call this alike.
+
+    Raises:
+        Failure: As of `save`.
     """
-    partial = root / f"{UNFINISHED}{PREFIX}{step:08d}"
-    if team.leads:
-        _begin(root, step)
-        (partial / MODEL).mkdir()
-        (partial / MODEL / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
-    team.most(0)  # the folder is there
-    shards.write(partial / SHARDS, tensors)
-    team.most(0)  # all of it is
-    if team.leads:
-        _finish(partial, step, record)
-    team.most(0)  # nobody goes on, or ends, before it has its name
+    from wyfold.parallel import shards
+
+    with _all_or_nothing(root, step):
+        # The name is the leader's. 52 bits: a whole number that float64 holds.
+        token = f"{int(team.most(secrets.randbits(52) if team.leads else 0)):016x}"
+        partial = root / f".unfinished-{token}"
+        if team.leads:
+            _begin(root, token)
+            (partial / MODEL).mkdir()
+            files.write(partial / MODEL / CONFIG_FILE, config.to_json())
+        team.most(0)  # the folder is there
+        shards.write(partial / SHARDS, tensors)
+        team.most(0)  # all of it is
+        if team.leads:
+            _finish(partial, step, record)
+        team.most(0)  # nobody goes on, or ends, before it has its name
+
+
+def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Record and tensors of a whole checkpoint, on the CPU; none of shards."""
+    from safetensors.torch import load_file
+
+    file = folder / TENSORS
+    try:
+        return record(folder), load_file(file) if file.exists() else {}
+    except SafetensorError as error:
+        raise DamagedError(file, f"it cannot be read ({error})") from error
 
 
 def load_model(path: Path, device: torch.device, backend: str | None) -> Decoder:
     """The model that `path` stands for, as `find_model` understands it."""
     folder = find_model(path)
+
+    from wyfold.models import Decoder, DecoderConfig
+
     if not (folder.parent / SHARDS).is_dir() or (folder / WEIGHTS_FILE).exists():
         return Decoder.load(folder, device=device, backend=backend)
     config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -94,109 +132,153 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         UsageError: the checkpoint's shards are damaged, of an earlier format, or not of these tensors.
     """
+    from wyfold.parallel import shards
+
     try:
         shards.read(folder / SHARDS, tensors)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _begin(root: Path, step: int) -> Path:
-    """A fresh hidden folder for the checkpoint of a step."""
-    for leftover in root.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial = root / f"{UNFINISHED}{PREFIX}{step:08d}"
-    partial.mkdir(parents=True)
-    return partial
-
-
-def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
-    """Give a hidden folder whose tensors are written its record and its name."""
-    root = partial.parent
-    final, replaced = root / f"{PREFIX}{step:08d}", root / f"{UNFINISHED}replaced"
-    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(_files(partial))}
-    (partial / RECORD).write_text(json.dumps({**record, "step": step, "files": sizes}))
-    _reach_disk(partial)
-    if final.exists():  # a kill between these two renames costs this step, never the checkpoint before it
-        final.rename(replaced)
-    partial.rename(final)
-    _sync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
-    _prune(root)
-    return final
-
-
-def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Record and tensors of a complete checkpoint, on the CPU; none of shards."""
-    tensors = load_file(folder / TENSORS) if (folder / TENSORS).exists() else {}
-    return record(folder), tensors
-
-
 def record(folder: Path) -> dict[str, Any]:
-    """What a complete checkpoint says of its run."""
-    found: dict[str, Any] = json.loads((folder / RECORD).read_text())
-    return found
+    """What a checkpoint says of its run.
 
-
-def complete(folder: Path) -> bool:
-    """Whether every file of this checkpoint is there in full length."""
-    try:
-        sizes = json.loads((folder / RECORD).read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    Raises:
+        DamagedError: it says nothing that can be understood.
+    """
+    return integrity.read_record(folder)
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint below `root`, if any."""
-    return max(_complete_ones(root), default=None)
+    """The newest checkpoint below `root`, None if there is none.
+
+    Raises:
+        DamagedError: it is damaged; names the newest one that is whole.
+    """
+    return integrity.newest(root)
+
+
+def set_aside_damaged(root: Path) -> list[Path]:
+    """Rename every checkpoint that is damaged and newer than the newest whole one; nothing is removed.
+
+    Returns:
+        The folders under their new names, `step-00000200.damaged`.
+    """
+    whole = integrity.newest_whole(root)
+    found = integrity.step_folders(root)
+    newer = found[found.index(whole) + 1 :] if whole else found
+    return [rundir.rename_aside(folder, "damaged") for folder in newer]
+
+
+def remove_all(root: Path) -> None:
+    """Remove the checkpoints below `root`, and nothing else that may lie there."""
+    for folder in integrity.step_folders(root):
+        if _is_ours(folder):
+            _remove(folder)
 
 
 def find_model(path: Path) -> Path:
     """The model folder that `path` stands for: a run, its checkpoints, one checkpoint, or a saved model itself.
 
     Raises:
-        UsageError: none of these.
+        DamagedError: the newest checkpoint there, or the model, is damaged.
+        UsageError: nothing of this kind is there.
     """
+    asked = "give the folder of a run of `wyfold train`, a checkpoint in it, or a folder that Decoder.save wrote"
+    if path.is_file():
+        raise UsageError(f"{path}: is a file; {asked}")
     if not path.is_dir():
-        raise UsageError(f"{path}: no such folder; give a run of `wyfold train` or a folder that Decoder.save wrote")
-    if (path / RECORD).exists():
-        if not complete(path):
-            raise UsageError(f"{path}: this checkpoint is damaged; the folder above it may hold a whole one")
-        return path / MODEL
-    found = latest(path / "checkpoint") or latest(path)
-    if found:
-        return found / MODEL
-    if not any(path.glob("*.safetensors")):
-        raise UsageError(f"{path}: no complete checkpoint and no saved model in this folder")
+        raise UsageError(f"{path}: no such folder; {asked}")
+    inside = path.parent if path.name == MODEL and (path.parent / RECORD).exists() else path
+    if (inside / RECORD).exists() or (inside / SUMS).exists() or (inside / MODEL / CONFIG_FILE).exists():
+        try:
+            integrity.verify(inside)
+        except DamagedError as damage:
+            others = [folder for folder in integrity.step_folders(inside.parent) if folder.name != inside.name]
+            whole = integrity.newest_whole(inside.parent, others)
+            raise DamagedError(damage.file, damage.reason, inside, whole) from damage
+        return inside / MODEL
+    for root in (path / "checkpoint", path):
+        if found := latest(root):
+            return found / MODEL
+    if not (path / CONFIG_FILE).exists() and not any(path.glob("*.safetensors")):
+        raise UsageError(f"{path}: no checkpoint and no saved model in this folder; {asked}")
+    integrity.verify_model(path)
     return path
 
 
-def _complete_ones(root: Path) -> list[Path]:
-    return sorted(folder for folder in root.glob(f"{PREFIX}*") if complete(folder))
+@contextmanager
+def _all_or_nothing(root: Path, step: int) -> Iterator[None]:
+    """Tell what is lost, and what is not, where a checkpoint cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        for leftover in _unfinished(root):
+            shutil.rmtree(leftover, ignore_errors=True)
+        whole = integrity.newest_whole(root)
+        kept = "there is no earlier one" if whole is None else f"{whole} is whole"
+        reason = error.strerror or str(error)
+        raise Failure(
+            f"the checkpoint of step {step} could not be written into {root}: {reason}; {kept}. Once it can be written "
+            "there, give the same command again"
+        ) from error
 
 
-def _prune(root: Path) -> None:
-    for folder in _complete_ones(root)[:-KEPT]:
-        # The record goes first: what a kill leaves behind is then plainly incomplete.
-        (folder / RECORD).unlink()
-        shutil.rmtree(folder)
-    for folder in root.glob(f"{PREFIX}*"):
-        if not (folder / RECORD).exists():
-            shutil.rmtree(folder)
+def _begin(root: Path, token: str) -> Path:
+    """A fresh hidden folder for a checkpoint, of a name that cannot be foreseen."""
+    for leftover in _unfinished(root):
+        shutil.rmtree(leftover, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    partial = root / f".unfinished-{token}"
+    partial.mkdir()
+    return partial
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+def _unfinished(root: Path) -> list[Path]:
+    """What a process that was killed left of a checkpoint it wrote or removed; no symbolic link."""
+    found = root.iterdir() if root.is_dir() else ()
+    return [path for path in found if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
+    """Give a hidden folder whose tensors are written its record, its digests and its name."""
+    root = partial.parent
+    final = root / f"{PREFIX}{step:08d}"
+    files.write(partial / RECORD, json.dumps({**record, "step": step}, allow_nan=False))
+    integrity.write_sums(partial)
+    _reach_disk(partial)
+    if final.exists():  # a kill between these two renames costs this step, never the checkpoint before it
+        _remove(final, replaced_by=partial)
+    else:
+        partial.rename(final)
+        files.sync(root)
+    _prune(root, final)
+    return final
+
+
+def _prune(root: Path, newest: Path) -> None:
+    """Remove all but the last checkpoints up to the one that was just written."""
+    found = [folder for folder in integrity.step_folders(root) if _is_ours(folder)]
+    for folder in found[: max(0, found.index(newest) + 1 - KEPT)]:
+        _remove(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has a checkpoint in it and nothing else; a user's own folder may have a checkpoint's name."""
+    names = {path.name for path in folder.iterdir()}
+    return not folder.is_symlink() and RECORD in names and names <= {MODEL, TENSORS, RECORD, SHARDS, SUMS}
+
+
+def _remove(folder: Path, replaced_by: Path | None = None) -> None:
+    """Remove a checkpoint. It has a hidden name first: what a kill leaves behind is plainly no checkpoint."""
+    hidden = folder.with_name(f".unfinished-{secrets.token_hex(8)}")
+    folder.rename(hidden)
+    if replaced_by is not None:
+        replaced_by.rename(folder)
+    files.sync(folder.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _reach_disk(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.sync(path)

@@ -9,6 +9,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from wyfold.runtime import files
+
 Points = Sequence[tuple[float, float]]
 """(step, value), in the order of steps."""
 
@@ -56,9 +58,8 @@ def _plot(axes: Axes, training: Points, validation: Points, title: str, unit: st
 
 
 def _write(figure: Figure, file: Path) -> None:
-    unfinished = file.with_name(f".{file.name}")
-    figure.savefig(unfinished, format="png")
-    unfinished.replace(file)
+    with files.replacing(file) as unfinished:
+        figure.savefig(unfinished, format="png")
 
 
 def sketch(

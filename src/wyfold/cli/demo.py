@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,20 +71,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train or continue, sample, check; 0 when the check holds, 1 when it does not, 130 when interrupted."""
+    from wyfold.cli import results, rundir
+
+    rundir.require_run_or_empty(args.out)
+    results.ready(args.out)
+    with rundir.locked(args.out):
+        return _run_alone(args)
+
+
+def _run_alone(args: argparse.Namespace) -> int:
+    """`run`, in a folder that no other process writes into."""
     import torch
 
-    from wyfold.cli import corpus, results
+    from wyfold.cli import checkpoint, corpus
     from wyfold.cli.generate import Sampling, speak
     from wyfold.cli.recipe import Recipe
+    from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
     from wyfold.cli.train import finish
-    from wyfold.cli.trainer import CHECKPOINTS, CURVE, HISTORY, Trainer
+    from wyfold.cli.trainer import Trainer
 
     # Threads would save part of the minute on idle cores. On busy ones they spin while they wait for each other, and
     # a step takes twenty times as long; and sums cut among threads differ from machine to machine. So one.
     torch.set_num_threads(1)
-    results.ready(args.out)
     if args.fresh:
-        shutil.rmtree(args.out / CHECKPOINTS, ignore_errors=True)
+        checkpoint.remove_all(args.out / CHECKPOINTS)
         for name in (CURVE, HISTORY):
             (args.out / name).unlink(missing_ok=True)
     text = corpus.read(None)

@@ -77,7 +77,7 @@ def of_bench(record: Record) -> Iterator[Part]:
             "array": [span["quartile3"] - span["median"] for span in spans],
             "arrayminus": [span["median"] - span["quartile1"] for span in spans],
         }
-        hover = [f"{row['ran']}: worst error {row['worst_error']:.1e} ({row['worst_tensor']})" for _, row in own]
+        hover = [f"{row['ran']}: worst error {float(row['worst_error']):.1e} ({row['worst_tensor']})" for _, row in own]
         medians = [span["median"] for span in spans]
         bars = {"orientation": "h", "y": names, "name": contender}
         time.add_bar(x=medians, error_x=whiskers, hovertext=hover, **bars)
@@ -109,7 +109,7 @@ def of_errors(record: Record) -> Iterator[Part]:
     names = [f"{row['operator']} {row['dtype']}" for row in record["operators"]]
     shares = []
     for row in record["operators"]:
-        ends = [float(found["value"]) / found["target"] for found in row["tensors"].values() if found["target"]]
+        ends = [float(found["value"]) / float(found["target"]) for found in row["tensors"].values() if found["target"]]
         shares.append(max(ends, default=0.0))
     for state in (True, False):
         own = [place for place, row in enumerate(record["operators"]) if bool(row["pass"]) is state]
@@ -220,7 +220,7 @@ def _bench_row(row: Record) -> list[str]:
         row["ran"],
         f"{ms['median']:.3f}",
         f"{ms['quartile1']:.3f} - {ms['quartile3']:.3f}",
-        f"{row['worst_error']:.1e} {row['worst_tensor']}",
+        f"{float(row['worst_error']):.1e} {row['worst_tensor']}",
         _plain(peak.get("above_inputs_mib", "")),
     ]
 
@@ -231,7 +231,7 @@ def _ranks_row(row: Record) -> list[str]:
         return [*head, row["refused"] or "wrong", *[""] * 4]
     found = row["times_one_rank"], (row["peak"] or {}).get("above_inputs_mib"), (row["sent"] or {}).get("bytes")
     times, peak, sent = ("" if value is None else _plain(value) for value in found)
-    error = f"{row['worst_error']:.1e} {row['worst_tensor']}"
+    error = f"{float(row['worst_error']):.1e} {row['worst_tensor']}"
     return [*head, f"{row['milliseconds']['median']:.3f}", times, error, peak, sent]
 
 

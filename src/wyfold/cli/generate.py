@@ -82,14 +82,17 @@ class Sampling:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompt, or every line of the file of prompts."""
-    _check_folder(args.checkpoint)
+    from wyfold.cli.checkpoint import find_model, load_model
+    from wyfold.cli.integrity import DamagedError
+
+    try:
+        find_model(args.checkpoint)
+    except DamagedError as damage:
+        raise damage.advice("give that folder to generate from it", "put the file back if there is a copy") from damage
     # What was typed at a terminal would be lost with a model that cannot be loaded: standard input is read after it.
     given = _prompts(args)
     if args.out is not None:
         _check_out(args.out)
-
-    from wyfold.cli.checkpoint import load_model
-
     try:
         model = load_model(args.checkpoint, found_device(args.device), args.backend)
     except ValueError as error:
@@ -105,14 +108,6 @@ def run(args: argparse.Namespace) -> int:
             for first in range(0, len(prompts), args.batch):
                 speak_together(model, prompts[first : first + args.batch], sampling, out)
     return DONE
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse what can hold no checkpoint."""
-    if not folder.exists():
-        raise UsageError(f"{folder}: no such folder")
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: is a file; give the folder of a run of `wyfold train`, or a checkpoint in it")
 
 
 def _check_out(file: Path) -> None:

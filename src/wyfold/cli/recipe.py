@@ -8,13 +8,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import UsageError
-from wyfold.models import Decoder, DecoderConfig
+
+if TYPE_CHECKING:  # a run that is refused does not wait for torch
+    import torch
+    from torch import nn
+
+    from wyfold.models import Decoder
 
 BETAS = (0.9, 0.95)
 DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda")
@@ -100,13 +102,19 @@ class Recipe:
                     f"{then}: start {then} times --cp processes to resume it, or give another --out"
                 )
             raise UsageError(
-                f"--{field.replace('_', '-')} is {wanted!r} here, but the run in {folder} was started with {then!r}: "
-                "leave it out or give the same value to resume it, or give another --out"
+                f"--{field.replace('_', '-')} is {_short(wanted)} here, but the run in {folder} was started with "
+                f"{_short(then)}: leave it out or give the same value to resume it, or give another --out"
             )
         if first["data"] != self.data:
             other = "the text of --data" if self.task is None else f"the definition of {self.task}"
             same = "the text it was started with, " if self.task is None else ""
             raise UsageError(f"{other} is not the one that the run in {folder} learns: give {same}or another --out")
+
+
+def _short(value: Any) -> str:
+    """A setting in a message."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _duration(recipe: Mapping[str, Any]) -> str:
@@ -122,6 +130,8 @@ def begun(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> Decoder:
     """The untrained model of a recipe, for that many tokens."""
+    from wyfold.models import Decoder, DecoderConfig
+
     options: dict[str, dict[str, Any]] = {"attention": {"window": recipe.window}}
     if recipe.neg_eigval:
         options |= {layer: {"allow_neg_eigval": True} for layer in DELTA_LAYERS}
@@ -144,6 +154,9 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
 
 def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW; decay applies to the matrices that mix channels, not to norms, biases or the parameters of the decay."""
+    import torch
+    from torch import nn
+
     matrices = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     others = [parameter for parameter in model.parameters() if parameter not in matrices]
     groups = [{"params": list(matrices), "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]

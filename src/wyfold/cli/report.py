@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import DONE, UsageError, results
+from wyfold.cli import DONE, UsageError, records, results, rundir
+from wyfold.cli.integrity import DamagedError
+from wyfold.runtime import files
 
 USUAL = (Path("runs"), Path("docs", "results"))
 
@@ -82,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
     sections, contents = [], []
     for number, (name, record) in enumerate(found.items()):
         parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
-        try:
-            drawings = list(figures.kind_of(record)(record))
-        except KeyError as missing:
-            raise UsageError(f"{name}: no record that a verb of wyfold wrote: it has no {missing}") from missing
-        for part in drawings:
+        for part in figures.kind_of(record)(record):
             drawn = isinstance(part, figures.go.Figure)
             responsive = {"responsive": True, "displaylogo": False}
             parts.append(to_html(part, include_plotlyjs=False, full_html=False, config=responsive) if drawn else part)
@@ -99,10 +96,8 @@ def run(args: argparse.Namespace) -> int:
         contents="\n".join(contents),
         sections="\n".join(sections),
     )
-    unfinished = args.out.with_name(f".{args.out.name}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(args.out)
+    files.write(args.out, page)
     print(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
     return DONE
 
@@ -111,45 +106,27 @@ def _found(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and record of everything there is to draw, in the order of paths and names."""
     for path in paths:
         if path.is_file():
-            yield str(path), _read(path)
+            yield str(path), records.read_any(path)
             continue
-        folders = sorted(metrics.parent for metrics in path.rglob("metrics.jsonl"))
+        folders = sorted({file.parent for name in (rundir.HISTORY, rundir.MARK) for file in path.rglob(name)})
         for folder in folders:
             record = _run(folder)
             if record is not None:
                 yield str(folder), record
         for file in sorted(path.rglob("*.json")):
             # What lies in a run belongs to it.
-            if not any(folder in file.parents for folder in folders):
-                yield str(file), _read(file)
+            if file.is_file() and not any(folder in file.parents for folder in folders):
+                yield str(file), records.read_any(file)
 
 
 def _run(folder: Path) -> dict[str, Any] | None:
-    """A run as its latest checkpoint has it, with what it came to since; None before the first checkpoint."""
-    from wyfold.cli import checkpoint
-
-    found = checkpoint.latest(folder / "checkpoint")
-    if found is None:
-        return None
-    record = _read(found / checkpoint.RECORD)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    history = [json.loads(line) for line in lines if line.endswith("}")]
-    result = folder / "result.json"
-    origin = {key: value for key, value in _read(result).items() if key in ORIGIN} if result.exists() else {}
-    return {**origin, "kind": "run", "recipe": record["recipe"], "history": history}
-
-
-def _read(file: Path) -> dict[str, Any]:
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{file}: no JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise UsageError(f"{file}: no record that a verb of wyfold wrote")
-    return record
-
-
-ORIGIN = ("date", "command", "hardware", "versions", "commit", "modified")
+        return records.read_run(folder)
+    except DamagedError as damage:
+        if damage.file.parent == folder:
+            raise damage.advice("", "remove the file to draw what the run's newest checkpoint has") from damage
+        rename = f"rename {damage.folder}, so that it no longer ends in a number, to draw what is left"
+        raise damage.advice(rename, "leave this run out") from damage
 
 
 def _origin(record: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import wyfold
 from wyfold.cli import UsageError
+from wyfold.runtime import files
 
 
 def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
@@ -90,10 +91,8 @@ def _nearest(folder: Path) -> Path:
 def write(folder: Path, name: str, record: Mapping[str, Any]) -> Path:
     """The file `name` in `folder`, made if missing, with the record as JSON; whole or not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, unfinished = folder / name, folder / f".{name}"
-    unfinished.write_text(json.dumps(_plain(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(file)
-    return file
+    files.write(folder / name, json.dumps(_plain(record), indent=1, allow_nan=False) + "\n")
+    return folder / name
 
 
 def _plain(value: Any) -> Any:

@@ -9,15 +9,15 @@ need. The table is printed, and written as JSON with the machine, versions and c
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wyfold.cli import DONE, UsageError, results, train
+from wyfold.cli import DONE, UsageError, records, results, rundir, train
 from wyfold.cli.arguments import add_backend, device, found_device, whole
+from wyfold.cli.integrity import DamagedError
 from wyfold.cli.settings import TASKS
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         code = train.run(_parsed(words))
         if code != DONE:
             return code
-        runs.append(json.loads((folder / train.RESULT).read_text()))
+        runs.append(_result(folder / rundir.RESULT))
         # After every run, so that an interruption leaves the table of what there is.
         file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
     results.show("known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs])
@@ -110,6 +110,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 COLUMNS = ("task", "layers", "eigenvalues", "seed", "parameters", "steps", "seconds", "accuracy", "at other lengths")
+
+
+def _result(file: Path) -> dict[str, Any]:
+    """What a finished run wrote."""
+    try:
+        return records.read(file, records.Task)
+    except DamagedError as damage:
+        raise damage.advice("", "remove it, and the same command writes it again from the run's checkpoint") from damage
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ associative recall), s_niah (a single needle in a haystack), parity, s5 (product
 each task brings settings of its own, which options change. The run's folder keeps the last two checkpoints, the curve
 as PNG and every number as JSON lines; of a task also the result as JSON. The same command run again continues an
 interrupted run where it stopped; on the CPU with the very losses it would have had. Options that are left out are then
-those that the run was begun with, and --resume --out DIR says enough of a task's.
+those that the run was begun with, and --resume --out DIR says enough of a task's. A run whose newest checkpoint is
+damaged is left as it is unless --if-damaged says how to go on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import argparse
 import dataclasses
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results
+from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir
 from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, whole
+from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
 from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
 from wyfold.runtime.choices import RECOMPUTED
 
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
     from wyfold.parallel.team import Team
-
-RESULT = "result.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,13 @@ def _run_options(run: argparse._ActionsContainer) -> None:
         "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after what is learned)"
     )
     run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
+    run.add_argument(
+        "--if-damaged",
+        choices=("stop", "older", "restart"),
+        default="stop",
+        help="where the newest checkpoint is damaged: say so and stop, continue from the newest one that is whole, or, "
+        "where none is, begin again at step 0. Damaged checkpoints are kept as step-N.damaged (default: %(default)s)",
+    )
     run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(run)
     run.add_argument(
@@ -218,26 +226,24 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
+    folder, kept = understand(args)
     texts = None if args.task else documents.read(args.data)
-    if args.out is not None:
-        results.ready(args.out)
+    results.ready(folder)
 
-    from wyfold.cli import checkpoint, speed
-    from wyfold.cli.trainer import CHECKPOINTS, Trainer
+    from wyfold.cli import integrity, speed
+    from wyfold.cli.trainer import Trainer
     from wyfold.parallel.team import leave
     from wyfold.parallel.watch import RankLost
 
     args.device = found_device(args.device)
-    folder, kept = understand(args)
     source, digest, about = _source(args, texts)
-    results.ready(folder)
     team = _team(args)
     recipe = _recipe(args, digest, team.replicas)
     peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
     watch = team.watched()
     try:
-        with watch:
+        with watch, _writing(args, folder, team):
             trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
             if team.cp * team.replicas > 1:
                 about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
@@ -249,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
                 code = DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
     except RankLost as lost:
         # The groups are aborted: there is none to leave.
-        found = checkpoint.latest(folder / CHECKPOINTS)
+        found = integrity.newest_whole(folder / CHECKPOINTS)
         after = "there is no checkpoint yet" if found is None else f"the same command continues from {found}"
         raise Failure(f"{lost}; {after}") from lost
     except BaseException:
@@ -294,21 +300,70 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
         The run's folder, and the options that its run keeps though a new one would take others.
 
     Raises:
-        UsageError: no run where one is to be resumed, an option that the source has no use for, or a curriculum that
-            leaves no step for whole rows.
+        UsageError: the folder holds something else, or a run whose newest checkpoint is damaged; no run where one is to
+            be resumed, an option that the source has no use for, or a curriculum that leaves no step for whole rows.
     """
     from wyfold.cli import checkpoint
     from wyfold.cli.recipe import begun
-    from wyfold.cli.trainer import CHECKPOINTS
 
     folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
-    found = checkpoint.latest(folder / CHECKPOINTS)
+    rundir.require_run_or_empty(folder)
+    found = _newest_checkpoint(args, folder)
     if found is None and args.resume:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
     before = None if found is None else begun(checkpoint.record(found)["recipe"])
     if before and args.resume and args.task is None and args.data is None:
         args.task = before["task"]
     return folder, settle(args, before if before and before["task"] == args.task else None)
+
+
+def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
+    """The checkpoint to continue from, None where a run begins; damaged ones are passed over only if that is asked."""
+    from wyfold.cli import checkpoint
+    from wyfold.cli.integrity import DamagedError
+
+    if args.resume and args.if_damaged == "restart":
+        raise UsageError("--resume: starts nothing new, and --if-damaged restart does: give one of them")
+    try:
+        return checkpoint.latest(folder / CHECKPOINTS)
+    except DamagedError as damage:
+        if args.if_damaged == ("restart" if damage.whole is None else "older"):
+            return damage.whole
+        raise damage.advice(
+            whole="give --if-damaged older to continue from it; what is damaged is kept as step-N.damaged",
+            otherwise="put the file back if there is a copy, or give --if-damaged restart to begin again at step 0 "
+            f"(what is damaged, and {HISTORY}, are kept under other names), or give another --out",
+        ) from damage
+
+
+@contextmanager
+def _writing(args: argparse.Namespace, folder: Path, team: Team) -> Iterator[None]:
+    """Keep the run's folder to the processes of this run, and set aside what is damaged where that was asked for."""
+    refusal = None
+    with ExitStack() as stack:
+        if team.leads:
+            try:
+                stack.enter_context(rundir.locked(folder))
+                _set_aside(args, folder)
+            except UsageError as error:
+                refusal = error
+        if team.most(refusal is not None) > 0:
+            raise refusal or UsageError(f"--out {folder}: the first process of this run was refused")
+        yield
+
+
+def _set_aside(args: argparse.Namespace, folder: Path) -> None:
+    """Rename what is damaged, once the folder is locked."""
+    from wyfold.cli import checkpoint
+
+    if args.if_damaged == "stop":
+        return
+    _newest_checkpoint(args, folder)
+    renamed = checkpoint.set_aside_damaged(folder / rundir.CHECKPOINTS)
+    if renamed and args.if_damaged == "restart" and (folder / rundir.HISTORY).exists():
+        renamed.append(rundir.rename_aside(folder / rundir.HISTORY, "before-restart"))
+    for path in renamed:
+        print(f"kept: {path}")
 
 
 def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) -> list[str]:
@@ -379,8 +434,6 @@ def _team(args: argparse.Namespace) -> Team:
 
 def finish(trainer: Trainer, save_every: int, about: str) -> int:
     """Train to the end or to the first interruption, and say what became of it."""
-    from wyfold.cli.trainer import CURVE
-
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
     print(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
@@ -389,6 +442,9 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         print(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
     if trainer.complete:
         print(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
+        if recipe.task is not None and not (trainer.folder / RESULT).exists():
+            looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
+            print(f"result: {_write_result(trainer, size, looks[-1])}")
         return DONE
     if trainer.step:
         print(f"continuing {trainer.folder} from step {trainer.step}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -27,18 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wyfold.cli import Failure, checkpoint, speed
+from wyfold.cli import Failure, UsageError, checkpoint, speed
 from wyfold.cli.corpus import Batch, Corpus
+from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
 from wyfold.cli.lessons import lesson_of, points
 from wyfold.cli.pace import Ahead, Figures
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer
+from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
 from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
 from wyfold.parallel.team import Team
-
-HISTORY, CHECKPOINTS, CURVE = "metrics.jsonl", "checkpoint", "curve.png"
-RANDOM = "random_state"
+from wyfold.runtime import files
 
 
 class Trainer:
@@ -54,7 +55,8 @@ class Trainer:
         peak: operations per second of one device, of which a step's share is told; None tells none.
 
     Raises:
-        UsageError: the folder's run has another recipe, the source has no such rows, or no model can be built so.
+        UsageError: the folder's run has another recipe, its newest checkpoint is damaged, the source has no such rows,
+            or no model can be built so.
     """
 
     def __init__(
@@ -145,6 +147,11 @@ class Trainer:
             found = self.lesson.examine(self, last=last)
         self.model.train()
         self.team.reshard(self.model)
+        if not math.isfinite(found[self.lesson.measure]):
+            raise Failure(
+                f"step {self.step}: {self.lesson.measure} is {found[self.lesson.measure]}. What is in "
+                f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
+            )
         entry = {"step": self.step, **found}
         if last:
             entry["last"] = True
@@ -288,19 +295,21 @@ class Trainer:
             return
         # Not before there is something to say: a backend that refuses the first look leaves no folder.
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / HISTORY).open("a") as stream:
-            stream.write(json.dumps(entry) + "\n")
+        file = self.folder / HISTORY
+        with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as stream:
+            stream.write(_line(entry))
 
     def _rewrite_history(self) -> None:
         """What was recorded after the checkpoint will happen again, so it leaves the file."""
-        if not self.team.leads or not self.folder.exists():
+        file = self.folder / HISTORY
+        if not self.team.leads or not (self.history or file.exists()):
             return
-        (self.folder / HISTORY).write_text("".join(json.dumps(entry) + "\n" for entry in self.history))
+        files.write(file, "".join(map(_line, self.history)))
 
     def _resume(self, found: Path) -> None:
         record, tensors = checkpoint.load(found)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
-        if (found / checkpoint.SHARDS).is_dir():
+        if (found / SHARDS).is_dir():
             self._start(build(self.recipe, self.backend, self.lesson.vocabulary))
             tensors = {RANDOM: torch.get_rng_state()}
             for name, parameter in self.model.named_parameters() if self.step else ():
@@ -308,10 +317,14 @@ class Trainer:
                 self.optimizer.state[parameter] = {"step": torch.zeros((), device=self.device), **moments}
                 tensors |= {f"{name}/{key}": value for key, value in self.optimizer.state[parameter].items()}
             checkpoint.load_shards(found, tensors | self.model.state_dict())
-            torch.set_rng_state(tensors[RANDOM])
+            _set_random_state(tensors[RANDOM], found)
             return
-        self._start(Decoder.load(found / checkpoint.MODEL, backend=self.backend))
-        torch.set_rng_state(tensors.pop(RANDOM))
+        try:
+            model = Decoder.load(found / MODEL, backend=self.backend)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        self._start(model)
+        _set_random_state(tensors.pop(RANDOM), found)
         parameters = dict(self.model.named_parameters())
         for key, value in tensors.items():
             name, _, moment = key.rpartition("/")
@@ -323,6 +336,19 @@ class Trainer:
         self.model.recompute(self.recompute)
         self.team.spread(self.model, self.model.blocks)
         self.optimizer = optimizer(self.model, self.recipe)
+
+
+def _set_random_state(state: Tensor, folder: Path) -> None:
+    """Give PyTorch's generator the state that a checkpoint has."""
+    try:
+        torch.set_rng_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise DamagedError(folder / TENSORS, f"{RANDOM} is no state of PyTorch's generator ({error})") from error
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """An entry of the history as a line of the file."""
+    return json.dumps(entry, allow_nan=False) + "\n"
 
 
 @contextmanager

@@ -1,0 +1,337 @@
+"""Whether a checkpoint, or a saved model, is whole: looked at as data, before torch is imported.
+
+A checkpoint's `SHA256SUMS` has the digest of every other file in it, in the format of the tool of that name, so that
+`sha256sum -c SHA256SUMS` says the same. Besides, every JSON file is decoded by a schema, every safetensors file by its
+header, and the files are compared with each other: a damaged file is named with what is wrong in it, and a file that
+was changed together with its digest still makes no work that the tensors do not account for.
+
+A checkpoint that was written before there were digests has the sizes of its files in `training.json`. It is accepted
+if sizes, schemas and headers fit; a changed bit inside one of its tensors is not found.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from wyfold.cli import UsageError
+from wyfold.cli.schema import Model, Record
+from wyfold.runtime import files
+from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
+
+MODEL, TENSORS, RECORD, SHARDS, SUMS = "model", "training.safetensors", "training.json", "shards", "SHA256SUMS"
+CONFIG, WEIGHTS = f"{MODEL}/{CONFIG_FILE}", f"{MODEL}/{WEIGHTS_FILE}"
+RANDOM = "random_state"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+FLOATING = ("F64", "F32", "F16", "BF16")
+
+MOST_JSON = {CONFIG_FILE: 2**20, SUMS: 2**24}
+"""Bytes that are read of a file; of any other JSON file `LARGEST_JSON`: a history has 200 bytes a step."""
+LARGEST_JSON = 2**30
+
+Schema = TypeVar("Schema")
+
+STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+DIGEST = re.compile(r"([0-9a-f]{64})  (\S.*)", re.ASCII)
+
+
+class DamagedError(UsageError):
+    """A file does not hold what was written into it.
+
+    Attributes:
+        file: Which one.
+        reason: What is wrong with it.
+        folder: The checkpoint it belongs to, or None.
+        whole: The newest whole checkpoint of the same run, or None.
+    """
+
+    def __init__(self, file: Path, reason: str, folder: Path | None = None, whole: Path | None = None) -> None:
+        super().__init__(f"{file} is damaged: {reason}")
+        self.file, self.reason, self.folder, self.whole = file, reason, folder, whole
+
+    def advice(self, whole: str, otherwise: str) -> UsageError:
+        """The same refusal with what to do: where another checkpoint of the run is whole, and where none is."""
+        if self.whole is not None:
+            return UsageError(f"{self}. The checkpoint {self.whole} is whole: {whole}")
+        if self.folder is not None:
+            return UsageError(f"{self}. No other checkpoint of this run is whole: {otherwise}")
+        return UsageError(f"{self}; {otherwise}")
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The checkpoints below `root`, whole or not, oldest first: folders of the name that `checkpoint.save` gives."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint below `root`, None if there is none.
+
+    Raises:
+        DamagedError: it is damaged; names the newest one that is whole.
+    """
+    found = step_folders(root)
+    if not found:
+        return None
+    try:
+        verify(found[-1])
+    except DamagedError as damage:
+        raise DamagedError(damage.file, damage.reason, found[-1], newest_whole(root, found[:-1])) from damage
+    return found[-1]
+
+
+def newest_whole(root: Path, among: Collection[Path] | None = None) -> Path | None:
+    """The newest checkpoint below `root` that is whole, whatever newer ones are; None if none is."""
+    for folder in reversed(list(step_folders(root) if among is None else among)):
+        try:
+            verify(folder)
+        except DamagedError:
+            continue
+        return folder
+    return None
+
+
+def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
+    """The record of a checkpoint, if all of it is whole.
+
+    Args:
+        folder: A checkpoint.
+        tensors: False looks at the record alone, for what reads no more.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    record = read_record(folder)
+    sums = _sums(folder, record)
+    if sums is not None:
+        _verify_digest(folder, RECORD, sums)
+    if not tensors:
+        return record
+    model = _decode(folder / CONFIG, Model)
+    _compare_recipe(folder, record["recipe"], model)
+    sharded = not (folder / WEIGHTS).exists() and (folder / SHARDS).is_dir()
+    if sharded:
+        names = [f"{SHARDS}/{path.name}" for path in sorted((folder / SHARDS).glob("*.safetensors"))]
+        for name in names:
+            _header(folder / name)
+    else:
+        names = [WEIGHTS, TENSORS]
+        infos = _header(folder / WEIGHTS)
+        _compare_weights(folder / WEIGHTS, model, infos)
+        _compare_moments(folder / TENSORS, infos, _header(folder / TENSORS), begun=record["step"] > 0)
+    if sums is None:
+        _verify_sizes(folder, record["files"])
+    else:
+        for name in dict.fromkeys((CONFIG, *names, *sums)):
+            _verify_digest(folder, name, sums)
+    return record
+
+
+def verify_model(folder: Path) -> None:
+    """Refuse a folder that holds no whole decoder as `Decoder.save` writes it; there are no digests to compare.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    model = _decode(folder / CONFIG_FILE, Model)
+    _compare_weights(folder / WEIGHTS_FILE, model, _header(folder / WEIGHTS_FILE))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What `training.json` of a checkpoint says, checked by its schema.
+
+    Raises:
+        DamagedError: it is no such file.
+    """
+    file = folder / RECORD
+    stored = content(file)
+    decoded = decode(file, stored, Record)
+    if reason := decoded.fault() or ("" if STEP.fullmatch(folder.name) is None else _misnamed(folder, decoded.step)):
+        raise DamagedError(file, reason)
+    return decode(file, stored, dict[str, Any])
+
+
+def write_sums(folder: Path) -> None:
+    """Write the digest of every file in a checkpoint that is otherwise complete."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files.write(folder / SUMS, "".join(f"{digest(folder / name)}  {name}\n" for name in names))
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    found = file.stat()
+    if time.time_ns() - found.st_mtime_ns < SETTLED:
+        _digest.cache_clear()
+    return _digest(file, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+SETTLED = 2 * 10**9
+"""Nanoseconds after which a change of a file shows in its time of modification."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(file: Path, *version: int) -> str:
+    # A checkpoint is looked at more than once before it is loaded; a file of the same version is read once.
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def content(file: Path) -> bytes:
+    """Bytes of a file that is read as a whole.
+
+    Raises:
+        DamagedError: it is missing, no regular file, or larger than any that is written.
+    """
+    try:
+        return files.read_bytes(file, MOST_JSON.get(file.name, LARGEST_JSON))
+    except ValueError as error:
+        raise DamagedError(file, str(error)) from error
+
+
+def _decode(file: Path, kind: type[Schema]) -> Schema:
+    return decode(file, content(file), kind)
+
+
+def decode(file: Path, stored: bytes, kind: type[Schema]) -> Schema:
+    """The JSON of a file as a value of a schema.
+
+    Raises:
+        DamagedError: it is no such value; says where.
+    """
+    try:
+        return msgspec.json.decode(stored, type=kind)
+    except msgspec.ValidationError as error:
+        raise DamagedError(file, f"it has another form: {error}") from error
+    except msgspec.DecodeError as error:
+        raise DamagedError(file, f"it is no whole JSON file ({error})") from error
+    except UnicodeDecodeError as error:
+        raise DamagedError(file, f"it is no text in UTF-8 ({error.reason})") from error
+    except RecursionError as error:
+        raise DamagedError(file, "its brackets are nested too deeply") from error
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        return files.read_header(file)
+    except ValueError as error:
+        raise DamagedError(file, str(error)) from error
+
+
+def _misnamed(folder: Path, step: int) -> str:
+    named = int(folder.name.partition("-")[2])
+    return "" if named == step else f"it is of step {step}, its folder of step {named}"
+
+
+def _sums(folder: Path, record: Mapping[str, Any]) -> dict[str, str] | None:
+    """File's name -> digest; None where there are sizes in the place of digests."""
+    file = folder / SUMS
+    if "files" in record and not os.path.lexists(file):
+        return None
+    sums: dict[str, str] = {}
+    for number, line in enumerate(content(file).decode("utf-8", "replace").splitlines(keepends=True), 1):
+        found = DIGEST.fullmatch(line.removesuffix("\n"))
+        if found is None or not line.endswith("\n") or found[2] in sums:
+            raise DamagedError(file, f"line {number} is no digest and name of another file")
+        sums[found[2]] = found[1]
+    return sums
+
+
+def _verify_digest(folder: Path, name: str, sums: Mapping[str, str]) -> None:
+    if name not in sums:
+        raise DamagedError(folder / SUMS, f"it has no digest of {name}")
+    _content_of(folder, name)
+    try:
+        found = digest(folder / name)
+    except OSError as error:
+        raise DamagedError(folder / name, f"it cannot be read ({error.strerror})") from error
+    if found != sums[name]:
+        raise DamagedError(folder / name, f"its SHA-256 is {found[:12]}..., {SUMS} has {sums[name][:12]}...")
+
+
+def _content_of(folder: Path, name: str) -> None:
+    """A digest is compared of files inside the checkpoint alone, and of regular ones: others may have no end."""
+    file = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedError(folder / SUMS, f"it names {name}, outside of the checkpoint")
+    if not file.exists():
+        raise DamagedError(file, "it is missing")
+    if not file.is_file():
+        raise DamagedError(file, "it is no regular file")
+
+
+def _verify_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        _content_of(folder, name)
+        found = (folder / name).stat().st_size
+        if found != size:
+            raise DamagedError(folder / name, f"it has {found:,} bytes, {size:,} were written")
+
+
+def _compare_recipe(folder: Path, recipe: Mapping[str, Any], model: Model) -> None:
+    for setting, field in (
+        ("layers", "pattern"),
+        ("depth", "num_layers"),
+        ("width", "hidden_size"),
+        ("heads", "num_heads"),
+        ("head_dim", "head_dim"),
+    ):
+        if recipe[setting] != getattr(model, field):
+            raise DamagedError(
+                folder / CONFIG,
+                f"{field} is {_short(getattr(model, field))}, the recipe in {RECORD} has {_short(recipe[setting])}",
+            )
+
+
+def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) -> None:
+    """What can be compared without building the model: that is left to `Decoder.load`."""
+    blocks = {name.split(".")[1] for name in infos if name.startswith("blocks.")}
+    if blocks != {str(number) for number in range(len(blocks))} or len(blocks) != model.num_layers:
+        raise DamagedError(file, f"it has {len(blocks)} layers, {CONFIG_FILE} beside it {model.num_layers}")
+    expected = {"embedding.weight": (model.vocab_size, model.hidden_size), "norm.weight": (model.hidden_size,)}
+    if not model.tied:
+        expected["head.weight"] = expected["embedding.weight"]
+    for name, shape in expected.items():
+        found = infos.get(name)
+        if found is None or found.shape != shape:
+            held = "none" if found is None else list(found.shape)
+            raise DamagedError(file, f"{name} must be {list(shape)} as in {CONFIG_FILE}, got {held}")
+    for name, info in infos.items():
+        if info.dtype not in FLOATING:
+            raise DamagedError(file, f"{name} must be in floating point, got {info.dtype}")
+
+
+def _compare_moments(
+    file: Path, weights: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], *, begun: bool
+) -> None:
+    """The optimizer's moments are those of the parameters."""
+    for name, info in tensors.items():
+        parameter, _, moment = name.rpartition("/")
+        if name == RANDOM:
+            fits = info.dtype == "U8" and len(info.shape) == 1
+        else:
+            weight = weights.get(parameter)
+            shape = () if moment == "step" else weight and weight.shape
+            named = weight is not None and moment in ("step", *MOMENTS)
+            fits = named and info.shape == shape and info.dtype in FLOATING
+        if not fits:
+            raise DamagedError(file, f"{name} {list(info.shape)} belongs to no parameter in {WEIGHTS}")
+    wanted = [RANDOM, *(f"{name}/{moment}" for name in weights for moment in ("step", *MOMENTS) if begun)]
+    missing = next((name for name in wanted if name not in tensors), None)
+    if missing:
+        raise DamagedError(file, f"it has no {missing}")
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,131 @@
+"""Schemas of the JSON files that the command line reads back: types, ranges, no unknown field. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MOST = 2**63 - 1
+
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[int, Meta(ge=1, le=MOST)]
+Rate = Annotated[float, Meta(ge=0)]
+"""JSON has no number that is not finite; msgspec refuses what rounds to one."""
+PositiveRate = Annotated[float, Meta(gt=0)]
+Part = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`config.json`: the fields of `DecoderConfig`, all of them. What they mean together, that class checks."""
+
+    vocab_size: Positive
+    hidden_size: Positive
+    num_layers: Positive
+    pattern: Text
+    num_heads: Positive
+    num_v_heads: Positive | None
+    head_dim: Positive
+    head_v_dim: Positive | None
+    conv_size: Positive
+    mlp_size: Positive | None
+    tied: bool
+    norm_eps: Part
+    options: dict[str, dict[str, bool | int | float | str | None]]
+
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The recipe of a run, `wyfold.cli.recipe.Recipe`; what was no option at first may be missing."""
+
+    data: Text
+    layers: Text
+    depth: Positive
+    width: Positive
+    heads: Positive
+    head_dim: Positive
+    window: Positive
+    packed: bool
+    batch: Positive
+    length: Positive
+    grad_accum: Positive
+    steps: Positive | None
+    minutes: PositiveRate | None
+    lr: PositiveRate
+    warmup: Count
+    lr_end: Rate
+    weight_decay: Rate
+    clip: PositiveRate
+    held_out: Part
+    eval_every: Positive
+    eval_bytes: Positive
+    seed: Annotated[int, Meta(ge=0)]
+    dtype: Literal["float32", "bfloat16"]
+    replicas: Positive = 1
+    task: Literal["mqar", "s_niah", "parity", "s5"] | None = None
+    pairs: Count = 0
+    vocabulary: Count = 0
+    neg_eigval: bool = False
+    stop_at: Part | None = None
+    curriculum: Count = 0
+    eval_lengths: tuple[Positive, ...] = ()
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One line of a run's history: a step, or a look at what was held out."""
+
+    step: Count
+    loss: float | None = None
+    gradient_norm: Rate | None = None
+    lr: Rate | None = None
+    tokens_per_second: Count | None = None
+    mfu: Rate | None = None
+    validation_bits_per_byte: Rate | None = None
+    accuracy: Part | None = None
+    whole_rows: Part | None = None
+    accuracy_at: dict[str, Part] | None = None
+    last: bool | None = None
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`training.json` of a checkpoint."""
+
+    recipe: Settings
+    cursor: Count
+    elapsed: Rate
+    history: list[Entry]
+    torch: Text
+    step: Count
+    files: dict[str, Count] | None = None
+
+    def fault(self) -> str:
+        """What contradicts itself; empty where nothing does."""
+        recipe = self.recipe
+        if (recipe.steps is None) == (recipe.minutes is None):
+            return "its recipe must have either steps or minutes"
+        if recipe.seed >= 2**64:
+            return "its recipe's seed has more than 64 bits"
+        if recipe.steps is not None and self.step > recipe.steps:
+            return f"it is of step {self.step}, its recipe ends at {recipe.steps}"
+        if self.cursor != self.step * recipe.grad_accum:
+            return f"cursor {self.cursor} is not step {self.step} times grad_accum {recipe.grad_accum}"
+        return history_fault(self.history, self.step)
+
+
+def history_fault(history: list[Entry], last: int | None = None) -> str:
+    """Why these are not the entries of a run in their order; empty where they are.
+
+    Args:
+        history: Entries.
+        last: Of the steps; None leaves it open.
+    """
+    before = 0
+    for number, entry in enumerate(history, 1):
+        if entry.step < before or (last is not None and entry.step > last):
+            return f"entry {number} of the history is of step {entry.step}, out of order"
+        before = entry.step
+        values = (entry.loss, entry.validation_bits_per_byte, entry.accuracy)
+        if sum(value is not None for value in values) != 1:
+            return f"entry {number} of the history is neither a step nor a measurement"
+    return ""

@@ -1,0 +1,418 @@
+"""Damaged files of a run are named with what is wrong in them, and nothing that is whole is lost.
+
+At 2ae98e3 a checkpoint that was damaged at its right size ended in a traceback, or ran for a minute; a flipped bit was
+resumed from; and a run whose only checkpoint was cut short began again at step 0, over the metrics of the earlier run.
+
+`--draws N` draws so many variants and runs each command as a process of its own, with a table of what came of it.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from tests.reports import damage
+
+from wyfold.cli import integrity, main, rundir, schema
+from wyfold.cli.recipe import Recipe
+from wyfold.models import Decoder, DecoderConfig
+
+SEED = 26
+FEW = 33  # three of each kind
+TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run with two checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("one two three " * 300)
+    assert main(train(folder / "text.txt", folder / "run", "--save-every", 2)) == 0
+    return folder / "run"
+
+
+def train(text, out, *words):
+    fixed = ["--data", text, "--layers", "gdn attention", *TINY, "--steps", 4, "--eval-every", 2]
+    return ["train", *map(str, [*fixed, "--out", out, *words])]
+
+
+def commands(run, folder):
+    """What is done with a damaged run: name -> words."""
+    return {
+        "generate": ["generate", str(folder), "--prompt", "one", "--max-bytes", "2", "--temperature", "0"],
+        "train --resume": train(run.parent / "text.txt", folder, "--resume"),
+        "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
+    }
+
+
+def contents(run):
+    """Every checkpoint that is whole: its name and all bytes in it."""
+    return {
+        folder.name: [(file.name, file.read_bytes()) for file in sorted(folder.rglob("*")) if file.is_file()]
+        for folder in integrity.step_folders(run / "checkpoint")
+        if integrity.newest_whole(run / "checkpoint", [folder])
+    }
+
+
+def test_every_damaged_variant_is_refused_by_name_or_goes_through(run, tmp_path, capsys, request):
+    draws = request.config.getoption("--draws")
+    told = collections.defaultdict(list)
+    for variant, folder in damage.variants(run, tmp_path / "run", draws or FEW, SEED):
+        whole = contents(folder)
+        history = read_or_none(folder / "metrics.jsonl")
+        for command, words in commands(run, folder).items():
+            began = time.perf_counter()
+            code, said = in_process(words, capsys) if draws is None else as_process(words)
+            told[variant.kind, command].append((code, time.perf_counter() - began, variant))
+            assert code in (0, 2), (variant, command, code, said)
+            assert "Traceback" not in said, (variant, command, said)
+            if code == 2:
+                assert len(said.strip().splitlines()) == 1, (variant, command, said)
+                # What was changed together with its digests may be another run, of other settings.
+                assert str(folder) in said and ("damaged" in said or variant.signed), (variant, command, said)
+                assert read_or_none(folder / "metrics.jsonl") == history, (variant, command)
+            assert whole.items() <= contents(folder).items(), (variant, command)
+        # What a digest covers, and what a file lies beside, is never taken for what it was.
+        untouched = variant.file.endswith("metrics.jsonl")
+        if not variant.signed and not untouched:
+            assert [told[variant.kind, command][-1][0] for command in ("generate", "train --resume")] == [2, 2], variant
+    if draws is not None:
+        with capsys.disabled():
+            print_table(told)
+
+
+def read_or_none(file):
+    return file.read_bytes() if file.is_file() and not file.is_symlink() else None
+
+
+def in_process(words, capsys):
+    capsys.readouterr()
+    code = main(words)
+    return code, capsys.readouterr().err
+
+
+def as_process(words):
+    done = subprocess.run([sys.executable, "-m", "wyfold", *words], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def print_table(told):
+    print(f"\n{'kind':12} {'command':15} {'variants':>8} {'exit 0':>6} {'exit 2':>6} {'longest exit 2, s':>18}")
+    for (kind, command), rows in told.items():
+        refused = [(seconds, variant) for code, seconds, variant in rows if code == 2]
+        seconds, variant = max(refused, key=lambda row: row[0], default=(0.0, None))
+        counts = f"{len(rows):8} {len(rows) - len(refused):6} {len(refused):6}"
+        print(f"{kind:12} {command:15} {counts} {seconds:18.2f}  {variant}")
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A copy of the run, to be damaged."""
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def newest(run):
+    return integrity.step_folders(run / "checkpoint")[-1]
+
+
+def flip(file, place=-1):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_one_bit_of_a_weight_or_a_moment_is_found(copy, run, capsys):
+    """24 of 24 such bits were resumed from without a word, 11 of them to another end."""
+    for name in ("model/model.safetensors", "training.safetensors"):
+        flip(newest(copy) / name)
+        for command in ("generate", "train --resume"):
+            code, said = in_process(commands(run, copy)[command], capsys)
+            assert code == 2
+            assert f"{newest(copy) / name} is damaged: its SHA-256 is " in said
+            assert f"The checkpoint {copy / 'checkpoint' / 'step-00000002'} is whole: give " in said
+        flip(newest(copy) / name)
+    assert in_process(commands(run, copy)["train --resume"], capsys)[0] == 0
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_is_not_begun_again(copy, run, capsys):
+    """It restarted from step 0 and wrote over the metrics and the curve of the earlier run."""
+    shutil.rmtree(copy / "checkpoint" / "step-00000002")
+    file = newest(copy) / "model" / "model.safetensors"
+    os.truncate(file, 1000)
+    kept = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert main(train(run.parent / "text.txt", copy, "--resume", "--if-damaged", "restart")) == 2
+    for words in ([], ["--resume"], ["--if-damaged", "older"]):
+        code, said = in_process(train(run.parent / "text.txt", copy, *words), capsys)
+        assert code == 2
+        assert f"{file} is damaged: it is no whole safetensors file (" in said
+        assert "No other checkpoint of this run is whole: put the file back" in said
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == kept
+
+
+def test_a_damaged_run_is_begun_again_where_that_is_asked_for(copy, run, capsys):
+    shutil.rmtree(copy / "checkpoint" / "step-00000002")
+    flip(newest(copy) / "training.json")
+    metrics, damaged = (copy / "metrics.jsonl").read_bytes(), (newest(copy) / "training.json").read_bytes()
+    assert main(train(run.parent / "text.txt", copy, "--if-damaged", "restart")) == 0
+    assert (copy / "metrics.jsonl.before-restart").read_bytes() == metrics
+    assert (copy / "checkpoint" / "step-00000004.damaged" / "training.json").read_bytes() == damaged
+    assert contents(copy)["step-00000004"]
+
+
+def test_an_older_checkpoint_is_continued_from_where_that_is_asked_for(copy, run, capsys):
+    expected = (newest(run) / "model" / "model.safetensors").read_bytes()
+    (newest(copy) / "training.json").write_text("{}")
+    code, said = in_process(train(run.parent / "text.txt", copy, "--if-damaged", "restart"), capsys)
+    assert code == 2 and "give --if-damaged older to continue from it" in said
+    assert main(train(run.parent / "text.txt", copy, "--resume", "--if-damaged", "older")) == 0
+    assert (newest(copy) / "model" / "model.safetensors").read_bytes() == expected
+    assert (copy / "checkpoint" / "step-00000004.damaged" / "training.json").read_text() == "{}"
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == 7
+
+
+def test_a_folder_that_is_no_run_is_not_taken_over(run, tmp_path, capsys):
+    for name in ("metrics.jsonl", "notes.txt", "checkpoint/step-notes/mine.txt", "step-00000001/mine.txt"):
+        folder = tmp_path / name.partition("/")[0].partition(".")[0]
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("mine")
+        for words in (train(run.parent / "text.txt", folder), ["demo", "--out", str(folder), "--fresh"]):
+            code, said = in_process(words, capsys)
+            assert code == 2 and f"--out {folder}: is no run of `wyfold train`, and not empty: there is " in said
+        assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
+
+
+def test_folders_of_others_among_the_checkpoints_are_left(copy, run):
+    for name in ("step-notes", "step-00000001"):
+        (copy / "checkpoint" / name).mkdir()
+        (copy / "checkpoint" / name / "mine.txt").write_text("mine")
+    shutil.rmtree(newest(copy))
+    assert main(train(run.parent / "text.txt", copy, "--save-every", 1)) == 0
+    for name in ("step-notes", "step-00000001"):
+        assert (copy / "checkpoint" / name / "mine.txt").read_text() == "mine"
+
+
+def test_links_planted_under_temporary_names_are_not_followed(copy, run, tmp_path):
+    """Every writer of a run's folder is tried under the names it once used, and under the name it writes."""
+    outside = tmp_path / "outside.txt"
+    outside.write_text("mine")
+    shutil.rmtree(newest(copy))
+    (copy / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", ".curve.png", ".result.json", "checkpoint/.unfinished-step-00000004"):
+        (copy / name).symlink_to(outside)
+    assert main(train(run.parent / "text.txt", copy)) == 0
+    assert outside.read_text() == "mine"
+    page = tmp_path / "page.html"
+    (tmp_path / ".page.html").symlink_to(outside)
+    assert main(["report", str(copy), "--out", str(page)]) == 0
+    assert outside.read_text() == "mine" and page.stat().st_size > 1000
+
+
+def test_two_processes_do_not_train_into_one_folder(copy, run, tmp_path, capsys):
+    """Both wrote: 26 rows of metrics for 25 steps."""
+    before = (copy / "metrics.jsonl").read_bytes()
+    with rundir.locked(copy):
+        for words in ([], ["--resume"]):
+            code, said = in_process(train(run.parent / "text.txt", copy, *words), capsys)
+            assert code == 2
+            assert f"--out {copy}: another process of `wyfold train` is writing into this folder" in said
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    with rundir.locked(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_metrics_that_are_not_those_of_the_checkpoint_are_named(copy, run, capsys):
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    for damaged, complaint in {
+        "\n".join([*lines[:2], "{", *lines[3:]]) + "\n": "line 3: it is no whole JSON file",
+        "\n".join(lines[:3]) + "\n": "it ends after 3 entries, the newest checkpoint has 7",
+        "\n".join([json.dumps(first | {"step": 1}), *lines[1:]]) + "\n": "line 1 is not what the newest checkpoint",
+        "\n".join([*lines, '{"step": 1, "loss": 0.5}']) + "\n": "entry 8 of the history is of step 1, out of order",
+        "\n".join([*lines, '{"step": 5, "loss": 1e999}']) + "\n": "line 8: it has another form: Number out of range",
+        "\n".join([*lines, '{"step": 5, "loss": 0.5, "x": 1}']) + "\n": "line 8: it has another form: Object contains",
+    }.items():
+        (copy / "metrics.jsonl").write_text(damaged)
+        code, said = in_process(commands(run, copy)["report"], capsys)
+        assert code == 2
+        assert f"{copy / 'metrics.jsonl'} is damaged: {complaint}" in said
+        assert "remove the file to draw what the run's newest checkpoint has" in said
+    (copy / "metrics.jsonl").unlink()
+    assert in_process(commands(run, copy)["report"], capsys)[0] == 0
+
+
+RESULTS = {
+    "tasks": {"kind": "tasks", "runs": [{"recipe": {}}]},
+    "bench": {
+        "rows": [{"contender": "wyfold", "op": "gdn", "shape": {"B": 1}, "gate": "g", "mode": "fwd", "ran": "x"}]
+    },
+    "ranks": {"kind": "bench-ranks", "rows": [{"ranks": 0}]},
+    "errors": {"operators": [{"operator": "gdn", "dtype": "float32", "pass": True, "tensors": {"o": 1}}]},
+    "promises": {"rows": [{"promise": 3}]},
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_of_other_verbs_are_read_by_their_schema(kind, tmp_path, capsys):
+    """Each of them was a traceback of `report`."""
+    record = RESULTS[kind]
+    if kind == "bench":  # whole, but for times that are none
+        record["rows"][0] |= {"milliseconds": {"median": "fast"}, "worst_error": "nan", "worst_tensor": "o"}
+    (tmp_path / "result.json").write_text(json.dumps(record))
+    code, said = in_process(["report", str(tmp_path), "--out", str(tmp_path / "x.html")], capsys)
+    assert code == 2 and f"{tmp_path / 'result.json'} is damaged: it has another form: " in said
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500, '{"a": NaN}', '{"a": "\\ud800"}', ""]
+)
+def test_json_that_is_none_or_too_deep_is_refused(text, tmp_path, capsys):
+    (tmp_path / "result.json").write_text(text)
+    code, said = in_process(["report", str(tmp_path), "--out", str(tmp_path / "x.html")], capsys)
+    assert code == 2 and f"{tmp_path / 'result.json'} is damaged: it" in said
+
+
+def test_a_result_whose_error_is_no_number_is_drawn(tmp_path):
+    """`results.write` spells it as a word."""
+    times = {"median": 1.0, "quartile1": 0.9, "quartile3": 1.1}
+    row = RESULTS["bench"]["rows"][0] | {"milliseconds": times, "worst_error": "nan", "worst_tensor": "o"}
+    (tmp_path / "result.json").write_text(json.dumps({"rows": [row]}))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
+
+
+CONFIG = {
+    "not an object": ("[]", "text must be a JSON object, got list"),
+    "cut": ('{"vocab_size": 2', "text must be a JSON object, got none"),
+    "deep": ("[" * 100_000, "got brackets nested too deeply"),
+    "not a number": ("NaN", "numbers must be finite, got NaN"),
+    "digits": ("9" * 5000, "whole numbers must have at most 18 digits, got 5000"),
+    "no UTF-8": (b"\xff\xfe", "codec can't decode"),
+}
+FIELDS = {
+    "pattern": ("gdn*1000000000", "pattern must have at most 65536 layers, got 'gdn\\*1000000000' in it"),
+    "hidden_size": (10**12, "hidden_size must be at most 16777216, got 1000000000000"),
+    "num_layers": (10**9, "num_layers must be at most 65536, got 1000000000"),
+    "num_heads": (10**12, "num_heads must be at most 16777216, got 1000000000000"),
+    "vocab_size": (None, "vocab_size must be an int, got NoneType"),
+    "norm_eps": (-1.0, "norm_eps must be from 0 to 1, got -1.0"),
+    "options": ({"attention": {"num_kv_heads": 10**17}}, "must"),
+    "extra": (1, "fields must be known to this version, got extra"),
+}
+
+
+def saved(folder):
+    config = DecoderConfig(hidden_size=16, num_heads=2, head_dim=8, num_layers=2, pattern="gdn attention")
+    Decoder(config).save(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", [*CONFIG, *FIELDS, "missing field"])
+def test_a_damaged_configuration_is_refused_in_a_library_too(kind, tmp_path, capsys):
+    fields = saved(tmp_path)
+    content, complaint = CONFIG.get(kind, (None, ""))
+    if kind in FIELDS:
+        value, complaint = FIELDS[kind]
+        content = json.dumps(fields | {kind: value})
+    elif kind == "missing field":
+        content = json.dumps({name: value for name, value in fields.items() if name != "tied"})
+        complaint = "every field must be there, got none of tied"
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"^Decoder.load: {tmp_path}/config.json is damaged: .*{complaint}"):
+        Decoder.load(tmp_path)
+    code, said = in_process(["generate", str(tmp_path), "--prompt", "x", "--max-bytes", "1"], capsys)
+    assert code == 2 and str(tmp_path) in said and "damaged" in said
+
+
+@pytest.mark.parametrize("damaged", ["cut", "long", "empty", "length", "garbled", "renamed", "dtype", "layers"])
+def test_damaged_weights_are_refused_in_a_library_too(damaged, tmp_path, capsys):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    changes = {
+        "cut": content[:-1],
+        "long": content + b"\0",
+        "empty": b"",
+        "length": b"\xff" * 8 + content[8:],
+        "garbled": content[:8] + b"x" + content[9:],
+        "renamed": content.replace(b"blocks.0.mixer.out.weight", b"blocks.0.mixer.out.wieght"),
+        "dtype": content.replace(b'"F32"', b'"I32"'),
+        "layers": content.replace(b"blocks.1.", b"blocks.7."),
+    }
+    assert changes[damaged] != content
+    file.write_bytes(changes[damaged])
+    with pytest.raises(ValueError, match=rf"^Decoder.load: {file} .*damaged"):
+        Decoder.load(tmp_path)
+    code, said = in_process(["generate", str(tmp_path), "--prompt", "x", "--max-bytes", "1"], capsys)
+    assert code == 2 and str(file) in said and "damaged" in said
+
+
+def test_nothing_is_built_before_sizes_are_known(tmp_path, monkeypatch):
+    """A configuration of legal sizes that the tensors do not have: 16 million channels, 60 thousand layers."""
+    fields = saved(tmp_path)
+    monkeypatch.setattr(Decoder, "__init__", lambda *arguments, **options: pytest.fail("a model was built"))
+    for change in ({"hidden_size": 2**24}, {"num_layers": 60_000}, {"vocab_size": 2**31 - 1}):
+        (tmp_path / "config.json").write_text(json.dumps(fields | change))
+        with pytest.raises(ValueError, match=r"must hold what config\.json beside it describes"):
+            Decoder.load(tmp_path)
+
+
+def test_schemas_have_the_fields_of_what_is_written():
+    names = {field.name for field in dataclasses.fields(DecoderConfig)}
+    assert {field.name for field in msgspec.structs.fields(schema.Model)} == names
+    recipe = [(field.name, field.default is not dataclasses.MISSING) for field in dataclasses.fields(Recipe)]
+    settings = msgspec.structs.fields(schema.Settings)
+    assert [(field.name, field.default is not msgspec.NODEFAULT) for field in settings] == recipe
+
+
+LIMITED = """
+import resource, signal, sys
+from wyfold.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence(copy, run):
+    """A limit on the size of a file stands for a full disk: both fail within the serializer's write."""
+    shutil.rmtree(newest(copy))
+    before = contents(copy)
+    words = train(run.parent / "text.txt", copy)
+    done = subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        last.startswith("wyfold train: the checkpoint of step 4 could not be written into ") and "Traceback" not in last
+    )
+    assert f"{copy / 'checkpoint' / 'step-00000002'} is whole. Once it can be written" in last
+    assert contents(copy) == before
+    assert [path.name for path in (copy / "checkpoint").iterdir()] == ["step-00000002"]
+
+
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "plotly"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Refuse())
+from wyfold.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "train --resume", "report"])
+def test_damage_is_told_before_torch_is_imported(copy, run, command):
+    """Importing it takes longer than all that is looked at."""
+    flip(newest(copy) / "training.json")
+    words = commands(run, copy)[command]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"{newest(copy) / 'training.json'} is damaged: " in done.stderr
