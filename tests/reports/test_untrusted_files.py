@@ -4,11 +4,14 @@ The index of a sharded checkpoint was a pickle of `torch.distributed.checkpoint`
 it: a folder passed on as a run could run any command.
 """
 
+import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wyfold.cli import integrity, main
+from wyfold.cli import main
 from wyfold.parallel import shards
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
@@ -80,9 +83,20 @@ def shard(run, write):
 
 
 def seal(folder):
-    """Give a changed checkpoint the digests of its files as they are now."""
-    (folder / integrity.SUMS).unlink(missing_ok=True)
-    integrity.write_sums(folder)
+    """Give a changed checkpoint a record and digests of its files as they are now, as whoever changes files would."""
+    with suppress(ValueError):
+        record = json.loads((folder / "training.json").read_bytes())
+        record["files"] = {name: file.stat().st_size for name, file in files_in(folder).items()}
+        (folder / "training.json").write_text(json.dumps(record))
+    sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files_in(folder).items()}
+    sums["training.json"] = hashlib.sha256((folder / "training.json").read_bytes()).hexdigest()
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+
+
+def files_in(folder):
+    """Those of a checkpoint, by their names in it, but for its record and its digests."""
+    found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    return {name: file for name, file in found.items() if name not in ("training.json", "SHA256SUMS")}
 
 
 def pickled_index(folder, tensors):
@@ -120,6 +134,63 @@ def test_an_index_beside_shards_of_today_is_not_read_either(run, mark):
     (folder / "shards" / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     seal(folder)
     assert main(["generate", str(run / "run"), "--prompt", "o", "--max-bytes", "2"]) == 2
+    assert not mark.exists()
+
+
+STEP = "run/checkpoint/step-00000002"
+FILES = [
+    "run/metrics.jsonl",
+    f"{STEP}/training.json",
+    f"{STEP}/training.safetensors",
+    f"{STEP}/model/config.json",
+    f"{STEP}/model/model.safetensors",
+]
+
+
+def hostile(mark):
+    """A payload as a bare pickle, and in the archive that torch.save writes."""
+    archive = io.BytesIO()
+    torch.save(Payload(mark), archive)
+    return {"pickle": pickle.dumps(Payload(mark)), "archive": archive.getvalue()}
+
+
+def test_a_payload_can_run(mark):
+    """Or the tests of this file would prove nothing."""
+    content = hostile(mark)
+    pickle.loads(content["pickle"])
+    mark.rmdir()
+    torch.load(io.BytesIO(content["archive"]), weights_only=False)
+    assert mark.is_dir()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "archive"])
+@pytest.mark.parametrize("file", [*FILES, "every file"])
+def test_a_payload_in_the_place_of_a_file_never_runs(run, mark, file, kind):
+    for name in FILES if file == "every file" else [file]:
+        (run / name).write_bytes(hostile(mark)[kind])
+    seal(run / STEP)
+    assert set(every_verb(run)) == {0 if file == FILES[0] else 2}  # the history of a finished run is not read
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "archive"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "run", "--max-bytes", "2", "--prompts", "payload"],
+        ["train", "--data", "payload", "--out", "new", "--steps", "1", *TINY],
+        ["report", "payload", "--out", "report.html"],
+        ["report", "payload.json", "--out", "report.html"],
+        ["report", "run", "--out", "report.html"],
+    ],
+)
+def test_a_payload_handed_to_a_verb_never_runs(run, mark, words, kind, monkeypatch):
+    monkeypatch.chdir(run)
+    if words[0] == "report":
+        pytest.importorskip("plotly", reason="plotly, with which a report is drawn, is not installed")
+    for name in ("payload", "payload.json", "run/result.json"):
+        (run / name).write_bytes(hostile(mark)[kind])
+    assert main(words) in (0, 2)
     assert not mark.exists()
 
 
