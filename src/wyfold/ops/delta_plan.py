@@ -15,7 +15,7 @@ from wyfold.parallel import split
 from wyfold.parallel.context import ContextParallel
 from wyfold.pipelines.delta_context import summarised
 from wyfold.pipelines.delta_parts import chunks_per_part
-from wyfold.pipelines.rows import copied
+from wyfold.pipelines.rows import box_copies, copied
 from wyfold.runtime import check, launch
 from wyfold.runtime.chunks import Cut, likely_segments
 from wyfold.runtime.options import DeltaOptions, gradient_unit
@@ -78,7 +78,8 @@ def _plan(
         likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if tells and context is not None:
             likely = context.counts(sizes["B"], chunk_size, cut).segments
-        return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0)
+        norm = call.flags.use_qk_l2norm_in_kernel
+        return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0, norm=norm)
 
     per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
     return table.plan(
@@ -93,6 +94,7 @@ def _plan(
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
         sizes=() if recurrent else launch_sizes(q, chunk_size),
+        box_copies=box_copies(q, k, v) if explaining() and not recurrent else (),
         kernel_copies=copied(q=q, k=k, g=g if call.gate.channel else None) if explaining() and not recurrent else (),
         keys=keys,
     )
@@ -107,17 +109,25 @@ def launch_keys(
     scanned: int,
     *,
     kept: bool,
+    norm: bool,
 ) -> list[tuple[str, str]]:
-    """(stage, what its configuration depends on) of a call's kernels; scanned: sequences, or likely segments."""
+    """(stage, what its configuration depends on) of a call's kernels.
+
+    Args:
+        scanned: Sequences, or likely segments.
+        kept: Whether states on the way are wanted.
+        norm: Whether rows of q and k are normalised inside.
+    """
     prepare: Any = table.launches("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
+    keys["prepare"] = f"{key} norm" if norm else key
     keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
     if "scan_bwd" in keys:
         keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
     if "gradients" in keys:
-        keys["gradients"] = table.launches("gradients", "triton").gradients_key(key, q, v)
+        keys["gradients"] = table.launches("gradients", "triton").gradients_key(keys["prepare"], q, v)
     back = []
     if "summary" in keys:
         keys["summary"], back = f"{key} fwd", [("summary", f"{key} bwd")]

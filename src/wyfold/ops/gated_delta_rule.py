@@ -59,7 +59,8 @@ def chunk_gated_delta_rule(
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides:
-            kernels copy q and k first where rows lie unaligned (`explain` names them). Never written.
+            kernels copy q, k and v first where their rows cannot be read as they lie (`explain` names them), and the
+            gradient of o as well, which may be expanded. Never written.
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
             state bounded.
         v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).

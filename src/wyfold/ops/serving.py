@@ -65,7 +65,8 @@ def decode(
         has_initial_state: [N] bool. False: the row starts from zeros, whatever its slot holds. None: all True.
         output_state_indices: [N] int32 or int64 slot each state is written to; one that is no slot is not written.
         pad_slot_id: Slots are numbers above this one.
-        out: Shape and dtype of v, overlapping no other tensor; it is written and returned.
+        out: Shape of v, overlapping no other tensor; it is written and returned. Dtype of v, or float32 beside 16 bits:
+            a float32 state may have a readout above 65,504, which float16 does not hold.
 
     All other arguments mean what they mean to `chunk_gated_delta_rule` and `chunk_kda`.
 
@@ -124,6 +125,7 @@ def decode_packed(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
     scale: float | None = None,
+    safe_gate: bool = False,
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     backend: str | None = None,
@@ -141,9 +143,10 @@ def decode_packed(
         dt_bias: [HV] (GDN), or [HV, K] or [HV * K] (KDA), any float, or None (0).
         heads: (H, HV).
         dims: (K, V).
+        safe_gate: Raise log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, as `chunk_kda` does.
         lower_bound: Of the bounded gate; None: the softplus gate.
         allow_neg_eigval: Write strength is twice the sigmoid.
-        out: [N, HV, V], dtype of mixed_qkv; it is written and returned.
+        out: [N, HV, V], dtype of mixed_qkv or, of 16 bits, float32; it is written and returned.
 
     All other arguments and errors: `decode`.
 
@@ -163,7 +166,7 @@ def decode_packed(
     """
     op = "decode_packed"
     sizes = *_pair(op, "heads", heads), *_pair(op, "dims", dims)
-    gate = GateFlags(False, True, A_log, dt_bias, False, lower_bound)
+    gate = GateFlags(False, True, A_log, dt_bias, safe_gate, lower_bound)
     slots = SlotFlags(pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out)
     arithmetic = Arithmetic(scale, True, True, allow_neg_eigval, backend)
 
@@ -173,7 +176,7 @@ def decode_packed(
     tensors = (
         mixed_qkv, raw_g, raw_beta, pool, state_indices, has_initial_state, output_state_indices, out, A_log, dt_bias,
     )  # fmt: skip
-    values = op, state_v_first, pad_slot_id, *sizes, scale, lower_bound, allow_neg_eigval, backend
+    values = op, state_v_first, pad_slot_id, *sizes, scale, safe_gate, lower_bound, allow_neg_eigval, backend
     return recalled(tensors, values, run)
 
 
@@ -235,7 +238,7 @@ def _check_packed(
     given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
     check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
     check.alike(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
-    check.alike(op, "dtype", mixed_qkv=in_autocast_dtype(mixed_qkv)[0], out=slots.out)
+    check.output_dtype(op, slots.out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
     for name, x in given.items():
         if keeps_gradients([x]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
@@ -340,8 +343,10 @@ def prefill(
 ) -> Tensor:
     """Tokens of each sequence, any number of them, chunk by chunk, from the pool and into it.
 
-    What `chunk_*` does, with initial and final states in the slots of a pool: from a float32 pool, bit for bit. Rows of
-    one token may stand among long ones; those that only decode are cheaper in `decode`.
+    What `chunk_*` does, with initial and final states in the slots of a pool. Bit for bit from a float32 pool, where
+    `chunk_*` cuts no sequence into segments: `prefill` never does, `chunk_*` does it to long sequences of small batches
+    on a GPU unless `max_splits=1` or `batch_invariant=True` is given. Rows of one token may stand among long ones;
+    those that only decode are cheaper in `decode`.
 
     Args:
         q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).

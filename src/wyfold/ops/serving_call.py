@@ -12,10 +12,12 @@ from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
 from wyfold.ops.delta_cuts import best_chunk_size
 from wyfold.ops.delta_plan import launch_keys, launch_sizes
+from wyfold.pipelines.rows import box_copies, copied
 from wyfold.pipelines.serving import Serving, serve
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.plan import explaining
 from wyfold.runtime.recall import recalled
 from wyfold.runtime.register import in_autocast_dtype
 from wyfold.stages import table
@@ -156,7 +158,7 @@ def _decide(call: _Call) -> DeltaOptions:
         _check_distinct(op, q, slots, cu, {**sizes, "N": N})
     if out is not None:
         check.shapes(op, known=sizes, out=(out, "B T HV V"))
-        check.alike(op, "dtype", v=v, out=out)
+        check.output_dtype(op, out, v=v)
         check.alike(op, "device", v=v, out=out)
         check.apart(op, out=out)
     check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
@@ -180,7 +182,9 @@ def _decide(call: _Call) -> DeltaOptions:
             recurrent: Any = table.launches("recurrent", "triton")
             order = {"v_first": slots.v_first, "alone": cu is None and not slots.each and sizes["T"] == 1}
             return [("recurrent", recurrent.served_key(slots.pool, sizes["K"], sizes["V"], g, **order))]
-        found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0)
+        found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0, norm=norm)
+        if out is not None and out.dtype != v.dtype:
+            found = [(stage, f"{key} wide" if stage == "scan" else key) for stage, key in found]
         return [("slots", ""), *found] if every else found
 
     plan = table.plan(
@@ -192,6 +196,8 @@ def _decide(call: _Call) -> DeltaOptions:
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),
+        kernel_copies=copied(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
+        box_copies=box_copies(q, k, v) if chunked and explaining() else (),
         keys=keys,
     )
     return DeltaOptions(

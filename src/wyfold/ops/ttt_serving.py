@@ -67,7 +67,7 @@ def ttt_decode(
         state_indices: [N] int32 or int64 slot of each row; None: row n is in slot n.
         eta_col, residual, scale, eps, chunk_size: As in `chunk_ttt_linear`.
         pad_slot_id: Slots are numbers above this one.
-        out: Shape and dtype of v, overlapping no other tensor; it is written and returned.
+        out: Shape of v, dtype of v or, of 16 bits, float32; overlapping no other tensor; it is written and returned.
         backend: None: the table's choice. "eager", "triton", "gluon": a demand.
 
     Returns:
@@ -153,7 +153,7 @@ def _ttt_decode(
         if given is not None:
             B, T, HV, D = v.shape
             check.shapes(op, known={"B": B, "T": T, "HV": HV, "V": D}, out=(given, "B T HV V"))
-            check.alike(op, "dtype", v=cast[2], out=given)
+            check.output_dtype(op, given, v=cast[2])
             check.alike(op, "device", v=v, out=given)
             check.apart(op, out=given)
         D = v.shape[3]

@@ -31,7 +31,7 @@ from wyfold.pipelines.delta_records import (
     empty_result,
     turned,
 )
-from wyfold.pipelines.rows import aligned
+from wyfold.pipelines.rows import aligned, dense
 from wyfold.runtime import check
 from wyfold.runtime.aside import beside
 from wyfold.runtime.chunks import ChunkGrid, Segments, most_borders, most_chunks
@@ -54,6 +54,13 @@ class LaunchedCall:
         self.grid = grid or self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens, every)
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
+        self.boxed = any(
+            table.language(name, options.backend, self.key, t.q.device) == "gluon" for name in ("scan", "scan_bwd")
+        )
+        if self.boxed:
+            # Once for all launches, of which some run on a side stream.
+            q, k = (x if "channel" in self.key.split() else dense(x) for x in (self.t.q, self.t.k))
+            self.t = self.t._replace(q=q, k=k, v=dense(self.t.v))
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.segments: Segments | None = None
@@ -71,6 +78,11 @@ class LaunchedCall:
 
     def stage(self, name: str) -> Any:
         return table.launches(name, self.options.backend)
+
+    def scan_key(self, result: DeltaResult) -> str:
+        """`key`, and what only some scans do: store states on the way, and outputs of another dtype than v's."""
+        kept = " kept" if self.options.checkpoint_every else ""
+        return f"{self.key}{kept}{' wide' if result.o.dtype != self.t.v.dtype else ''}"
 
     def prepare(self, o: Tensor, *, backward: bool, forward: bool, clear: bool) -> Prepared:
         """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
@@ -138,7 +150,7 @@ def forward(
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
     folded = _at_borders(t, options)
     scan = partial(
-        table.serving("scan", options.backend, call.key, t.q.device).scan,
+        table.serving("scan", options.backend, call.scan_key(result), t.q.device).scan,
         *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
         segments=call.segments,
         borders=folded[0].mT if folded else None,
@@ -182,6 +194,8 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
+    if call.boxed:
+        do = dense(do)
     folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
     prepared = unlisted(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)

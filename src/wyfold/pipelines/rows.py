@@ -13,14 +13,34 @@ def vectors(x: Tensor) -> bool:
 
     The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first, `aligned`.
     """
-    # A fake tensor, of which a plan is asked, has no address.
-    first = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.itemsize
-    return first % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
+    return _first(x) % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
+
+
+def by_engine(x: Tensor) -> bool:
+    """Whether the copy engine reads rows of x [B, T, H, K] as they lie (`tile.index.triton.token_boxes`)."""
+    T, (s_b, s_t, _, s_k) = x.shape[1], x.stride()
+    dense = x.shape[0] == 1 or s_b == T * s_t
+    return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _first(x) % 16 == 0 and dense
+
+
+def dense(x: Tensor) -> Tensor:
+    """x [B, T, H, K] if the copy engine reads it as it lies, else a contiguous copy."""
+    return x if by_engine(x) else x.new_empty(x.shape).copy_(x)
+
+
+def _first(x: Tensor) -> int:
+    """Where x begins. A fake tensor, of which a plan is asked, has no address."""
+    return x.data_ptr() if type(x) in (Tensor, Parameter) else int(x.storage_offset()) * x.itemsize
 
 
 def copied(**rows: Tensor | None) -> tuple[str, ...]:
     """Names of those whose rows kernels cannot read as they lie."""
     return tuple([name for name, x in rows.items() if x is not None and not vectors(x)])
+
+
+def box_copies(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
+    """Names of those that the copy engine cannot read as they lie."""
+    return tuple([name for name, x in (("q", q), ("k", k), ("v", v)) if not by_engine(x)])
 
 
 Rows = TypeVar("Rows", Tensor, Tensor | None)

@@ -170,6 +170,17 @@ def alike(op: str, what: str, **arguments: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must have the {what} of {first_name}, {wanted}, got {got}")
 
 
+def output_dtype(op: str, out: Tensor | None, **values: Tensor) -> None:
+    """`out` has the dtype of what it is made from, or float32, which holds outputs that 16 bits do not."""
+    (name, v), *_ = values.items()
+    if out is None or out.dtype == v.dtype or (out.dtype == torch.float32 and v.itemsize == 2):
+        return
+    wanted = str(v.dtype).removeprefix("torch.")
+    if v.itemsize == 2:
+        wanted = f"{wanted}, or float32"
+    raise ValueError(f"{op}: out must have the dtype of {name}, {wanted}, got {str(out.dtype).removeprefix('torch.')}")
+
+
 def apart(op: str, **arguments: Tensor | None) -> None:
     """Tensors that are written: no two numbers in one place, as far as sizes and strides tell."""
     for name, x in arguments.items():

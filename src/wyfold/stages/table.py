@@ -101,6 +101,7 @@ def plan(
     kept: tuple[str, ...] = (),
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
+    box_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
     keys: Callable[[], Keys] = tuple,
     sizes: Keys = (),
@@ -115,6 +116,7 @@ def plan(
         dtypes: Of the call's floating tensors and results.
         chunk_size, copies, collectives: What else the caller decided, for the Plan.
         kernel_copies: Of the arguments, those that kernels alone would copy.
+        box_copies: Those that kernels in Gluon would copy, which read them by the copy engine.
         parts: Parts that eager launches would cut the call into; kernels take it whole.
         segments: Most segments that one sequence is cut into.
         kept: Stages of the forward that are launched though another one covers them.
@@ -140,7 +142,9 @@ def plan(
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
-        found = dataclasses.replace(found, copies=copies + kernel_copies)
+        in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
+        copied = copies + kernel_copies + (box_copies if in_gluon else ())
+        found = dataclasses.replace(found, copies=tuple(dict.fromkeys(copied)))
     found = settle(found)
     if chosen == "triton" and device.type == "cuda":
         _warn_of_unverified(device)
@@ -166,8 +170,13 @@ def _with_kernels(
     asked = [(stage, name) for (stage, _), name in zip(keys, spoken, strict=True)]
     there = _launched(forward, plan.backend, dict(asked[::-1]), kept)
     back = _launched(backward, plan.backend, dict(asked))
-    modules = [row.load() for row in dict.fromkeys(there + back)]
-    fresh = [name for module in modules for name, ready in launch.compiled(module, device).items() if not ready]
+    words = dict(keys[::-1])
+    fresh = []
+    for row in dict.fromkeys(there + back):
+        module = row.load()
+        mine = module.kernels_of(words[row.stage]) if hasattr(module, "kernels_of") else None
+        found = launch.compiled(module, device).items()
+        fresh += [name for name, ready in found if not ready and (mine is None or name in mine)]
     # Where a module holds the kernels of several operators, the keys are their names.
     own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
     plan = dataclasses.replace(plan, forward=_named(there), backward=_named(back))
@@ -193,10 +202,12 @@ def language(stage: str, backend: str, key: str, device: torch.device) -> str:
     """The backend whose kernel serves a stage of a call: that of the call's plan, or "gluon" in place of "triton".
 
     It is where the GPU's configurations have a row of it for the call's key: such a row says that it was measured
-    there, and won. It takes the same arguments, and leaves to the other what it does not do.
+    there, and won. It takes the same arguments, and serves every call of the key: `explain` names what is launched.
     """
     if backend != "triton" or launch.interpreting() or _row(stage, "gluon") is None:
         return backend
+    if stage == "scan" and not {"kept", "wide"}.isdisjoint(key.split()):
+        return backend  # states on the way, or outputs of another dtype
     return "gluon" if launch.offers(launch.architecture(device), f"{stage}.gluon", key) else backend
 
 

@@ -43,7 +43,6 @@ from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, Slots
-from wyfold.stages.scan import triton
 from wyfold.stages.scan.triton import SLOT_NUMBERS, scan_key, scanned, slot_arguments
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import (
@@ -58,6 +57,8 @@ from wyfold.tile.index.gluon import (
     tma_store,
 )
 from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
     every_box,
     number_boxes,
     segment_place,
@@ -89,8 +90,8 @@ def scan(
     behind: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
-    """Run every sequence from its entering state. Arguments as of the Triton launch, to which calls are left that want
-    states on the way, and those whose memory the copy engine cannot read.
+    """Run every sequence from its entering state. Arguments as of the Triton launch, which serves calls that want
+    states on the way (`table.language`). Tokens that the copy engine cannot read are copied first.
 
     Args:
         q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
@@ -102,7 +103,7 @@ def scan(
         key: Of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
-        states, first_state: Not None where states on the way are wanted.
+        states, first_state: None: states on the way are the Triton launch's.
         segments: Where the segments lie, whose sequences are those of the states; None if there are none.
         borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
         behind: Whether to run those segments, or the others; None where there are no segments.
@@ -113,11 +114,10 @@ def scan(
     named, shift, count = scanned(grid, segments, behind)
     config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
-    boxes = _boxes(q, k, v, prepared, o, C, BV // parts) if states is None else None
-    if boxes is None:
-        given = q, k, v, prepared, initial_state, grid, options, key, o, final_state, states, first_state
-        triton.scan(*given, segments, borders, behind, slots)
-        return
+    if prepared.q is None:
+        q, k = boxable(q, C, K), boxable(k, C, K)
+    v, out_rows = boxable(v, C, BV // parts), boxable(o, C, BV // parts)
+    boxes = boxes_or_refusal("scan", _boxes(q, k, v, prepared, out_rows, C, BV // parts))
     launched(
         wyfold_scan_gluon,
         count * HV * (V // BV),
@@ -127,8 +127,8 @@ def scan(
         k.stride(2),
         initial_state,
         strides(initial_state),
-        o,
-        o.stride(),
+        out_rows,
+        out_rows.stride(),
         final_state,
         strides(final_state),
         borders,
@@ -158,6 +158,8 @@ def scan(
         STAGES=config.stages,
         **config.options(),
     )
+    if out_rows is not o:
+        o.copy_(out_rows)
 
 
 def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:

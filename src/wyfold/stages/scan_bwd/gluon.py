@@ -43,7 +43,6 @@ from wyfold.runtime.chunks import ChunkGrid, Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared, TokenBorders
-from wyfold.stages.scan_bwd import triton
 from wyfold.stages.scan_bwd.triton import Half, programs, scan_bwd_key
 from wyfold.tile.dot.gluon import in_bfloat16, one_over
 from wyfold.tile.index.gluon import (
@@ -57,6 +56,8 @@ from wyfold.tile.index.gluon import (
     tma_store,
 )
 from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
     every_box,
     number_boxes,
     segment_place,
@@ -109,11 +110,10 @@ def scan_bwd(
     config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)
     halves, going_back = programs(half, grid.sequences)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
-    boxes = _boxes(q, k, v, prepared, do, found, C, BV // parts)
-    if boxes is None:
-        given = q, k, v, prepared, initial_state, do, dST, grid, options, key, dS0, found
-        triton.scan_bwd(*given, segments, entering, leaving, half)
-        return
+    if prepared.q is None:
+        q, k = boxable(q, C, K), boxable(k, C, K)
+    v, do = boxable(v, C, BV // parts), boxable(do, C, BV // parts)
+    boxes = boxes_or_refusal("scan_bwd", _boxes(q, k, v, prepared, do, found, C, BV // parts))
     launched(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
@@ -164,8 +164,6 @@ def _boxes(
     """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
-    if W is None or v.shape[3] % BW:
-        return None
     given = q, k, v, do, rows, total, E, F, W, *found
     boxes = every_box(
         given,

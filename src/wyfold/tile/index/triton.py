@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wyfold.runtime import launch
+from wyfold.runtime.check import UnsupportedError
 from wyfold.tile.activation.triton import sigmoid
 
 MOST = 2**31
@@ -60,6 +61,13 @@ def token_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     return Boxes(x, [B * T, width], [s_t, 1], [rows, columns])
 
 
+def boxable(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x [B, T, H, W] if `token_boxes` has boxes of it, else a contiguous copy, which it has."""
+    if token_boxes(x, rows, columns) is not None:
+        return x
+    return x.new_empty(x.shape).copy_(x)
+
+
 def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
     """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
     tiles, R, W = x.shape
@@ -83,6 +91,16 @@ def number_boxes(x: Tensor, count: int) -> Boxes | None:
 def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[Any] | None:
     """The boxes, if each tensor that was given has one; else None, and all of them go by address."""
     return None if any(x is not None and box is None for x, box in zip(given, boxes, strict=True)) else boxes
+
+
+def boxes_or_refusal(stage: str, boxes: Sequence[Any] | None) -> Sequence[Any]:
+    """The boxes; UnsupportedError where the engine cannot count what there is."""
+    if boxes is None:
+        raise UnsupportedError(
+            f"{stage}: the copy engine counts 2^31 rows, and this call's tiles have more; split the batch",
+            {"gluon": "too many chunks"},
+        )
+    return boxes
 
 
 @triton.jit

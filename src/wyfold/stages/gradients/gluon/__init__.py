@@ -40,12 +40,21 @@ from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.gradients.gluon import channel
+from wyfold.stages.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
 from wyfold.stages.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
 from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
+
+
+def kernels_of(key: str) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    if "channel" not in key.split():
+        return (wyfold_gradients_gluon.fn.__name__,)
+    kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if "norm" in key.split() else []))
+    return tuple([kernel.fn.__name__ for kernel in kernels])
 
 
 def gradients(

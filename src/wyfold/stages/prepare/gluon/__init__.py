@@ -13,7 +13,12 @@ from wyfold.stages.prepare.gluon.scalar import wyfold_prepare_gluon
 from wyfold.stages.records import Prepared
 from wyfold.tile.decay.triton import gate_flags
 
-__all__ = ["prepare", "wyfold_prepare_channel_gluon", "wyfold_prepare_gluon"]
+__all__ = ["kernels_of", "prepare", "wyfold_prepare_channel_gluon", "wyfold_prepare_gluon"]
+
+
+def kernels_of(key: str) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    return ("wyfold_prepare_channel_gluon",) if "channel" in key.split() else ("wyfold_prepare_gluon",)
 
 
 def prepare(

@@ -50,7 +50,6 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import processors, tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.prepare import triton
 from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
@@ -67,7 +66,16 @@ from wyfold.tile.index.gluon import (
     tma_store_upper,
     token_tile,
 )
-from wyfold.tile.index.triton import Boxes, chunk_span, every_box, strides, tile_boxes, token_boxes, upper_boxes
+from wyfold.tile.index.triton import (
+    Boxes,
+    boxes_or_refusal,
+    chunk_span,
+    every_box,
+    strides,
+    tile_boxes,
+    token_boxes,
+    upper_boxes,
+)
 from wyfold.tile.inverse.gluon import invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
@@ -105,17 +113,13 @@ def prepare(
 ) -> Prepared:
     """Factors E and F of every chunk, from tokens where they lie, and W where a backward follows.
 
-    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. bfloat16,
-    K = 128, chunks of 64, as the configurations' row says.
+    Arguments as of the Triton launch. bfloat16, K = 128, chunks of 64, as the configurations' row says.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     tiles = grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
     written = found if found.W is not None else found._replace(W=found.F)
-    factors = every_box(written[2:7], _tile_boxes(written, C))
-    if factors is None:  # too many chunks for the numbers of boxes
-        given = q, k, g, beta, A_log, dt_bias, grid, options, o
-        return triton.prepare(*given, folded=folded, backward=backward, forward=forward, clear=clear)
+    factors = boxes_or_refusal("prepare", every_box(written[2:7], _tile_boxes(written, C)))
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
         for x in found:

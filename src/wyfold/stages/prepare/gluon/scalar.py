@@ -36,14 +36,13 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.launch import tile_width, tuned
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.prepare import triton
 from wyfold.stages.prepare.triton import empty, launch_key
 from wyfold.stages.records import Prepared
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
 from wyfold.tile.index.gluon import barrier, clear_tokens, quarters, shared, tma_load, tma_store_upper, token_tile
-from wyfold.tile.index.triton import chunk_span, every_box, strides, token_boxes, upper_boxes
+from wyfold.tile.index.triton import boxes_or_refusal, chunk_span, every_box, strides, token_boxes, upper_boxes
 from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
@@ -66,16 +65,15 @@ def prepare(
 ) -> Prepared:
     """Factors of every chunk, from tokens where they lie.
 
-    Arguments as of the Triton launch, to which calls with more chunks than boxes can number are left. Without a gate or
-    with a scalar one, bfloat16, K = 128, chunks of 64, not folded, as the configurations' rows say.
+    Arguments as of the Triton launch. Without a gate or with a scalar one, bfloat16, K = 128, chunks of 64, not folded,
+    as the configurations' rows say.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
-    factors = every_box(found[5:8], [None if x is None else upper_boxes(x) for x in found[5:8]])
-    if factors is None:  # too many chunks for the numbers of boxes
-        given = q, k, g, beta, A_log, dt_bias, grid, options, o
-        return triton.prepare(*given, folded=folded, backward=backward, forward=forward, clear=clear)
+    factors = boxes_or_refusal(
+        "prepare", every_box(found[5:8], [None if x is None else upper_boxes(x) for x in found[5:8]])
+    )
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
         for x in found:

@@ -29,11 +29,12 @@ from wyfold.runtime.chunks import Segments
 from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Prepared
-from wyfold.stages.summary import triton
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.dot.gluon import one_over
 from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
     every_box,
     number_boxes,
     segment_place,
@@ -58,8 +59,8 @@ def summary_bwd(
     key: str,
     c: Tensor,
 ) -> None:
-    """Gradients of the states that enter the segments which begin at borders. Arguments as of the Triton launch, to
-    which calls are left whose memory the copy engine cannot read.
+    """Gradients of the states that enter the segments which begin at borders. Arguments as of the Triton launch. Tokens
+    that the copy engine cannot read are copied first.
 
     Args:
         q, k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
@@ -74,10 +75,10 @@ def summary_bwd(
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
     config = tuned("summary.gluon", f"{key} bwd", q.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
-    boxes = _boxes(q, k, prepared, do, grid.chunk_size, BV // parts)
-    if boxes is None or V % BV:
-        triton.summary_bwd(q, k, prepared, do, dST, segments, options, key, c)
-        return
+    if prepared.q is None:
+        q, k = boxable(q, grid.chunk_size, K), boxable(k, grid.chunk_size, K)
+    do = boxable(do, grid.chunk_size, BV // parts)
+    boxes = boxes_or_refusal("summary", _boxes(q, k, prepared, do, grid.chunk_size, BV // parts))
     launched(
         wyfold_summary_bwd_gluon,
         segments.borders * HV * (V // BV),

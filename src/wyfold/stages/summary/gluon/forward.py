@@ -30,10 +30,11 @@ from wyfold.runtime.bound import launched
 from wyfold.runtime.chunks import Segments
 from wyfold.runtime.launch import tuned
 from wyfold.stages.records import Prepared
-from wyfold.stages.summary import triton
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_lower, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
     every_box,
     number_boxes,
     segment_place,
@@ -56,8 +57,8 @@ def summary(
     H: Tensor,
     M: Tensor,
 ) -> None:
-    """Maps of the segments that end at borders. Arguments as of the Triton launch, to which calls are left whose memory
-    the copy engine cannot read.
+    """Maps of the segments that end at borders. Arguments as of the Triton launch. Tokens that the copy engine cannot
+    read are copied first.
 
     Args:
         k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
@@ -73,10 +74,10 @@ def summary(
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("summary.gluon", f"{key} fwd", k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
-    boxes = _boxes(k, v, prepared, grid.chunk_size, BV // parts)
-    if boxes is None or V % BV or K % BV:
-        triton.summary(k, v, prepared, initial_state, segments, key, H, M)
-        return
+    if prepared.k is None:
+        k = boxable(k, grid.chunk_size, K)
+    v = boxable(v, grid.chunk_size, BV // parts)
+    boxes = boxes_or_refusal("summary", _boxes(k, v, prepared, grid.chunk_size, BV // parts))
     launched(
         wyfold_summary_gluon,
         segments.borders * HV * (V // BV + K // BV),

@@ -1,0 +1,150 @@
+"""`explain` named Gluon's kernels where a call launched Triton's: where rows of v began at an odd address, where states
+on the way were wanted, and in the backward of `o.sum().backward()`, whose gradient is expanded. `compiles` named the
+kernel of another gate.
+
+No card is needed: launches are recorded where a kernel would be launched, as on an H100.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.compile import aot
+from torch import Tensor
+
+import wyfold
+from wyfold.parallel import segments
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import launch
+
+Call = dict[str, Any]
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+
+
+def drawn(rule: str, B: int = 1, T: int = 128) -> Call:
+    """A call of the widths that Gluon serves on an H100, in 16 bits, whose gradients are wanted."""
+    a = inputs.draw("random", rule, Shape(B, T, 1, 1, 128, 128), dtype=torch.bfloat16)
+    for x in a.values():
+        x.requires_grad_()
+    return a | {"backend": "triton", "chunk_size": 64}
+
+
+def laid_out(x: Tensor, step: int, first: int = 0) -> Tensor:
+    """x with rows `step` numbers apart, behind so many numbers."""
+    memory = x.new_empty(x.shape[:-1].numel() * step + first)
+    return memory[first:].view(*x.shape[:-1], step)[..., : x.shape[-1]].copy_(x.detach()).requires_grad_()
+
+
+def odd_v(rule: str) -> Call:
+    a = drawn(rule)
+    return a | {"v": laid_out(a["v"], 128, first=1)}
+
+
+def wide_rows(rule: str) -> Call:
+    a = drawn(rule)
+    return a | {name: laid_out(a[name], 129) for name in ("q", "k", "v")}
+
+
+def part_of_longer_rows(rule: str) -> Call:
+    """Two rows whose distance is not their length."""
+    a = drawn(rule, B=2, T=192)
+    return a | {name: a[name].detach()[:, :128].requires_grad_() for name in ("q", "k", "v", "g", "beta") if name in a}
+
+
+def states_on_the_way(rule: str) -> Call:
+    return drawn(rule) | {"return_intermediate_states": True, "checkpoint_every": 64}
+
+
+def packed(rule: str) -> Call:
+    return odd_v(rule) | {"cu_seqlens": torch.tensor([0, 100, 128])}
+
+
+def normalised(rule: str) -> Call:
+    return drawn(rule) | {"use_qk_l2norm_in_kernel": True}
+
+
+def kept(rule: str) -> Call:
+    return odd_v(rule) | {"disable_recompute": True}
+
+
+CALLS = (drawn, odd_v, wide_rows, part_of_longer_rows, states_on_the_way, packed, normalised, kept)
+GRADIENTS = {
+    "expanded": lambda o: torch.ones((), dtype=o.dtype).expand(o.shape),
+    "odd": lambda o: o.new_zeros(o.numel() + 1)[1:].view(o.shape),
+    "plain": torch.zeros_like,
+}
+
+
+def launches(run: Callable[[], object]) -> list[tuple[str, str]]:
+    """(stage and language, kernel) of what `run` launches, in order."""
+    seen: list[tuple[str, str]] = []
+    with aot.pretending("sm_90", lambda kernel, *_, **__: seen.append((aot.named(kernel), kernel.fn.__name__))):
+        run()
+    return seen
+
+
+def named_in(lines: tuple[str, ...]) -> set[str]:
+    """`stage.language` of a plan's launches."""
+    return {".".join(line.partition("(wyfold.stages.")[2].rstrip(")").split(".")[:2]) for line in lines}
+
+
+def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
+    op, outputs, rows, usual = getattr(wyfold, f"chunk_{rule}"), [], set(), launch.row
+
+    def row(architecture: str, kernel: str, key: str) -> str:
+        rows.add((kernel.partition(".")[0], usual(architecture, kernel, key)))
+        return usual(architecture, kernel, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "row", row)
+        forward = launches(lambda: outputs.append(op(**a)[0]))
+        back = launches(lambda: torch.autograd.backward(outputs[0], gradient(outputs[0])))
+    with aot.pretending("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
+        names = launch.compiled
+        patch.setattr(launch, "compiled", lambda *given: {name: {} for name in names(*given)})
+        plan = wyfold.explain(op, **a)
+    assert rows == {(stage, row) for stage, _, row in plan.rows}
+    of_layout = {"chunk_grid.triton", "segment_grid.triton"}  # indices, which a plan does not name
+    for found, said in ((forward, plan.forward), (back, plan.backward)):
+        stages = {stage for stage, _ in found} - of_layout
+        if a.get("disable_recompute") and found is back:
+            stages |= {stage for stage in named_in(said) if stage.startswith("prepare")}  # kept from the forward
+        assert stages == named_in(said)
+    launched = {kernel for stage, kernel in forward + back if stage not in of_layout}
+    assert launched == set(plan.compiles)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("rule", RULES)
+def test_whatever_the_layout_of_the_arguments(rule: str, call: Callable[[str], Call]):
+    compare(rule, call(rule), GRADIENTS["plain"])
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_whatever_the_layout_of_the_gradient(rule: str, gradient: str):
+    compare(rule, drawn(rule), GRADIENTS[gradient])
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_in_segments(rule: str, gradient: str):
+    """Summaries of segments in both directions."""
+    a = drawn(rule, T=256)
+    with segments.forced(4):
+        compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS[gradient])
+
+
+def test_explain_names_what_is_copied_first():
+    with aot.pretending("sm_90", lambda *_, **__: None):
+        assert wyfold.explain(wyfold.chunk_gated_delta_rule, **odd_v("gated_delta_rule")).copies == ("v",)
+        assert wyfold.explain(wyfold.chunk_gated_delta_rule, **drawn("gated_delta_rule")).copies == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_other_dtypes(rule: str, dtype: torch.dtype):
+    a = {name: x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) else x for name, x in drawn(rule).items()}
+    compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS["expanded"])

@@ -1,0 +1,100 @@
+"""What serving promises beside the operators. `prefill` was said to have the bits of `chunk_*`, which cuts long calls
+into segments and `prefill` does not; `decode_packed` had a `lower_bound` and, unlike `decode`, no `safe_gate`.
+"""
+
+import inspect
+
+import pytest
+import torch
+from tests.compile import aot
+
+import wyfold
+from wyfold import serving
+from wyfold.ops import serving_call
+from wyfold.parallel import segments
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_prefill_has_the_bits_of_the_operator_without_segments(rule: str, float64_bounds):
+    a = inputs.draw("random", rule, Shape(1, 300, 1, 2, 16, 16), gate="weak", state="normal", dtype=torch.float64)
+    op = getattr(wyfold, f"chunk_{rule}")
+    state = a.pop("initial_state")
+    with segments.forced(4):
+        in_segments, _ = op(**a, initial_state=state, output_final_state=True)
+        whole, final = op(**a, initial_state=state, output_final_state=True, batch_invariant=True)
+        pool = state.float()
+        o = serving.prefill(**{"g": None, **a}, pool=pool, state_v_first=False)
+        from_float32, final = op(**a, initial_state=state.float(), output_final_state=True, max_splits=1)
+    assert torch.equal(o, from_float32) and torch.equal(pool, final.float())
+    assert not torch.equal(in_segments, whole)
+    float64_bounds.output("o", in_segments, whole)
+
+
+def test_the_docstring_says_where_the_bits_hold():
+    assert "cuts no sequence into segments" in " ".join(serving.prefill.__doc__.split())
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("bound", [None, -2.0])
+def test_decode_packed_clamps_the_gate_as_decode_does(rule: str, bound: float | None):
+    rows, H, HV, K, V = 3, 1, 2, 16, 24
+    q, k = torch.randn(2, rows, 1, H, K)
+    v, beta = torch.randn(rows, 1, HV, V), torch.randn(rows, 1, HV)
+    g = 10 * torch.randn(rows, 1, HV, *([K] if rule == "kda" else []))
+    pools = [torch.ones(rows, HV, K, V) for _ in range(3)]
+    common = {"state_v_first": False, "lower_bound": bound}
+    gate = {"A_log": torch.zeros(HV), "dt_bias": None}
+    inside = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    mixed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+    packed = (mixed, g[:, 0], beta[:, 0], gate["A_log"], None)
+    sizes = {"heads": (H, HV), "dims": (K, V)}
+    o = serving.decode(q, k, v, g, beta, pools[0], safe_gate=True, **gate, **inside, **common)
+    p = serving.decode_packed(*packed, pools[1], safe_gate=True, **sizes, **common)
+    assert torch.equal(p, o[:, 0]) and torch.equal(pools[1], pools[0])
+    unsafe = serving.decode_packed(*packed, pools[2], **sizes, **common)
+    assert torch.equal(unsafe, p) == (bound is not None)  # a bounded gate is above its bound as it is
+
+
+def test_a_bound_that_safe_gate_does_not_take():
+    x = torch.randn(1, 48)
+    with pytest.raises(ValueError, match=r"^decode_packed: lower_bound must be in \[-5, 0\) with safe_gate=True"):
+        serving.decode_packed(
+            x, torch.randn(1, 1), torch.randn(1, 1), None, None, torch.zeros(1, 1, 16, 16), heads=(1, 1),
+            dims=(16, 16), state_v_first=False, safe_gate=True, lower_bound=-9.0,
+        )  # fmt: skip
+
+
+def test_every_operator_with_a_bound_inside_has_safe_gate():
+    operators = [getattr(wyfold, name) for name in wyfold.__all__] + [
+        getattr(serving, name) for name in serving.__all__
+    ]
+    functions = [op for op in operators if inspect.isfunction(op)]
+    recurrences = [op for op in functions if "lower_bound" in inspect.signature(op).parameters]
+    without = {op.__name__ for op in recurrences if "safe_gate" not in inspect.signature(op).parameters}
+    assert without == {"fused_kda_gate"}  # the activation alone
+
+
+@pytest.mark.parametrize("asked", ["plain", "odd v", "odd out", "float32 out", "states"])
+def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
+    """As on an H100."""
+    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # a card's
+    a = inputs.draw("random", "gated_delta_rule", Shape(1, 128, 1, 1, 128, 128), dtype=torch.bfloat16)
+    odd = a["v"].new_zeros(a["v"].numel() + 1)[1:].view(a["v"].shape)
+    a |= {"pool": torch.zeros(2, 1, 128, 128), "state_v_first": False, "backend": "triton"}
+    a |= {"odd v": {"v": odd}, "odd out": {"out": odd}, "float32 out": {"out": odd.float()}}.get(asked, {})
+    if asked == "states":
+        a |= {"checkpoint_every": 64, "checkpoint_pool": torch.zeros(2, 1, 128, 128)}
+        a |= {"checkpoint_indices": torch.tensor([[0, 1]])}
+    seen = set()
+    with aot.pretending("sm_90", lambda kernel, *_, **__: seen.add(aot.named(kernel))):
+        serving.prefill(**a)
+    with aot.pretending("sm_90", lambda *_, **__: None):
+        plan = wyfold.explain(serving.prefill, **a)
+    named = {".".join(x.partition("(wyfold.stages.")[2].rstrip(")").split(".")[:2]) for x in plan.forward}
+    assert seen - {"chunk_grid.triton"} == named
+    assert plan.copies == (("v",) if asked == "odd v" else ())
+    assert ("scan.gluon" in seen) == (asked in ("plain", "odd v", "odd out"))
