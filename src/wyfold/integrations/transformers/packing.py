@@ -25,7 +25,8 @@ def settled(op: str, call: Call) -> Call:
     """The keywords of a model's forward, made consistent.
 
     A call without packed documents is returned as it came. Reading positions waits for the device once. Inside compiled
-    code given boundaries are believed, since nothing can be read there; positions alone break the graph.
+    code given boundaries are believed, since nothing can be read there; positions alone break the graph, and are
+    refused by `torch.export`, which has to have all in one.
 
     Args:
         op: The model type, for messages.
@@ -54,7 +55,14 @@ def settled(op: str, call: Call) -> Call:
     starts = None if positions is None else _starts(positions.to(tokens.device), mask)
     named, given = _given(op, call, tokens)
     if given is None:
-        if starts is None or int(starts.sum()) == B:
+        if starts is None:
+            return call
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"{op}: position_ids must be left out of an exported call, which cannot read whether documents begin "
+                "in them; give cu_seq_lens_q for packed documents, or patch with packing=False where there are none"
+            )
+        if int(starts.sum()) == B:
             return call
         named, given = "position_ids", starts
     _refuse_cache(op, call, cached, named)
