@@ -13,6 +13,7 @@ from tests.integrations.hybrids import hybrid
 from torch import Tensor
 
 from wyfold import serving
+from wyfold.integrations import fla
 from wyfold.integrations.transformers import patch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -127,3 +128,34 @@ def test_decode_packed_names_what_it_takes(change: dict[str, Any], message: str)
     sizes = {"heads": (2, 4), "dims": (16, 32), "state_v_first": False}
     with pytest.raises(ValueError, match=f"^decode_packed: {message}"):
         serving.decode_packed(**{**inputs, **sizes, **change})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": torch.randn(2, 8, 15)}, r"x must be \[B, T, D\] = \[B, T, 16\]"),
+        ({"cache": torch.zeros(3, 16, 4)}, r"cache must be \[N, D, W\] = \[2, 16, 4\]"),
+        ({"cache": torch.zeros(2, 16, 4, dtype=torch.int32)}, "cache must be float"),
+        ({"mask": torch.ones(2, 7)}, r"mask must be \[B, T\] = \[2, 8\]"),
+        ({"mask": torch.ones(2, 1)}, r"mask must be \[B, T\] = \[2, 8\]"),
+    ],
+)
+def test_the_convolution_under_flas_name_names_what_it_takes(change: dict[str, Any], message: str):
+    """It spoke of `weight` and `initial_state` of an operator; a mask of one column was spread over the row."""
+    with pytest.raises(ValueError, match=f"^ShortConvolution: {message}"):
+        fla.ShortConvolution(16, 4)(**{"x": torch.randn(2, 8, 16), **change})
+
+
+@pytest.mark.parametrize(
+    "gk, message",
+    [
+        (torch.zeros(1, 8, 2), r"gk must have 4 dimensions, \[B, T, HV, K\]"),
+        (torch.zeros(1, 8, 2, 16, dtype=torch.int32), "gk must be float"),
+        ([1], "gk must be a torch.Tensor, got list"),
+    ],
+)
+def test_a_decay_per_channel_under_flas_name_is_called_gk(gk: Any, message: str):
+    """Given in place of beta, as Wyfold's own operator takes it, the error was PyTorch's about broadcasting."""
+    q, beta = torch.randn(1, 8, 2, 16), torch.rand(1, 8, 2)
+    with pytest.raises((TypeError, ValueError), match=f"^fused_recurrent_gated_delta_rule: {message}"):
+        fla.fused_recurrent_gated_delta_rule(q, q, q, -beta, gk, None, beta)

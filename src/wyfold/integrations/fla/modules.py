@@ -74,18 +74,29 @@ class ShortConvolution(nn.Conv1d):
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("ShortConvolution: mask must come without cu_seqlens, got both")
+            check.shapes("ShortConvolution", x=(x, "B T D"), mask=(mask, "B T"))
             x = x * mask.unsqueeze(-1)
         steps = cache is not None and not torch.is_grad_enabled() and self._one_token_each(x, cu_seqlens)
-        y, latest = causal_conv1d(
-            x,
-            self.weight.squeeze(1),
-            self.bias,
-            residual,
-            cache,
-            output_final_state or steps,
-            self.activation,
-            cu_seqlens=cu_seqlens,
-        )
+        try:
+            y, latest = causal_conv1d(
+                x,
+                self.weight.squeeze(1),
+                self.bias,
+                residual,
+                cache,
+                output_final_state or steps,
+                self.activation,
+                cu_seqlens=cu_seqlens,
+            )
+        except ValueError:
+            # Its checks name a weight and an initial state, which the caller did not give.
+            sizes = {"D": self.hidden_size, "W": self.kernel_size[0]}
+            check.shapes("ShortConvolution", known=sizes, x=(x, "B T D"))
+            sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            check.shapes("ShortConvolution", known=sizes, optional=("cache",), cache=(cache, "N D W"))
+            check.floating("ShortConvolution", x=x, cache=cache)
+            check.alike("ShortConvolution", "device", x=x, cache=cache)
+            raise
         if steps and cache is not None and latest is not None:
             latest = cache.copy_(latest)
         return y, latest if output_final_state else None

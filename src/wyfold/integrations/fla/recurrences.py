@@ -12,6 +12,7 @@ import warnings
 from torch import Tensor
 
 from wyfold.ops import delta_rule, gated_delta_rule, kda, ttt_linear
+from wyfold.runtime import check
 from wyfold.runtime.check import UnsupportedError
 
 Result = tuple[Tensor, Tensor | None]
@@ -153,6 +154,7 @@ def fused_recurrent_gated_delta_rule(
         raise ValueError(f"{op}: gk must come with use_gate_in_kernel=False, got use_gate_in_kernel=True")
     state_v_first = _v_first(op, state_v_first, transpose_state_layout)
     if gk is not None:
+        _check_decays(op, k, v, g, gk)
         o, state = kda.fused_recurrent_kda(
             q,
             k,
@@ -339,6 +341,13 @@ def chunk_ttt_linear(
 fused_chunk_ttt_linear = chunk_ttt_linear
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def _check_decays(op: str, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor) -> None:
+    """Decays per head and per key channel can be added."""
+    check.shapes(op, optional=("g",), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV"), gk=(gk, "B T HV K"))
+    check.floating(op, g=g, gk=gk)
+    check.alike(op, "device", k=k, g=g, gk=gk)
 
 
 def no_context(op: str, cp_context: object) -> None:
