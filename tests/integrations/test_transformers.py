@@ -39,7 +39,7 @@ def ids() -> Tensor:
 
 
 class OldLayer(nn.Module):
-    """Calls the way the layers of 5.14 do: through attributes, the convolution by name, and no keywords handed on."""
+    """Calls the way the layers of 5.14 do: through attributes, the convolution by name, handing on seq_idx alone."""
 
     def __init__(self, module: Any):
         super().__init__()
@@ -49,12 +49,12 @@ class OldLayer(nn.Module):
         self.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
         self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         qkv, gates = self.proj(x).split([96, 4], -1)
         qkv = qkv.transpose(1, 2)
         if self.causal_conv1d_fn is not None:
             weight = self.conv_weight
-            qkv = self.causal_conv1d_fn(x=qkv, weight=weight, bias=None, activation="silu", seq_idx=None)
+            qkv = self.causal_conv1d_fn(x=qkv, weight=weight, bias=None, activation="silu", seq_idx=seq_idx)
         else:
             padded = nn.functional.conv1d(qkv, self.conv_weight[:, None], padding=3, groups=96)
             qkv = nn.functional.silu(padded[..., : qkv.shape[-1]])
@@ -82,7 +82,7 @@ class OldModel(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         for layer in self.layers:
-            inputs_embeds = layer(inputs_embeds)
+            inputs_embeds = layer(inputs_embeds, kwargs.get("seq_idx"))
         return inputs_embeds
 
 
@@ -465,6 +465,8 @@ def test_functions_that_layers_keep_are_replaced_on_them(old: OldModel):
         with patch(old) as patched:
             assert far(old(inputs_embeds=x), stock) < STOCK
             packed = old(inputs_embeds=x, position_ids=positions(LENGTHS))
+            numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+            assert far(old(inputs_embeds=x, seq_idx=numbers), packed) < SEPARATE
             old.layers[1](x[:, :5])  # by itself: the boundaries do not outlive their call
             alone = torch.cat([old(inputs_embeds=part) for part in x.split(LENGTHS, 1)], 1)
             assert far(packed, alone) < SEPARATE

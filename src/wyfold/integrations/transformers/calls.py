@@ -208,14 +208,16 @@ class Calls:
         for name in ("cu_seqlens", "cu_seq_lens_q"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs[name]
-        if model_kwargs.get("seq_idx") is not None:
-            raise ValueError(
-                f"patch: {self.family.name} must be patched with packing=True to take seq_idx, got packing=False"
-            )
         boundaries = self.boundaries.current
-        if boundaries is not None and not self.on_layers:
+        if boundaries is not None and self.on_layers:
+            return boundaries
+        if boundaries is not None:
             raise ValueError(
                 f"patch: {self.family.name} must hand cu_seq_lens_q on to its layers for packed documents, got a layer "
                 "called without it; this version or a wrapper drops it, so documents must come in rows of their own"
             )
-        return boundaries
+        if model_kwargs.get("seq_idx") is not None:
+            raise ValueError(
+                f"patch: {self.family.name} must be patched with packing=True to take seq_idx, got packing=False"
+            )
+        return None
