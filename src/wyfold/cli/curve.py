@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,6 +14,13 @@ from wyfold.runtime import files
 
 Points = Sequence[tuple[float, float]]
 """(step, value), in the order of steps."""
+History = Sequence[dict[str, Any]]
+"""What a run recorded."""
+
+
+def points(history: History, key: str) -> list[tuple[float, float]]:
+    """(step, number of that name), where there is one."""
+    return [(entry["step"], entry[key]) for entry in history if key in entry]
 
 
 def smooth(points: Points, reach: float = 0.8) -> list[tuple[float, float]]:

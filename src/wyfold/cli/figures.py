@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, lessons, tables, tasks
+from wyfold.cli import curve, tables, tasks
 
 Record = dict[str, Any]
 Part: TypeAlias = Any
@@ -26,21 +26,21 @@ def of_run(run: Record) -> Iterator[Part]:
     """A run of `train`: loss at every step, what was held out, speed."""
     history, recipe = run["history"], run["recipe"]
     unit, nats = ("nats per answer", 1.0) if recipe.get("task") else ("bits per byte", math.log(2))
-    losses = [(step, loss / nats) for step, loss in lessons.points(history, "loss")]
+    losses = [(step, loss / nats) for step, loss in curve.points(history, "loss")]
     figure = _figure(f"loss, {unit}", "step")
     _line(figure, "every step", losses, opacity=0.3, width=1)
     _line(figure, "smoothed", curve.smooth(losses))
-    _line(figure, "held out", lessons.points(history, "validation_bits_per_byte"), markers=True)
+    _line(figure, "held out", curve.points(history, "validation_bits_per_byte"), markers=True)
     yield figure
-    right = lessons.points(history, "accuracy")
+    right = curve.points(history, "accuracy")
     if right:
         figure = _figure("answers on held-out rows that are right", "step")
         _line(figure, "answers", right, markers=True)
-        _line(figure, "whole rows", lessons.points(history, "whole_rows"), markers=True)
+        _line(figure, "whole rows", curve.points(history, "whole_rows"), markers=True)
         figure.update_yaxes(range=[-0.02, 1.02], tickformat=".0%")
         yield figure
     figure = _figure("tokens per second", "step")
-    _line(figure, "tokens/s", lessons.points(history, "tokens_per_second"), width=1)
+    _line(figure, "tokens/s", curve.points(history, "tokens_per_second"), width=1)
     yield figure
     settings = [(key, _plain(value)) for key, value in recipe.items() if value not in (None, [])]
     yield table(("setting", "value"), settings)

@@ -24,7 +24,7 @@ import msgspec
 
 from wyfold.cli import UsageError
 from wyfold.cli.schema import Model, Record
-from wyfold.runtime import files
+from wyfold.runtime import files, pattern
 from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
 MODEL, TENSORS, RECORD, SHARDS, SUMS = "model", "training.safetensors", "training.json", "shards", "SHA256SUMS"
@@ -295,6 +295,10 @@ def _compare_recipe(folder: Path, recipe: Mapping[str, Any], model: Model) -> No
 
 def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) -> None:
     """What can be compared without building the model: that is left to `Decoder.load`."""
+    try:
+        pattern.parse(model.pattern)
+    except ValueError as error:
+        raise DamagedError(file.with_name(CONFIG_FILE), str(error)) from error
     blocks = {name.split(".")[1] for name in infos if name.startswith("blocks.")}
     if blocks != {str(number) for number in range(len(blocks))} or len(blocks) != model.num_layers:
         raise DamagedError(file, f"it has {len(blocks)} layers, {CONFIG_FILE} beside it {model.num_layers}")

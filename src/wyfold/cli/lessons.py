@@ -7,7 +7,6 @@ nothing of either kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +20,7 @@ from wyfold.models import IGNORED
 if TYPE_CHECKING:
     from wyfold.cli.trainer import Trainer
 
-History = Sequence[dict[str, Any]]
+History = curve.History
 
 
 class Lesson(Protocol):
@@ -86,10 +85,10 @@ class Text:
         return f"{entry[self.measure]:.3f} bits per byte"
 
     def draw(self, file: Path, history: History, title: str) -> None:
-        curve.draw(file, _losses(history, math.log(2)), points(history, self.measure), title)
+        curve.draw(file, _losses(history, math.log(2)), curve.points(history, self.measure), title)
 
     def sketch(self, history: History) -> str:
-        return curve.sketch(_losses(history, math.log(2)), points(history, self.measure))
+        return curve.sketch(_losses(history, math.log(2)), curve.points(history, self.measure))
 
 
 class Known:
@@ -132,10 +131,10 @@ class Known:
         return said + lengths.replace(",", "; by length:", 1)
 
     def draw(self, file: Path, history: History, title: str) -> None:
-        curve.draw_task(file, _losses(history), points(history, self.measure), title)
+        curve.draw_task(file, _losses(history), curve.points(history, self.measure), title)
 
     def sketch(self, history: History) -> str:
-        return curve.sketch((), points(history, self.measure), legend="answers that are right")
+        return curve.sketch((), curve.points(history, self.measure), legend="answers that are right")
 
     def _right(self, run: Trainer, rows: synthetic.Rows) -> tuple[float, float]:
         """Parts of the answers and of the rows that are right."""
@@ -174,10 +173,5 @@ def _training(task: synthetic.Task, recipe: Recipe) -> synthetic.Rows | syntheti
     return synthetic.Curriculum(task, *rows, recipe.curriculum * recipe.grad_accum * recipe.replicas)
 
 
-def points(history: History, key: str) -> list[tuple[float, float]]:
-    """(step, number of that name), where there is one."""
-    return [(entry["step"], entry[key]) for entry in history if key in entry]
-
-
 def _losses(history: History, unit: float = 1.0) -> list[tuple[float, float]]:
-    return [(step, loss / unit) for step, loss in points(history, "loss")]
+    return [(step, loss / unit) for step, loss in curve.points(history, "loss")]

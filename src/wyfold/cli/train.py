@@ -314,7 +314,11 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
     before = None if found is None else begun(checkpoint.record(found)["recipe"])
     if before and args.resume and args.task is None and args.data is None:
         args.task = before["task"]
-    return folder, settle(args, before if before and before["task"] == args.task else None)
+    kept = settle(args, before if before and before["task"] == args.task else None)
+    if before:
+        # What only torch can tell, the text and the replicas, is compared when it is known.
+        _recipe(args, before["data"], before["replicas"]).check_same(before, folder)
+    return folder, kept
 
 
 def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:

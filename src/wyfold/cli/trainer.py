@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from wyfold.cli import Failure, UsageError, checkpoint, speed
 from wyfold.cli.corpus import Batch, Corpus
+from wyfold.cli.curve import points
 from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
-from wyfold.cli.lessons import lesson_of, points
+from wyfold.cli.lessons import lesson_of
 from wyfold.cli.pace import Ahead, Figures
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer

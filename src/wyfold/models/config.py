@@ -13,6 +13,7 @@ from torch import nn
 
 from wyfold import layers
 from wyfold.runtime import check
+from wyfold.runtime.pattern import ALIASES, MOST_LAYERS, canonical, parse
 
 MIXERS: dict[str, type[nn.Module]] = {
     "delta_net": layers.DeltaNet,
@@ -21,10 +22,6 @@ MIXERS: dict[str, type[nn.Module]] = {
     "ttt_linear": layers.TTTLinear,
     "attention": layers.SoftmaxAttention,
 }
-ALIASES = {"gdn": "gated_delta_net"}
-
-MOST_LAYERS = 2**16
-"""Of a model, and of one period of its pattern. Far above any model, and quick to go through."""
 LARGEST = {"vocab_size": 2**31 - 1, "mlp_size": 2**28}
 WIDEST = 2**24
 """Of all other sizes; no matrix of such sizes has more bytes than 64 bits count."""
@@ -78,7 +75,7 @@ class DecoderConfig:
         check.flag(name, tied=self.tied)
         if not 0 <= check.number(name, "norm_eps", self.norm_eps) <= 1:
             raise ValueError(f"{name}: norm_eps must be from 0 to 1, got {self.norm_eps}")
-        _parse(self.pattern)
+        parse(self.pattern)
         if not isinstance(self.options, Mapping):
             raise TypeError(f"{name}: options must map mixers to their options, got {type(self.options).__name__}")
         for mixer, options in self.options.items():
@@ -91,7 +88,7 @@ class DecoderConfig:
     @property
     def layers(self) -> tuple[str, ...]:
         """Name of each layer's mixer."""
-        period = _parse(self.pattern)
+        period = parse(self.pattern)
         return tuple(period[i % len(period)] for i in range(self.num_layers))
 
     def mixer(self, name: str, *, backend: str | None = None) -> nn.Module:
@@ -183,35 +180,8 @@ def _check_size(field: str, value: object) -> None:
         raise ValueError(f"DecoderConfig: {field} must be at most {most}, got {got}")
 
 
-def _parse(pattern: str) -> tuple[str, ...]:
-    """One period of a pattern: canonical names, in order."""
-    if not isinstance(pattern, str):
-        raise TypeError(f"DecoderConfig: pattern must be a str, got {type(pattern).__name__}")
-    period: list[str] = []
-    for entry in pattern.split():
-        name, star, count = entry.partition("*")
-        if star and not (count.isdecimal() and count.strip("0")):
-            raise ValueError(f"DecoderConfig: pattern must have a count of at least 1 after a *, got {entry!r}")
-        # A count may have more digits than Python converts, and stand for more layers than memory holds.
-        repeats = 1 if not star else int(count) if len(count) < 10 else MOST_LAYERS + 1
-        if len(period) + repeats > MOST_LAYERS:
-            raise ValueError(f"DecoderConfig: pattern must have at most {MOST_LAYERS} layers, got {entry[:80]!r} in it")
-        period += [_canonical("pattern", name)] * repeats
-    if not period:
-        raise ValueError(f"DecoderConfig: pattern must name at least one mixer, got {pattern!r}")
-    return tuple(period)
-
-
-def _canonical(field: str, name: str) -> str:
-    """A mixer's name without aliases."""
-    name = ALIASES.get(name, name)
-    if name not in MIXERS:
-        raise ValueError(f"DecoderConfig: {field} must name {', '.join((*MIXERS, *ALIASES))}, got {name!r}")
-    return name
-
-
 def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
-    name = _canonical("options", mixer)
+    name = canonical("options", mixer)
     if not isinstance(options, Mapping):
         raise TypeError(f"DecoderConfig: options[{mixer!r}] must map names to values, got {type(options).__name__}")
     elsewhere = ("hidden_size", "backend")  # one for all layers; and the decoder's own, which no configuration keeps
