@@ -17,11 +17,13 @@ import time
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 from tests.reports import damage
 
 from wyfold.cli import integrity, main, rundir, schema
 from wyfold.cli.recipe import Recipe
 from wyfold.models import Decoder, DecoderConfig
+from wyfold.parallel import shards
 
 SEED = 26
 FEW = 33  # three of each kind
@@ -369,6 +371,42 @@ def test_schemas_have_the_fields_of_what_is_written():
     recipe = [(field.name, field.default is not dataclasses.MISSING) for field in dataclasses.fields(Recipe)]
     settings = msgspec.structs.fields(schema.Settings)
     assert [(field.name, field.default is not msgspec.NODEFAULT) for field in settings] == recipe
+
+
+def sign(folder):
+    (folder / integrity.SUMS).unlink()
+    integrity.write_sums(folder)
+
+
+def test_shards_of_several_processes_are_held_to_the_same(copy, run, capsys):
+    folder = newest(copy)
+    stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
+    shards.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
+    for file in stored:
+        file.unlink()
+    sign(folder)
+    assert in_process(commands(run, copy)["train --resume"], capsys)[0] == 0
+    (shard,) = (folder / "shards").iterdir()
+    flip(shard)
+    for command in ("generate", "train --resume"):
+        code, said = in_process(commands(run, copy)[command], capsys)
+        assert code == 2 and f"{shard} is damaged: its SHA-256 is " in said
+    flip(shard)
+    # Changed together with the digests: nothing is built that the tensors do not account for.
+    kept = {name: (folder / name).read_text() for name in ("model/config.json", "training.json")}
+    for field, setting, value, complaint in (
+        ("num_layers", "depth", 60_000, "its files have 2 layers, model/config.json 60000"),
+        ("hidden_size", "width", 10**12, "embedding.weight must have 256000000000000 numbers"),
+    ):
+        config, record = map(json.loads, kept.values())
+        config[field] = record["recipe"][setting] = value
+        for name, fields in zip(kept, (config, record)):
+            (folder / name).write_text(json.dumps(fields))
+        sign(folder)
+        code, said = in_process(commands(run, copy)["generate"], capsys)
+        assert code == 2 and f"{folder / 'shards'} is damaged: {complaint}" in said
+    shard.unlink()
+    assert in_process(commands(run, copy)["generate"], capsys)[0] == 2
 
 
 LIMITED = """

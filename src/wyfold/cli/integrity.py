@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,8 +125,7 @@ def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
     sharded = not (folder / WEIGHTS).exists() and (folder / SHARDS).is_dir()
     if sharded:
         names = [f"{SHARDS}/{path.name}" for path in sorted((folder / SHARDS).glob("*.safetensors"))]
-        for name in names:
-            _header(folder / name)
+        _compare_shards(folder / SHARDS, model, [_header(folder / name) for name in names])
     else:
         names = [WEIGHTS, TENSORS]
         infos = _header(folder / WEIGHTS)
@@ -313,6 +314,23 @@ def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) 
     for name, info in infos.items():
         if info.dtype not in FLOATING:
             raise DamagedError(file, f"{name} must be in floating point, got {info.dtype}")
+
+
+def _compare_shards(folder: Path, model: Model, headers: Sequence[Mapping[str, TensorInfo]]) -> None:
+    """What the shards of all files add up to; that each fits into its tensor is left to the reader of shards."""
+    held: Counter[str] = Counter()
+    for infos in headers:
+        held.update({name: math.prod(info.shape) for name, info in infos.items()})
+    if not held:
+        return  # of an earlier format, which the reader of shards refuses by its name
+    blocks = {name.split(".")[1] for name in held if name.startswith("blocks.")}
+    if len(blocks) != model.num_layers:
+        raise DamagedError(folder, f"its files have {len(blocks)} layers, {CONFIG} {model.num_layers}")
+    numbers = model.vocab_size * model.hidden_size
+    if held["embedding.weight"] != numbers:
+        raise DamagedError(
+            folder, f"embedding.weight must have {numbers} numbers as in {CONFIG}, got {held['embedding.weight']}"
+        )
 
 
 def _compare_moments(

@@ -9,6 +9,7 @@ from typing import Any
 
 from wyfold.cli import results
 from wyfold.cli.catalog import OURS
+from wyfold.runtime import files
 
 Row = dict[str, Any]
 
@@ -191,7 +192,8 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
     for axes, values in ((left, [*medians, *filter(None, floors)]), (right, peaks)):
         # From where the shortest bar still looks like something.
         axes.set_xlim(min([1.0, *values]) / 2, max([1.0, *values]) * 2)
-    figure.savefig(file, format="png")
+    with files.replacing(file) as unfinished:
+        figure.savefig(unfinished, format="png")
     results.say(f"wrote {file}")
 
 
@@ -257,5 +259,6 @@ def chart_ranks(file: Path, rows: Sequence[Row]) -> None:
     axes.plot([1, most], [1, most], linestyle=":", color="black", label="as many times as ranks")
     axes.set(xlabel="ranks", ylabel="times ours on one rank", xticks=sorted({row["ranks"] for row in rows}))
     axes.legend(fontsize=7)
-    figure.savefig(file, format="png")
+    with files.replacing(file) as unfinished:
+        figure.savefig(unfinished, format="png")
     results.say(f"wrote {file}")
