@@ -80,10 +80,15 @@ def _complain(prefix: str, message: str) -> None:
             print(f"{prefix}: {printable(message)}", file=sys.stderr)
 
 
-def printable(text: str) -> str:
-    """The text with control characters (but line ends and tabs) and unpaired surrogates as backslash escapes.
+TURNS = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+"""Kinds of characters that change the direction in which what follows is written."""
 
-    What a message quotes, such as a file's name, may hold a terminal's commands.
+
+def printable(text: str) -> str:
+    """The text with backslash escapes for control characters, but line ends and tabs, and for unpaired surrogates.
+
+    What a message quotes, such as a file's name, or a model says may hold a terminal's commands. Characters that turn
+    the direction of a line around are escaped too.
 
     Example:
         >>> print(printable("a\\x1b[2J\\ud800b"))
@@ -91,7 +96,8 @@ def printable(text: str) -> str:
     """
     return "".join(
         character.encode("unicode_escape").decode("ascii")
-        if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Cf")
+        if character not in "\n\t"
+        and (unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in TURNS)
         else character
         for character in text
     )

@@ -15,25 +15,37 @@ if TYPE_CHECKING:
     import torch
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Reader of an integer of at least `least`."""
+LARGEST = 2**31 - 1
+"""Counts above it are slips of the finger: nothing that is counted here can be so many."""
+
+
+def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """Reader of an integer from `least` to `most`."""
 
     def read(word: str) -> int:
         try:
             value = int(word)
-        except ValueError:
+        except ValueError:  # no number, or one of thousands of digits
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {word!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {_quoted(word)}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at most {most}, got {_quoted(word)}")
         return value
 
     return read
 
 
-def at_least(least: float, *, above: bool = False) -> Callable[[str], float]:
-    """Reader of a finite number of at least, or `above`, `least`."""
+seed_number = whole(0, 2**63 - 1)
+"""Reader of a seed. PyTorch takes 64 bits; commands that draw several things add small numbers to it."""
+
+
+def at_least(least: float, *, above: bool = False, most: float = math.inf) -> Callable[[str], float]:
+    """Reader of a finite number of at least, or `above`, `least`, and at most `most`."""
     expected = f"must be a number {'above' if above else 'of at least'} {least:g}"
-    return _reader(expected, lambda value: value > least if above else value >= least)
+    if most < math.inf:
+        expected += f" and at most {most:g}"
+    return _reader(expected, lambda value: (value > least if above else value >= least) and value <= most)
 
 
 def between(low: float, high: float, *, closed_above: bool = False) -> Callable[[str], float]:
@@ -76,6 +88,11 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def _quoted(word: str) -> str:
+    """A word of the command line as a message quotes it, not at full length where that is a page."""
+    return repr(word) if len(word) <= 40 else f"{word[:40]!r}... ({len(word)} characters)"
+
+
 def _reader(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     def read(word: str) -> float:
         try:
@@ -83,7 +100,7 @@ def _reader(expected: str, fits: Callable[[float], bool]) -> Callable[[str], flo
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and fits(value)):
-            raise argparse.ArgumentTypeError(f"{expected}, got {word!r}")
+            raise argparse.ArgumentTypeError(f"{expected}, got {_quoted(word)}")
         return value
 
     return read

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError, results, tables
-from wyfold.cli.arguments import add_backend, device, found_device, whole
+from wyfold.cli.arguments import add_backend, device, found_device, seed_number, whole
 from wyfold.cli.catalog import BURST, CHUNKED, DECAYS, MODEL, NO_GATE, OPS, OURS, SHAPES, VARIANTS
 from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.runtime.choices import CHUNK_SIZES
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
+
+DECODED = "token64"
+"""The shape that decoding has by default."""
 
 MODES = ("fwd", "fwdbwd", "graph")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES|B,T,H[,HV],K[,V]",
         help=f"names with commas ({', '.join(SHAPES)}; mixed and short are packed, short brings dense), or batch, "
         "tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
-        f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes})",
+        f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes}; of decode_*, one token of each sequence, {DECODED})",
     )
     parser.add_argument(
         "--gates",
@@ -118,17 +121,17 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     usual = HABITS["cpu"], HABITS["cuda"]
     parser.add_argument("--device", type=device, help="PyTorch device (default: a GPU if there is one)")
     add_backend(parser)
-    parser.add_argument("--threads", type=whole(1), help="of torch (default: torch's own choice)")
+    parser.add_argument("--threads", type=whole(1, 1024), help="of torch (default: torch's own choice)")
     parser.add_argument(
         "--rounds",
-        type=whole(1),
+        type=whole(1, 100_000),
         help=f"each contender's turns; on a GPU a turn is {BURST} calls, over ranks one (default: "
         f"{usual[0].rounds}, on a GPU {usual[1].rounds})",
     )
     parser.add_argument(
         "--cold", action="store_true", help="also the first call of each contender, in a process without caches"
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the inputs (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, and a chart, into this folder")
     parser.add_argument("--label", default="", help="last word of the file names in --out")
     parser.add_argument(
@@ -156,8 +159,13 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     kind = _settled(args)
+    if not (cases := list(_cases(args))):
+        raise UsageError(
+            f"nothing to run: none of {', '.join(args.op)} has --gates {','.join(args.gates)} and "
+            f"--mode {','.join(args.mode)}"
+        )
     team = Ranks(args.device, None) if launched() else None
-    cases, peers = list(_cases(args)), chosen_peers(args.peers, kind, tell=team is None or team.leads)
+    peers = chosen_peers(args.peers, kind, tell=team is None or team.leads)
     track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
     ops = list(dict.fromkeys(group[0].op for group in cases))
     record = {
@@ -254,6 +262,7 @@ def _settled(args: argparse.Namespace) -> str:
     args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = str(args.device.type)
     usual = HABITS.get(kind, HABITS["cpu"])
+    args.default_shapes = not args.shapes
     args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
     args.dtype, args.norm = args.dtype or _words("dtype", usual.dtype, DTYPES), args.norm or usual.norm
     args.rounds = args.rounds or usual.rounds
@@ -266,14 +275,20 @@ def _settled(args: argparse.Namespace) -> str:
 
 
 def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
-    """Cases on the same tensors, the forward and the whole step, group by group."""
+    """Cases on the same tensors, the forward and the whole step, group by group.
+
+    Raises:
+        UsageError: an operator refuses a shape.
+    """
     from wyfold.cli.cases import PINNED, Case, gates_of
     from wyfold.cli.subjects import SUBJECTS
     from wyfold.reference.shapes import Shape
 
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
-    args.shapes = [(name, Shape(*sizes) if sizes else PINNED[name]) for name, sizes in args.shapes]
-    for (name, shape), op, dtype in product(args.shapes, args.op, args.dtype):
+    sized = [(name, Shape(*sizes) if sizes else PINNED[name]) for name, sizes in args.shapes]
+    for (name, shape), op, dtype in product(sized, args.op, args.dtype):
+        if args.default_shapes and op.startswith("decode_"):
+            name, shape = DECODED, PINNED[DECODED]
         for chunk, gate in product(args.chunk if op in CHUNKED else [64], gates_of(op, args.gates)):
             first = Case(
                 op,
@@ -291,6 +306,8 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
             )
             possible = [mode for mode in modes if mode == "fwd" or SUBJECTS[OPS[op]].backward]
             if possible:
+                if reason := first.refusal():
+                    raise UsageError(f"--shapes {name or ','.join(map(str, astuple(shape)))}: {op}: {reason}")
                 yield [replace(first, mode=mode) for mode in possible]
 
 
@@ -367,7 +384,8 @@ def _given(args: argparse.Namespace) -> list[str]:
     """The options that repeat this run."""
     import torch
 
-    shapes = [word for name, s in args.shapes for word in ("--shapes", name or ",".join(map(str, astuple(s))))]
+    given = [] if args.default_shapes else args.shapes
+    shapes = [word for name, sizes in given for word in ("--shapes", name or ",".join(map(str, sizes)))]
     plain = {
         "gates": ",".join(args.gates),
         "dtype": ",".join(args.dtype),

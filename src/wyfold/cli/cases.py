@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS
@@ -24,6 +25,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Standard normal numbers -> natural-log decays per token."""
 
+MOST_NUMBERS = 2**40
+"""Of one tensor of a case, more than any device holds."""
 SEQUENCES, LONGEST = 256, 200
 _DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))
 SHORT_LENGTHS: tuple[int, ...] = tuple(_DRAWN_LENGTHS.tolist())
@@ -126,6 +129,24 @@ class Case:
         rows = f" C{self.chunk}" if self.op in CHUNKED else ""
         return f"{self.op}{rows} {size} {self.mode}, {self.gate} gate, {self.dtype}"
 
+    def refusal(self) -> str:
+        """Why the operator refuses tensors of this shape; empty if it takes them. No tensor is made."""
+        s = self.shape
+        if self.decoding and s.T != 1:
+            return f"decodes one token of each sequence, so T must be 1, got {s.T}; more sequences are a larger B"
+        if self.kind == "ttt" and s.K != s.V:
+            return f"its states are square, so V must be K = {s.K}, got {s.V}"
+        if s.B * s.T * max(s.H, s.HV) * max(s.K, s.V) > MOST_NUMBERS:
+            return f"its tensors must have at most {MOST_NUMBERS:,} numbers each, got {s}"
+        operator = wyfold.serving.decode if self.decoding else getattr(wyfold, OPS[self.op])
+        with FakeTensorMode():
+            try:
+                fake = replace(self, device="cpu").arguments()
+                wyfold.explain(operator, **(served(fake) if self.decoding else fake), backend="eager")
+            except ValueError as error:
+                return str(error)
+        return ""
+
     def arguments(self) -> Arguments:
         """Keyword arguments of the operator, the same whenever they are drawn on one kind of device."""
         tensors = _Tensors(self)
@@ -168,6 +189,12 @@ def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     if op == "kkt":
         return (NO_GATE, *(gate for gate in gates if gate in GATES))
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
+
+
+def served(arguments: Arguments) -> Arguments:
+    """What `serving.decode` is given: the states as a pool, which it updates in place."""
+    rest = {name: x for name, x in arguments.items() if name not in ("initial_state", "output_final_state")}
+    return {"g": None, "pool": arguments["initial_state"], "state_v_first": False} | rest
 
 
 def packed_lengths(name: str) -> tuple[int, ...]:

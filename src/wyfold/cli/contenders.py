@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli.cases import Case, gradient_name, leaves
+from wyfold.cli.cases import Case, gradient_name, leaves, served
 from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.peers import Adapter, Peer
 from wyfold.cli.subjects import NARROW, PER_TOKEN, Arguments, Named, bound, widened
@@ -82,18 +82,12 @@ def _ours(case: Case, flag: str) -> Contender:
         return Contender(
             OURS,
             "wyfold.serving.decode",
-            lambda arguments: serving.decode(**_served(arguments | flags)),
+            lambda arguments: serving.decode(**served(arguments | flags)),
             lambda arguments: {"pool": arguments["initial_state"].clone()},
             backward=False,
         )
     name = f"wyfold.{case.subject.operator}" + (f", {flag}" if flag else "")
     return Contender(OURS, name, lambda arguments: case.subject.ours(arguments | flags)[0])
-
-
-def _served(arguments: Arguments) -> Arguments:
-    """What `serving.decode` is given: the states as a pool, which it updates in place."""
-    rest = {name: x for name, x in arguments.items() if name not in ("initial_state", "output_final_state")}
-    return {"g": None, "pool": arguments["initial_state"], "state_v_first": False} | rest
 
 
 def _theirs(peer: Peer, adapter: Adapter) -> Contender:
@@ -148,7 +142,7 @@ def plan(contender: Contender, case: Case, arguments: Arguments) -> dict[str, An
         return {}
     asked = {"backend": case.backend} if case.backend else {}
     if case.decoding:
-        found = wyfold.explain(serving.decode, **_served(arguments | asked))
+        found = wyfold.explain(serving.decode, **served(arguments | asked))
     else:
         found = wyfold.explain(getattr(wyfold, OPS[case.op]), **(arguments | asked))
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from wyfold.cli import printable
 from wyfold.runtime import files
 
 Points = Sequence[tuple[float, float]]
@@ -59,14 +61,17 @@ def _plot(axes: Axes, training: Points, validation: Points, title: str, unit: st
         axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", markersize=4, label="validation")
         axes.axhline(validation[-1][1], color="tab:orange", alpha=0.3, linewidth=0.8)
         axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], textcoords="offset points", xytext=(0, 8), ha="right")
-    axes.set(xlabel="step", ylabel=unit, title=title)
+    axes.set(xlabel="step", ylabel=unit)
+    # A name is no formula: dollar signs are characters here, and what is no character is written as an escape.
+    axes.set_title(printable(title).replace("\n", " "), parse_math=False)
     axes.grid(alpha=0.25)
     if training or validation:
         axes.legend()
 
 
 def _write(figure: Figure, file: Path) -> None:
-    with files.replacing(file) as unfinished:
+    with files.replacing(file) as unfinished, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # a name's; a box is drawn for it
         figure.savefig(unfinished, format="png")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError
-from wyfold.cli.arguments import whole
+from wyfold.cli.arguments import seed_number
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("runs", "demo"), metavar="DIR", help="folder of the run (default: %(default)s)"
     )
     parser.add_argument("--fresh", action="store_true", help="forget an earlier demo in that folder and start over")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the sample's draws (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the sample's draws (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from wyfold.cli import DONE, UsageError
-from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, whole
+from wyfold.cli import DONE, UsageError, printable
+from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, seed_number, whole
 from wyfold.cli.documents import binary
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=between(0, 1, closed_above=True),
         help="draw among the likeliest bytes that together have this probability",
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the text there (default: standard output)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
@@ -136,9 +136,10 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> Non
     """Write the prompt and its continuation to `out` as it comes, and the speed to standard error."""
     import torch
 
+    shown = printable if out.isatty() else str  # a file or a pipe gets the characters themselves
     # A character may be several bytes: the decoder holds back those of an incomplete one.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    out.write(decoder.decode(prompt))
+    out.write(shown(decoder.decode(prompt)))
     out.flush()
     ids = torch.tensor([list(prompt or START)], device=model.embedding.weight.device)
     count, start = 0, time.perf_counter()
@@ -151,13 +152,13 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> Non
         top_p=sampling.top_p,
         seed=sampling.seed,
     ):
-        out.write(decoder.decode(bytes([int(token)])))
+        out.write(shown(decoder.decode(bytes([int(token)]))))
         out.flush()
         if count == 0:
             first = time.perf_counter()
         count += 1
     seconds = time.perf_counter() - first
-    out.write(decoder.decode(b"", final=True) + "\n")
+    out.write(shown(decoder.decode(b"", final=True)) + "\n")
     out.flush()
     rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} tokens/s" if count > 1 else ""
     print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
@@ -191,10 +192,11 @@ def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out
         if len(drawn) == 1:
             token.cpu()  # waits until it is there
             first = time.perf_counter()
+    shown = printable if out.isatty() else str  # a file or a pipe gets the characters themselves
     rows = torch.stack(drawn, 1).tolist() if drawn else [[] for _ in prompts]
     seconds = time.perf_counter() - first
     for prompt, row in zip(prompts, rows, strict=True):
-        out.write((prompt + bytes(row)).decode("utf-8", "replace") + "\n")
+        out.write(shown((prompt + bytes(row)).decode("utf-8", "replace")) + "\n")
     out.flush()
     count = len(prompts) * (len(drawn) - 1)
     rate = f", the first in {first - start:.2f} s, then {count / seconds:,.0f} tokens/s" if count > 0 else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import DONE, UsageError, records, results, rundir
+from wyfold.cli import DONE, UsageError, printable, records, results, rundir
 from wyfold.cli.integrity import DamagedError
 from wyfold.runtime import files
 
@@ -82,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
     sections, contents = [], []
     for number, (name, record) in enumerate(found.items()):
-        parts = [f'<section id="s{number}"><h2>{html.escape(name)}</h2>', _origin(record)]
+        parts = [f'<section id="s{number}"><h2>{html.escape(printable(name))}</h2>', _origin(record)]
         for part in figures.kind_of(record)(record):
             drawn = isinstance(part, figures.go.Figure)
             responsive = {"responsive": True, "displaylogo": False}
             parts.append(to_html(part, include_plotlyjs=False, full_html=False, config=responsive) if drawn else part)
         sections.append("\n".join([*parts, "</section>"]))
-        contents.append(f'<li><a href="#s{number}">{html.escape(name)}</a></li>')
+        contents.append(f'<li><a href="#s{number}">{html.escape(printable(name))}</a></li>')
     page = PAGE.format(
         title=html.escape(args.title),
         # Its own end would end the element it stands in.
@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         sections="\n".join(sections),
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    files.write(args.out, page)
+    # JSON may hold half a character, and so may a title of the command line.
+    files.write(args.out, page.encode("utf-8", "backslashreplace").decode("utf-8"))
     print(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
     return DONE
 

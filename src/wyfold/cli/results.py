@@ -125,10 +125,11 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", highlight=True)
     for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a cell is no markup
     Console().print(table)

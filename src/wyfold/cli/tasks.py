@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wyfold.cli import DONE, UsageError, records, results, rundir, train
-from wyfold.cli.arguments import add_backend, device, found_device, whole
+from wyfold.cli.arguments import add_backend, device, found_device, seed_number
 from wyfold.cli.integrity import DamagedError
 from wyfold.cli.settings import TASKS
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", nargs="+", default=list(LAYERS), metavar="PATTERN", help=f"models (default: {', '.join(LAYERS)})"
     )
-    parser.add_argument("--seed", nargs="+", type=whole(0), default=[0], help="of the runs (default: 0)")
+    parser.add_argument("--seed", nargs="+", type=seed_number, default=[0], help="of the runs (default: 0)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
     parser.add_argument(

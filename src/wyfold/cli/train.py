@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir
-from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, whole
+from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, seed_number, whole
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
 from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
 from wyfold.runtime.choices import RECOMPUTED
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
     from wyfold.parallel.team import Team
+
+MOST_TOKENS = 2**27
+"""Of one batch, whose rows are listed and laid out in memory before anything computes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,12 +95,12 @@ def _run_options(run: argparse._ActionsContainer) -> None:
     )
     run.add_argument(
         "--peak-tflops",
-        type=at_least(0, above=True),
+        type=between(1e-6, 1e9),
         metavar="X",
         help="10^12 operations per second of one device in --dtype, of which the used share (MFU) is told "
         "(default: of NVIDIA A100, H100, H200 and B200 what is published)",
     )
-    run.add_argument("--seed", type=whole(0), help=f"of first parameters and batches {_default('seed')}")
+    run.add_argument("--seed", type=seed_number, help=f"of first parameters and batches {_default('seed')}")
     run.add_argument(
         "--save-every",
         type=whole(1),
@@ -157,7 +160,7 @@ def _model_options(model: argparse._ActionsContainer) -> None:
         metavar="PATTERN",
         help=f'mixers, repeated to the depth, such as "kda*3 attention" {_default("layers")}',
     )
-    model.add_argument("--depth", type=whole(1), help=f"layers {_default('depth')}")
+    model.add_argument("--depth", type=whole(1, 10_000), help=f"layers {_default('depth')}")
     model.add_argument("--width", type=whole(1), help=f"channels {_default('width')}")
     model.add_argument("--heads", type=whole(1), help=f"heads of every mixer {_default('heads')}")
     model.add_argument("--head-dim", type=whole(1), help=f"channels of a head {_default('head_dim')}")
@@ -212,7 +215,7 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
     )
     learning.add_argument(
         "--lr-end",
-        type=at_least(0),
+        type=at_least(0, most=1),
         metavar="PART",
         help=f"part of --lr that the cosine ends on {_default('lr_end')}",
     )
@@ -391,6 +394,11 @@ def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) ->
     left_out = [setting for setting in own if getattr(args, setting) is None]
     taken = {setting: (before or own)[setting] for setting in left_out}
     vars(args).update(taken)
+    if args.batch * args.length > MOST_TOKENS:
+        raise UsageError(
+            f"--batch {args.batch} x --length {args.length}: must be at most {MOST_TOKENS} together; "
+            "--grad-accum makes steps of several batches"
+        )
     if before is None and args.task == "mqar" and args.steps is not None and args.curriculum >= args.steps:
         raise UsageError(
             f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", help="only these operators, as `wyfold bench` names them, by commas")
     parser.add_argument("--dtypes", default="bfloat16", help="of the inputs, by commas (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="h96", help="what is timed (default: %(default)s)")
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of turns, per candidate (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=whole(1, 100_000), default=3, help="of turns, per candidate (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("tuned"), metavar="DIR", help="(default: %(default)s)")
 
 

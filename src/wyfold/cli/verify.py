@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError, results
-from wyfold.cli.arguments import device, found_device, whole
+from wyfold.cli.arguments import device, found_device, seed_number, whole
 from wyfold.cli.catalog import SCORECARD_ROWS
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="PyTorch device to measure (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="of every draw (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of every draw (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
 
 

@@ -291,7 +291,7 @@ class Decoder(nn.Module):
             temperature: Logits are divided by it; 0 takes the likeliest token.
             top_k: Draw among the k likeliest.
             top_p: Draw among the likeliest that together hold this probability, in (0, 1].
-            seed: Of the draws; None draws from `generator`, or from PyTorch's own.
+            seed: Of the draws, below 2**64; None draws from `generator`, or from PyTorch's own.
             generator: On the device of the model.
             stop: Token that ends a row; the stream ends when every row has drawn it.
             layout: Boundaries of packed prompts, none of them empty. Waits for its device once.
@@ -322,9 +322,10 @@ class Decoder(nn.Module):
         if seed is not None:
             if generator is not None:
                 raise ValueError(f"{name}: seed must be None where a generator is given, got {seed}")
-            generator = torch.Generator(ids.device).manual_seed(check.integer(name, "seed", seed, least=0))
+            check.integer(name, "seed", seed, least=0, most=2**64 - 1)
+            generator = torch.Generator(ids.device).manual_seed(seed)
         if stop is not None:
-            check.integer(name, "stop", stop, least=0)
+            check.integer(name, "stop", stop, least=0, most=self.config.vocab_size - 1)
         draw = Draw(temperature, top_k, top_p, generator, shared_draws)
         return continued(self, ids, lengths, max_new_tokens, draw, stop)
 

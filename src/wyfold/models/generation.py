@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wyfold.models.decoder import Decoder
 
 PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activations do not grow with it
+SHARP = 1e-6  # below this temperature quotients of logits leave the range of float32
 PREFILL_GRID = 64  # packed prompts are cut at multiples of it, where a cut changes no state
 
 
@@ -111,20 +112,29 @@ class Draw:
     def __call__(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        logits, tokens = (logits.float() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        logits, tokens = self._heated(logits).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
-            logits = logits[:, : self.top_k]
+            logits = logits[:, : min(self.top_k, logits.shape[1])]
         probability = logits.softmax(dim=-1)
         if self.top_p is not None:
             # A token stays while those before it hold less than top_p, so the likeliest always does.
             before = probability.cumsum(dim=-1) - probability
-            probability = torch.where(before < self.top_p, probability, 0)
+            stays = before < self.top_p
+            stays[:, 0] = True  # also where float32 has no number as small as top_p
+            probability = torch.where(stays, probability, 0)
         if self.shared:  # what torch.multinomial does for one row, its random numbers for all of them
             waiting = torch.empty_like(probability[:1]).exponential_(generator=self.generator)
             rank = (probability / waiting).argmax(dim=-1, keepdim=True)
         else:
             rank = torch.multinomial(probability, 1, generator=self.generator)
         return tokens.gather(1, rank)[:, 0]
+
+    def _heated(self, logits: Tensor) -> Tensor:
+        """Logits [N, vocab_size] over the temperature; of a very low one less their largest, in float64."""
+        if self.temperature >= SHARP:
+            return logits.float() / self.temperature
+        logits = logits.double()
+        return (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
 
 
 def _step(model: Decoder, cache: DecodingCache | PooledCache, token: Tensor) -> Tensor:

@@ -76,15 +76,20 @@ def number(op: str, name: str, value: object) -> float:
     # Compared, since a compiler has a symbol for a number that changes, of which it cannot ask `isfinite`.
     if isinstance(value, float) and not -math.inf < value < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int that no float is as large as
+        raise ValueError(f"{op}: {name} must be finite, got an int that no float64 can hold") from None
 
 
-def integer(op: str, name: str, value: object, *, least: int) -> int:
-    """An int of at least `least`."""
+def integer(op: str, name: str, value: object, *, least: int, most: int | None = None) -> int:
+    """An int of at least `least` and, unless None, at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{op}: {name} must be at most {most}, got {value}")
     return value  # type: ignore[return-value]  # a SymInt is an int to its user
 
 
