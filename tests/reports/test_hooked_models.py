@@ -163,6 +163,23 @@ def test_hooks_run_around_and_get_what_the_caller_gave(apart: Tensor):
     assert seen == ["before", "after"]
 
 
+def test_boundaries_are_read_once_under_a_hook_that_was_made_while_patched(monkeypatch: pytest.MonkeyPatch):
+    """Reading positions waits for the device."""
+    from wyfold.integrations.transformers import installation
+
+    read: list[str] = []
+    settled = installation.settled
+    monkeypatch.setattr(installation, "settled", lambda op, call: (read.append(op), settled(op, call))[1])
+    model = hybrid("qwen3_5")
+    with torch.no_grad(), patch(model):
+        hooked(model)
+        model(IDS, **PACKED)
+        with pytest.raises(ValueError, match="use_cache must be False"):
+            model(IDS, use_cache=True, **PACKED)
+        model(IDS, **PACKED)
+    assert read == ["patch(qwen3_5)"] * 3
+
+
 def test_a_hooked_norm_is_reported_as_the_stock_one():
     """Offloading hooks every norm; the hook loads the weight, and what it calls stays. The report says so."""
     model = hybrid("qwen3_5")

@@ -9,6 +9,7 @@ over the instance's `__dict__`, whichever of the two was put there first.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -51,11 +52,18 @@ def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
     return remove
 
 
+class _Running(threading.local):
+    """Modules whose handlers run on this thread, by id."""
+
+    def __init__(self) -> None:
+        self.modules: set[int] = set()
+
+
 class ForwardInterceptor:
     """The data descriptor that `intercept` puts in place of a class's `forward`.
 
-    Wrappers that were made from `module.forward` while it was installed, like a hook's, call what they wrapped: while
-    there are handlers through them, afterwards directly.
+    Wrappers that were made from `module.forward` while it was installed, like a hook's, go on working afterwards. A
+    call passes through the handlers once, however many such wrappers it goes through.
 
     Attributes:
         stock: The function it stands for.
@@ -68,6 +76,7 @@ class ForwardInterceptor:
         self.handlers: list[Handler] = []
         self.inherited = False
         self._of_class = self._unbound(stock)
+        self._running = _Running()
 
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Forward:
         if module is None:
@@ -104,9 +113,18 @@ class ForwardInterceptor:
         return forward
 
     def _call(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = self._running.modules
+        if id(module) in running:  # inside of a hook that was made from an intercepted `forward`
+            return forward(*args, **kwargs)
         for handler in self.handlers:
             forward = functools.partial(_handled, handler, forward, module)
-        return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        running.add(id(module))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.discard(id(module))
 
 
 def _handled(handler: Handler, forward: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
