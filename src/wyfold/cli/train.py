@@ -247,6 +247,7 @@ def run(args: argparse.Namespace) -> int:
     watch = team.watched()
     try:
         with watch, _writing(args, folder, team):
+            _compare(args, recipe, folder, team)
             trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
             if team.cp * team.replicas > 1:
                 about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
@@ -341,6 +342,21 @@ def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
             otherwise="put the file back if there is a copy, or give --if-damaged restart to begin again at step 0 "
             f"(what is damaged, and {HISTORY}, are kept under other names), or give another --out",
         ) from damage
+
+
+def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, team: Team) -> None:
+    """Refuse processes that were not asked for the same run, or do not see the same folder of it."""
+    from wyfold.cli import integrity
+
+    asked = {f"--{field.replace('_', '-')}": value for field, value in dataclasses.asdict(recipe).items()}
+    means = {f"--{name.replace('_', '-')}": getattr(args, name) for name in ("recompute", "backend", "save_every")}
+    newest = [path.name for path in integrity.step_folders(folder / CHECKPOINTS)][-1:]
+    try:
+        team.agree(asked | means | {"the newest checkpoint": newest[0] if newest else "none"})
+    except ValueError as error:
+        raise UsageError(
+            f"{error}; start every process by the same command, with an --out that all of them share"
+        ) from error
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +19,7 @@ from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
 from wyfold.models.generation import Draw, continued
 from wyfold.ops.context_call import agreed
+from wyfold.parallel import exchange
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.choices import RECOMPUTED
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         return {
             "B": ids.shape[0],
             "labels given": labels is not None,
-            **{f"config.{name}": _short(value) for name, value in vars(self.config).items()},
+            **{f"config.{name}": exchange.short(value, _SHORT) for name, value in vars(self.config).items()},
             "the parameters": _summary(parameters),
             "the dtype of autocast": autocast_dtype(ids.device.type),
             "requires_grad": torch.is_grad_enabled() and any(requires_grad for _, _, requires_grad in parameters),
@@ -465,22 +465,12 @@ def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
         raise ValueError(f"Decoder: {name} must be in {allowed}, got {least if least < 0 else most}")
 
 
-def _short(value: object) -> str:
-    """A value as ranks compare it: the beginning of a long one, and a digest of the whole."""
-    text = str(value)
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}.. ({_digest(text)})"
-
-
 @lru_cache(maxsize=64)
 def _summary(parameters: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> str:
     """Shapes, dtypes and requires_grad of parameters as ranks compare them."""
     numbers = sum(shape.numel() for shape, _, _ in parameters)
     dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in parameters}))
-    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({_digest(repr(parameters))})"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({exchange.digest(repr(parameters))})"
 
 
 def _cross_entropy(

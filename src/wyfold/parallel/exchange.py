@@ -5,6 +5,7 @@ torch.distributed is imported when a context is made and never before: PyTorch c
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,10 +145,12 @@ def agree(op: str, said: Mapping[str, object] | Exception, device: torch.device,
     Raises:
         ValueError: on every rank if metadata differ, and on the others where a rank refused.
     """
-    spoken = {_REFUSED: str(said)} if isinstance(said, Exception) else {key: str(x) for key, x in said.items()}
-    words = json.dumps(spoken).encode()
-    if len(words) > TEXT_BYTES:
-        words = json.dumps({_REFUSED: next(iter(spoken.values()))[: TEXT_BYTES // 8]}).encode()
+    if isinstance(said, Exception):
+        words = json.dumps({_REFUSED: str(said)[: TEXT_BYTES // 8]}).encode()
+    else:
+        words = json.dumps({key: short(x) for key, x in said.items()}).encode()
+        if len(words) > TEXT_BYTES:
+            words = json.dumps({"what was asked": short(words.decode())}).encode()
     row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     row[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     rows = gather(row.to(device), group).cpu()
@@ -161,6 +164,17 @@ def agree(op: str, said: Mapping[str, object] | Exception, device: torch.device,
         values = [words_of.get(key, "nothing") for words_of in heard]
         if len(set(values)) > 1:
             raise ValueError(f"{op}: {key} must be the same on all ranks, got {_by_value(values)}")
+
+
+def short(value: object, most: int = 300) -> str:
+    """A value in words of limited length: of a longer text its beginning, and a digest of the whole."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}.. ({digest(text)})"
+
+
+def digest(text: str) -> str:
+    """Eight digits that stand for a text in a message."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _by_value(values: Sequence[str]) -> str:

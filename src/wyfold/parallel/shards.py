@@ -26,19 +26,23 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write named tensors, of which each process holds all or shards; every process of the run calls it alike.
 
     Raises:
-        OSError: a process cannot write; raised on all of them.
+        OSError: a process cannot write, or writes into a folder of this name that the others do not see; raised on all
+            of them.
     """
     import torch.distributed as dist
     from torch.distributed import checkpoint
 
+    alone = not dist.is_initialized()
     storage = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is as good
         try:
-            checkpoint.save(dict(tensors), storage_writer=storage, no_dist=not dist.is_initialized())
+            checkpoint.save(dict(tensors), storage_writer=storage, no_dist=alone)
         except checkpoint.CheckpointException as error:
             rank, reason = _first_failure(error)
             raise OSError(f"shards: rank {rank} cannot write its shards into {folder}: {reason}") from error
+    if not alone:
+        _require_shared(folder)
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -60,9 +64,7 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
     fault = _fault(folder, tensors)
     if not alone:
-        faults: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-        fault = next(filter(None, faults), "")
+        fault = next(filter(None, _told(fault)), "")
     if fault:
         raise ValueError(f"shards: {fault}")
     storage = checkpoint.HuggingFaceStorageReader(str(folder))
@@ -73,6 +75,42 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
         except checkpoint.CheckpointException as error:
             rank, reason = _first_failure(error)
             raise ValueError(f"shards: rank {rank} cannot read {folder}: {reason}") from error
+
+
+def _require_shared(folder: Path) -> None:
+    """Refuse a folder in which a process does not see what another one wrote."""
+    import torch.distributed as dist
+
+    own = sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+    sizes = [
+        (rank, name, size)
+        for rank, files in enumerate(_told([(x.name, x.stat().st_size) for x in own]))
+        for name, size in files
+    ]
+    missing = next((said for said in sizes if not _is_there(folder / said[1], said[2])), None)
+    for rank, said in enumerate(_told(missing)):
+        if said is not None:
+            writer, name, _ = said
+            raise OSError(
+                f"shards: rank {rank} does not see {name} in {folder}, which rank {writer} wrote; "
+                "all processes of a run must share its folder"
+            )
+
+
+def _is_there(file: Path, size: int) -> bool:
+    try:
+        return file.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def _told(said: Any) -> list[Any]:
+    """What every process of the run says, by rank."""
+    import torch.distributed as dist
+
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, said)
+    return heard
 
 
 def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:

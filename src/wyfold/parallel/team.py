@@ -8,7 +8,7 @@ training loop need not ask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wyfold.parallel import exchange
 from wyfold.parallel.context import build_cp_context
 from wyfold.parallel.watch import Watch
 from wyfold.runtime.layout import SequenceLayout
@@ -49,6 +50,16 @@ class Team:
     def leads(self) -> bool:
         """Whether this process writes and prints for all."""
         return self.rank == 0
+
+    def agree(self, said: Mapping[str, object]) -> None:
+        """Compare what every process was asked to do.
+
+        Args:
+            said: Name -> value; both come into the message.
+
+        Raises:
+            ValueError: a value differs between processes; on all of them.
+        """
 
     def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Shard a model's parameters, those of each part together."""
@@ -106,7 +117,7 @@ class Ranks(Team):
         cp: Ranks that share one replica's tokens; None: all of them, which are one replica.
 
     Raises:
-        ValueError: cp does not divide the number of processes.
+        ValueError: cp differs between processes, or does not divide their number.
     """
 
     sharded = True
@@ -123,12 +134,18 @@ class Ranks(Team):
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.agree({"cp": cp})
         cp = world if cp is None else cp
         if world % cp:
             raise ValueError(f"Ranks: cp must divide the number of processes, {world}, got {cp}")
         self.cp, self.replicas, self.replica = cp, world // cp, self.rank // cp
         self.group = init_device_mesh(device.type, (self.replicas, cp), mesh_dim_names=("replica", "cp"))["cp"]
         self.mesh = init_device_mesh(device.type, (world,))
+
+    def agree(self, said: Mapping[str, object]) -> None:
+        import torch.distributed as dist
+
+        exchange.agree("Ranks", said, self.device, dist.group.WORLD)
 
     def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard

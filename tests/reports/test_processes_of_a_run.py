@@ -1,0 +1,101 @@
+"""The processes of `wyfold train` are asked for one run, in one folder, before they begin.
+
+Each believed its own command line: with another learning rate on one of them the run went on and was wrong without a
+word. Where the folder was not shared, a checkpoint held the shards of the processes that could see it, counted as
+complete, and could not be loaded.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parallel.ranks import Case, refusals
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from wyfold.cli import main
+from wyfold.parallel import exchange, shards
+
+TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 16 --warmup 1 --eval-bytes 32".split()
+
+
+def folder():
+    made = Path(tempfile.mkdtemp(prefix="wyfold-"))
+    (made / "text").write_text("one two three " * 40)
+    return made
+
+
+def folder_with_a_run():
+    made = folder()
+    assert main(command(made, "run 0")) == 0
+    return made
+
+
+def command(folder, out, *words):
+    data = ["--data", folder / "text", "--out", folder / out, "--layers", "gdn"]
+    return ["train", *map(str, [*data, *TINY, "--steps", 2, *words])]
+
+
+def train(folder, out, *words):
+    """Exit status and errors of a process as torchrun starts it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "one"
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        status = main(command(folder, out, *words))
+    return status, errors.getvalue()
+
+
+def another_rate(given, group):
+    status, said = train(given, "run", "--lr", 0.01 * (1 + group.rank()))
+    assert status == 2, said
+    assert "--lr must be the same on all ranks, got 0.01 on rank 0; 0.02 on rank 1; start every process by" in said
+    assert not list(given.glob("run/*"))
+
+
+def another_cp(given, group):
+    status, said = train(given, "run", "--cp", 1 + group.rank())
+    assert status == 2 and "--cp: Ranks: cp must be the same on all ranks, got 1 on rank 0; 2 on rank 1" in said
+
+
+def another_checkpoint(given, group):
+    """One process sees a checkpoint, as where each host has a folder of its own."""
+    status, said = train(given, f"run {group.rank()}")
+    assert status == 2, said
+    assert "the newest checkpoint must be the same on all ranks, got step-00000002 on rank 0; none on rank 1" in said
+
+
+def a_folder_each(given, group):
+    tensors = {"x": distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (group.size(),)), [Shard(0)])}
+    shards.write(given / "shared", tensors)
+    with pytest.raises(OSError, match=r"does not see shard-0000.* all processes of a run must share its folder"):
+        shards.write(given / str(group.rank()), tensors)
+
+
+def long_words(given, group):
+    """What is too long for one comparison is compared by its digest, and is no refusal."""
+    alike = {f"name {number}": "x" * 5000 for number in range(20)}
+    exchange.agree("op", alike, torch.device("cpu"), group)
+    with pytest.raises(ValueError, match="op: what was asked must be the same on all ranks"):
+        exchange.agree("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
+
+
+def table(*runs, prepare=folder):
+    return {run.__name__: Case(prepare, run) for run in runs}
+
+
+# A run leaves its process group, so each has a group of its own.
+RATE, CHECKPOINT, OTHERS = (
+    table(another_rate),
+    table(another_checkpoint, prepare=folder_with_a_run),
+    table(a_folder_each, long_words, another_cp),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cases", ["RATE", "CHECKPOINT", "OTHERS"])
+def test_processes_compare_what_they_are_asked_for(cases, tmp_path):
+    assert not refusals([2], tmp_path, __name__, cases)
