@@ -7,7 +7,6 @@ complete, and could not be loaded.
 
 import contextlib
 import io
-import os
 import tempfile
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def command(folder, out, *words):
 
 def train(folder, out, *words):
     """Exit status and errors of a process as torchrun starts it."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "one"
+    pytest.MonkeyPatch().setenv("TORCHELASTIC_RUN_ID", "one")
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         status = main(command(folder, out, *words))
