@@ -17,7 +17,9 @@ class DecayParameters(nn.Module):
     """What turns a projected x into a log decay: g = -exp(A_log) softplus(raw + dt_bias).
 
     They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a
-    forward, is what lets FSDP2's mixed precision leave them there: shard it before the block it is in.
+    forward, is what lets FSDP2's mixed precision leave them there: shard it before the block it is in. They have the
+    attribute `_no_weight_decay = True`, by which optimizers of the field leave them out of weight decay, until a wrapper
+    replaces them (FSDP2 does): sort parameters into groups before.
 
     Args:
         num_v_heads: HV.
@@ -31,7 +33,26 @@ class DecayParameters(nn.Module):
         self.bounded = bounded
         self.A_log = nn.Parameter(torch.empty(num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty((num_v_heads,) if channels is None else (num_v_heads, channels)))
+        self._mark()
         self.reset_parameters()
+
+    def _mark(self) -> None:
+        """Mark the parameters as those that the field's optimizers exempt from weight decay."""
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DecayParameters:
+        super()._apply(fn, recurse)
+        self._mark()  # `to_empty` makes parameters of their own
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy or a pickle, whose parameters carry no attributes
+        self._mark()
+
+    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*given, **named)
+        self._mark()  # `assign=True` takes the parameters it is given
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -6,6 +6,8 @@ device and are sized by capacity, so making or refilling one never waits for the
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,6 +177,34 @@ class SequenceLayout:
         self.cu_seqlens[: N + 1].copy_(cu_seqlens)
         self.cu_seqlens[N + 1 :].copy_(cu_seqlens[-1:].expand(self.max_seqs - N))
         return self
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> SequenceLayout:
+        """The layout on a device, as data loaders move a batch; itself if it is there already.
+
+        Args:
+            device: Where the boundaries go.
+            non_blocking: Whether the copy from pinned memory may run beside the host.
+
+        Raises:
+            TypeError: device is a dtype; boundaries are not cast.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"{_NAME}.to: device must be a device, got {device}; boundaries are integers and not cast")
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SequenceLayout:
+        """The layout in pinned memory, from which a copy to a GPU need not wait; itself if it is there already."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> SequenceLayout:
+        """A layout with changed tensors and all that the host knows of this one; itself if none changes."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        changed = {name: change(x) for name, x in tensors.items()}
+        if all(changed[name] is x for name, x in tensors.items()):
+            return self
+        layout = copy.copy(self)
+        vars(layout).update(changed)
+        return layout
 
     def check(self) -> None:
         """Read the boundaries, waiting for the device, and raise a ValueError unless they are legal."""
