@@ -111,6 +111,7 @@ def test_empty_weights_of_accelerate_and_a_file(tmp_path):
 
 def test_decays_are_marked_for_optimizers():
     """`_no_weight_decay`, as the field marks them; still there after copies, files and `to_empty`."""
+
     def decays(module):
         return [x for name, x in module.named_parameters() if name.endswith(("A_log", "dt_bias"))]
 

@@ -1,0 +1,116 @@
+"""`Decoder.recompute("blocks")` under `torch.compile` ended in an InternalTorchDynamoError, and set after blocks had been
+wrapped it changed an attribute of the wrapper and computed nothing again."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from wyfold import SequenceLayout
+from wyfold.models import Decoder, DecoderConfig
+from wyfold.models.block import Block
+from wyfold.pipelines import delta as pipeline
+
+IDS = torch.arange(20)[None] * 37 % 256
+
+
+def decoder(pattern: str = "gdn") -> Decoder:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "num_layers": len(pattern.split())}
+    return Decoder(DecoderConfig(pattern=pattern, **sizes)).double()
+
+
+def gradients(model: nn.Module, **where) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(IDS, IDS, **where)[1].backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[int]:
+    """Grows by one with each recurrence that runs forward."""
+    forward, found = pipeline.delta_parts.forward, []
+    monkeypatch.setattr(pipeline.delta_parts, "forward", lambda *given: found.append(1) or forward(*given))
+    return found
+
+
+# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_recomputing_is_compiled(what, packed, runs):
+    where = {"layout": SequenceLayout.from_lengths([9, 11])} if packed else {}
+    plain = decoder()
+    truth = gradients(plain, **where)
+    assert len(runs) == 1
+    ours = copy.deepcopy(plain)
+    ours.recompute(what)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    found = gradients(compiled, **where)
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    assert len(runs) == 1 + (2 if what == "blocks" else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("pattern", ["ttt_linear", "attention", "delta_net"])
+def test_recomputing_is_compiled_for_every_mixer(pattern):
+    plain = decoder(pattern)
+    ours = copy.deepcopy(plain)
+    ours.recompute("blocks")
+    torch._dynamo.reset()
+    found = gradients(torch.compile(ours, fullgraph=True, backend="aot_eager"))
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(plain), strict=True))
+
+
+def compiled(block: nn.Module) -> nn.Module:
+    return torch.compile(block, backend="eager")
+
+
+def compiled_in_place(block: nn.Module) -> nn.Module:
+    block.compile(backend="eager")
+    return block
+
+
+def checkpointed(block: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(block, checkpoint_fn=lambda run, *given, **named: run(*given, **named))
+
+
+class Wrapper(nn.Module):
+    """What trainers write around a block."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given, **named):
+        return self.inner(*given, **named)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # asked by Dynamo
+@pytest.mark.parametrize("wrapped", [compiled, compiled_in_place, checkpointed, Wrapper])
+def test_wrapped_blocks_recompute_when_they_are_told_to(wrapped, runs):
+    model = decoder()
+    truth = gradients(model)
+    torch._dynamo.reset()
+    model.blocks[0] = wrapped(model.blocks[0])
+    for what, expected in ((None, 1), ("blocks", 2), ("selective", 1), ("blocks", 2), (None, 1)):
+        model.recompute(what)
+        runs.clear()
+        found = gradients(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+        assert len(runs) == expected, what
+
+
+def test_a_block_that_is_gone_is_missed():
+    model = decoder("gdn kda")
+    model.blocks[1] = nn.Identity()
+    with pytest.raises(
+        ValueError, match=r"^Decoder.recompute: the decoder must hold its 2 blocks, wrapped or not, found 1"
+    ):
+        model.recompute("blocks")
+    assert [module.recomputed for module in model.modules() if isinstance(module, Block)] == [None]
