@@ -1,4 +1,4 @@
-"""`Decoder.recompute("blocks")` under `torch.compile` ended in an InternalTorchDynamoError, and set after blocks had been
+"""`Decoder.recompute("blocks")` under `torch.compile` ended in an InternalTorchDynamoError. Set after blocks had been
 wrapped it changed an attribute of the wrapper and computed nothing again."""
 
 import copy

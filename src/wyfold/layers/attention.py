@@ -91,6 +91,11 @@ class SoftmaxAttention(nn.Module):
             TypeError: x has another dtype than the parameters, and no autocast is open; cache is no `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
+        if self.window is not None and torch.jit.is_tracing():
+            raise ValueError(
+                "SoftmaxAttention: window must be None under torch.jit.trace, which would fix the keys that are seen "
+                f"to those of the traced length, got {self.window}; use torch.export"
+            )
         holds = ("keys", "values", "positions")
         sequences(
             "SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context, self._alike_on_ranks
@@ -165,7 +170,7 @@ def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> T
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """PyTorch's attention on [B, T, H, D] tensors; causal where there is no mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = k.shape[1] != q.shape[1]
+    grouped = bool(k.shape[1] != q.shape[1])  # a tensor while torch.jit traces
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return o.transpose(1, 2)
 

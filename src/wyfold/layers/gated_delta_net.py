@@ -18,8 +18,8 @@ class DecayParameters(nn.Module):
 
     They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a
     forward, is what lets FSDP2's mixed precision leave them there: shard it before the block it is in. They have the
-    attribute `_no_weight_decay = True`, by which optimizers of the field leave them out of weight decay, until a wrapper
-    replaces them (FSDP2 does): sort parameters into groups before.
+    attribute `_no_weight_decay = True`, by which optimizers of the field leave them out of weight decay. A wrapper that
+    replaces parameters (FSDP2 does) drops it: sort parameters into groups before.
 
     Args:
         num_v_heads: HV.

@@ -45,7 +45,12 @@ class Block(nn.Module):
         cache: LayerCache | LayerPool | None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
-        if self.recomputed is None or cache is not None or not torch.is_grad_enabled():
+        if (
+            self.recomputed is None
+            or cache is not None
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_exporting()  # a program has no checkpoints; what it computes is the same
+        ):
             return self._mixed(x, layout, cache, cp_context)
         # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
         selective: dict[str, Any] = {}

@@ -71,7 +71,8 @@ def check_call(call: DeltaCall) -> Checked:
     _check_state(op, q, initial_state, flags, {**sizes, "N": given_states})
     _check_strength(op, beta, flags)
     activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
-    scale = sizes["K"] ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
+    # An int: torch.jit traces sizes as tensors, whose powers are float32.
+    scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
     return Checked(q, k, v, sizes, cu is not None, N, activation, lower_bound, clamp, scale, every)
 

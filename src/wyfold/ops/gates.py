@@ -304,6 +304,7 @@ _gate_op = register(
     f"gate_fwd({_GATE_TENSORS}, str activation, float lower_bound, ScalarType output_dtype, str backend) -> Tensor",
     _gate_run,
     lambda g, A_log, dt_bias, activation, lower_bound, output_dtype, backend: g.new_empty(g.shape, dtype=output_dtype),
+    _Gate.apply,
 )
 _gate_bwd_op = register(
     f"gate_bwd({_GATE_TENSORS}, Tensor dy, bool[] needs, str activation, float lower_bound, str backend) -> Tensor[]",
@@ -350,6 +351,7 @@ _beta_op = register(
     "beta_sigmoid_fwd(Tensor x, float scale, str backend) -> Tensor",
     _beta,
     lambda x, scale, backend: x.new_empty(x.shape, dtype=widest(x)),
+    _BetaSigmoid.apply,
 )
 _beta_bwd_op = register(
     "beta_sigmoid_bwd(Tensor x, Tensor dy, float scale, str backend) -> Tensor",

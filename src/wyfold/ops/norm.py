@@ -203,6 +203,7 @@ _l2norm_op = register(
     "l2norm_fwd(Tensor x, float eps, ScalarType output_dtype, str backend) -> Tensor",
     _l2norm,
     lambda x, eps, output_dtype, backend: x.new_empty(x.shape, dtype=output_dtype),
+    _L2Norm.apply,
 )
 _l2norm_bwd_op = register(
     "l2norm_bwd(Tensor x, Tensor dy, float eps, str backend) -> Tensor",
@@ -278,6 +279,9 @@ _rms_norm_gated_op = register(
     f"rms_norm_gated_fwd({_RMS_NORM_TENSORS}, {RmsNormOptions.SCHEMA}, str backend) -> Tensor",
     _rms_norm_gated,
     lambda x, *_: x.new_empty(x.shape),
+    lambda x, g, weight, bias, *scalars: _RmsNormGated.apply(
+        x, g, weight, bias, RmsNormOptions(*scalars[:-1]), scalars[-1]
+    ),
 )
 _rms_norm_gated_bwd_op = register(
     f"rms_norm_gated_bwd({_RMS_NORM_TENSORS}, Tensor dy, bool[] needs, {RmsNormOptions.SCHEMA}, str backend)"

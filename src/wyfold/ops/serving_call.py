@@ -203,7 +203,7 @@ def _decide(call: _Call) -> DeltaOptions:
     return DeltaOptions(
         operator=op,
         recurrent=not chunked,
-        scale=sizes["K"] ** -0.5 if scale is None else check.number(op, "scale", scale),
+        scale=int(sizes["K"]) ** -0.5 if scale is None else check.number(op, "scale", scale),
         qk_l2norm=norm,
         activation=activation,
         lower_bound=lower_bound,

@@ -55,7 +55,7 @@ def check_call(call: TTTCall) -> Checked:
         _check_standing(op, v, given, *states)
     check_form(op, form.chunk_size, form.residual, form.eps)
     q, k, v = in_autocast_dtype(q, k, v)
-    scale = v.shape[-1] ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
+    scale = int(v.shape[-1]) ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
     check.alike(op, "dtype", q=q, k=k, v=v)
     return Checked(q, k, v, None if cu is None and not recurrent else N, scale)
 

@@ -165,7 +165,7 @@ def _ttt_decode(
             dtypes=table.dtypes(*cast, *pool[:4]),
             keys=lambda: [("ttt_decode", table.launches("ttt_decode", "triton").launch_key(D))],
         )
-        return D**-0.5 if scale is None else check.number(op, "scale", scale), plan.backend
+        return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
 
     factor, chosen = decided(key, decide)
     step, col = column(v, eta), None if eta_col is None else column(v, eta_col)

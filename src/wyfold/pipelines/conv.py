@@ -156,6 +156,7 @@ forward_op = register(
     " -> (Tensor y, Tensor final_state)",
     _forward,
     _outputs,
+    Conv.apply,
 )
 backward_op = register(
     f"causal_conv1d_bwd({_TENSORS_SCHEMA}, Tensor? dy, Tensor? dfinal, bool[] needs, bool activated, str backend)"

@@ -24,7 +24,7 @@ from wyfold.pipelines.delta_records import (
 from wyfold.runtime.chunks import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register
+from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register, traced
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
@@ -34,6 +34,8 @@ TENSORS_SCHEMA = (
 
 def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
     """Results of one call."""
+    if traced():  # a program that is run with gradients asks for what a backward needs itself
+        options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
     return DeltaResult(*apply(Delta, *tensors, options))
@@ -138,6 +140,13 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return given.rounded(given.rooms())
 
 
+def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
+    """What is saved for a backward belongs to the autograd function here; nobody reads it of the operator's results."""
+    t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
+    o, final_state, states = Delta.apply(*t, options._replace(save=True))
+    return o, final_state, states, [o.new_empty(0) for _ in walk(options).saved(t, options)]
+
+
 def _given(*arguments: Any) -> DeltaGradient:
     saved, do, dST, needs, *options = arguments[TENSORS:]
     return DeltaGradient(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*options), saved, do, dST, needs)
@@ -147,6 +156,7 @@ _forward_op = register(
     f"delta_fwd({TENSORS_SCHEMA}, {DELTA_SCHEMA}) -> (Tensor o, Tensor final_state, Tensor states, Tensor[] saved)",
     _forward,
     _forward_fake,
+    _forward_differentiated,
 )
 _backward_op = register(
     f"delta_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dST, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",

@@ -32,7 +32,7 @@ from wyfold.pipelines.ttt_records import (
 )
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register
+from wyfold.runtime.register import apply, call, differentiating, once_differentiable, register, traced
 from wyfold.stages import table
 from wyfold.stages.ttt import State, States
 from wyfold.tile.index.eager import to_chunks, wide
@@ -40,6 +40,8 @@ from wyfold.tile.index.eager import to_chunks, wide
 
 def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
     """Output and states of one call."""
+    if traced():  # a program that is run with gradients asks for what a backward needs itself
+        options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
     return TTTResult(*apply(TTT, *tensors, options))
@@ -290,6 +292,13 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     return *empty_result(t, options), _kept(t, options)
 
 
+def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
+    """What is saved for a backward belongs to the autograd function here; nobody reads it of the operator's results."""
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    result = TTT.apply(*t, options._replace(save=True))
+    return *result, [t.v.new_empty(0) for _ in _kept(t, options)]
+
+
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return empty_gradients(TTTTensors(*arguments[:TENSORS]))
 
@@ -299,6 +308,7 @@ _forward_op = register(
     f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, Tensor[] saved)",
     _forward,
     _forward_fake,
+    _forward_differentiated,
 )
 _backward_op = register(
     f"ttt_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "

@@ -319,6 +319,10 @@ def _flatten(layout: SequenceLayout) -> tuple[list[Any], Any]:
     return [layout.cu_seqlens], layout.tokens
 
 
+def _flatten_with_keys(layout: SequenceLayout) -> tuple[list[Any], Any]:
+    return [(pytree.GetAttrKey("cu_seqlens"), layout.cu_seqlens)], layout.tokens
+
+
 def _unflatten(children: Any, tokens: Any) -> SequenceLayout:
     layout = object.__new__(SequenceLayout)
     (layout.cu_seqlens,), layout.tokens = children, tokens
@@ -329,13 +333,25 @@ def _flatten_padded(layout: PaddedLayout) -> tuple[list[Any], Any]:
     return [layout.cu_seqlens, layout.mask], layout.tokens
 
 
+def _flatten_padded_with_keys(layout: PaddedLayout) -> tuple[list[Any], Any]:
+    children, tokens = _flatten_padded(layout)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(("cu_seqlens", "mask"), children)], tokens
+
+
 def _unflatten_padded(children: Any, tokens: Any) -> PaddedLayout:
     layout = object.__new__(PaddedLayout)
     (layout.cu_seqlens, layout.mask), layout.tokens = children, tokens
     return layout
 
 
-pytree.register_pytree_node(SequenceLayout, _flatten, _unflatten, serialized_type_name="wyfold.SequenceLayout")
-pytree.register_pytree_node(
-    PaddedLayout, _flatten_padded, _unflatten_padded, serialized_type_name="wyfold.PaddedLayout"
-)
+for _kind, _parts, _named_parts, _joined in (
+    (SequenceLayout, _flatten, _flatten_with_keys, _unflatten),
+    (PaddedLayout, _flatten_padded, _flatten_padded_with_keys, _unflatten_padded),
+):
+    pytree.register_pytree_node(
+        _kind,
+        _parts,
+        _joined,
+        serialized_type_name=f"wyfold.{_kind.__name__}",
+        flatten_with_keys_fn=_named_parts,  # by which torch.export names its inputs
+    )

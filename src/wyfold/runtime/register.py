@@ -27,18 +27,27 @@ for _dtype in (torch.float32, torch.float64):
         _function(torch.zeros(1, dtype=_dtype))
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """Define torch.ops.wyfold.<name> for every device and return it.
 
     Args:
         schema: "name(Tensor x, ...) -> (Tensor y, ...)". Outputs never alias inputs.
         run: The implementation. Runs without autograd.
         fake: Outputs' shapes and dtypes from the inputs' metadata alone.
+        gradient: The operator by an `autograd.Function`, with the same arguments and results. It is called where the
+            operator itself meets a tensor that requires a gradient, as in an exported program. None: that is refused.
     """
     name = schema.partition("(")[0]
     run = _undisturbed(run)
     _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    # PyTorch's own kernel for autograd would warn in every backward that there is none.
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    _library.impl(name, _differentiated(name, run, gradient), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
     operator: Callable[..., Any] = getattr(torch.ops.wyfold, name).default
     _implementations[operator] = run
@@ -136,6 +145,28 @@ def differentiating() -> bool:
     return torch.compiler.is_compiling() or (
         not _here.alone
         and (torch.is_grad_enabled() or _transforming() is not None or getattr(forward_ad, "_current_level", 0) >= 0)
+    )
+
+
+def _differentiated(name: str, run: Callable[..., Any], gradient: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`run`, or `gradient` where autograd would have to look into what runs."""
+
+    @functools.wraps(run)
+    def differentiated(*arguments: Any) -> Any:
+        if _here.alone or not torch.is_grad_enabled() or not _requires_gradient(arguments):
+            return run(*arguments)
+        if gradient is None:
+            raise RuntimeError(
+                f"wyfold::{name} has no gradient, and one of its arguments requires one; call it under torch.no_grad()"
+            )
+        return gradient(*arguments)
+
+    return differentiated
+
+
+def _requires_gradient(arguments: Iterable[Any]) -> bool:
+    return any(
+        x.requires_grad if isinstance(x, Tensor) else isinstance(x, list) and _requires_gradient(x) for x in arguments
     )
 
 
@@ -303,7 +334,12 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
     A compiler traces a backward with gradients off, so that what it traced cannot see that they are on when it runs;
     and it refuses a tensor that is passed twice, as `f(x, x, v)` does. Both are left to an operator before the call.
+
+    `torch.export` and `torch.jit.trace` keep no autograd function: the first leaves the gradient out without an error.
+    They are shown the registered operator that the function calls, which finds its function again when it runs.
     """
+    if traced():
+        return function.forward(_Unsaved(), *arguments)
     if torch.compiler.is_compiling():
         arguments = tuple(
             [
@@ -312,6 +348,24 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
             ]
         )
     return function.apply(*arguments)
+
+
+def traced() -> bool:
+    """Whether a program is made of what is called here, to be run with gradients or without: exported, or traced."""
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and _tracing() is not None)
+
+
+class _Unsaved:
+    """The context of an autograd function of which only the results are wanted."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Nothing."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Nothing."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Nothing."""
 
 
 class _Once(torch.autograd.Function):

@@ -1,0 +1,200 @@
+"""Exported programs and traces. `torch.export` keeps no autograd function: a program of any mixer failed with gradients
+on ("functions with out=... don't support automatic differentiation"), and one that was exported by Dynamo ran, and left
+the operator out of every gradient."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import normalize
+from torch.utils._pytree import tree_leaves
+
+import wyfold
+from wyfold import SequenceLayout, layers, serving
+from wyfold.models import Decoder, DecoderConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+B, T, H, K = 1, 20, 2, 8
+MIXERS = {
+    "delta_net": lambda: layers.DeltaNet(16, H, head_dim=K),
+    "gdn": lambda: layers.GatedDeltaNet(16, H, head_dim=K),
+    "kda": lambda: layers.KimiDeltaAttention(16, H, head_dim=K),
+    "ttt_linear": lambda: layers.TTTLinear(16, H, head_dim=K),
+    "attention": lambda: layers.SoftmaxAttention(16, H, head_dim=K),
+    "window": lambda: layers.SoftmaxAttention(16, H, head_dim=K, window=5),
+}
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def drawn() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, K).double()
+    return {
+        "q": q,
+        "k": normalize(k, dim=-1),
+        "v": v,
+        "beta": torch.rand(B, T, H).double(),
+        "g": -torch.rand(B, T, H).double(),
+        "channels": -torch.rand(B, T, H, K).double(),
+        "x": torch.randn(B, T, 16).double(),
+        "weight": torch.randn(16, 4).double(),
+        "row": torch.ones(16).double(),
+        "w": torch.ones(H, K).double(),
+        "b": torch.zeros(H, K).double(),
+        "eta": 0.1 * torch.rand(B, T, H).double(),
+        "A_log": torch.randn(H).double(),
+        "dt_bias": torch.randn(H).double(),
+    }
+
+
+OPERATORS = {
+    "chunk_delta_rule": ("q k v beta", lambda *t: wyfold.chunk_delta_rule(*t)[0]),
+    "fused_recurrent_delta_rule": ("q k v beta", lambda *t: wyfold.fused_recurrent_delta_rule(*t)[0]),
+    "chunk_gated_delta_rule": (
+        "q k v g beta",
+        lambda *t: wyfold.chunk_gated_delta_rule(*t, output_final_state=True),
+    ),
+    "one tensor twice": ("k v g beta", lambda k, *t: wyfold.chunk_gated_delta_rule(k, k, *t)[0]),
+    "packed": (
+        "q k v g beta",
+        lambda *t: wyfold.chunk_gdn(*t, cu_seqlens=SequenceLayout(torch.tensor([0, 7, 20]), T))[0],
+    ),
+    "chunk_kda": ("q k v channels beta", lambda *t: wyfold.chunk_kda(*t)[0]),
+    "chunk_ttt_linear": ("q k v w b eta", lambda *t: wyfold.chunk_ttt_linear(*t)[0]),
+    "fused_recurrent_ttt_linear": ("q k v w b eta", lambda *t: wyfold.fused_recurrent_ttt_linear(*t)[0]),
+    "causal_conv1d": ("x weight", lambda *t: wyfold.causal_conv1d(*t)[0]),
+    "l2norm": ("x", lambda *t: wyfold.l2norm(*t)),
+    "rms_norm_gated": ("x x row", lambda *t: wyfold.rms_norm_gated(*t)),
+    "fused_gdn_gate": ("g A_log dt_bias", lambda *t: wyfold.fused_gdn_gate(*t)),
+    "fused_beta_sigmoid": ("x", lambda *t: wyfold.fused_beta_sigmoid(*t)),
+}
+
+
+def results(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, and gradients of every tensor that is given."""
+    given = [x.clone().requires_grad_() for x in tensors]
+    outputs = tree_leaves(run(*given))
+    sum(y.square().sum() for y in outputs).backward()
+    return [*(y.detach() for y in outputs), *(x.grad for x in given)]
+
+
+def same(found: list[torch.Tensor], truth: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_exported_operator_has_its_gradients(operator, strict):
+    names, run = OPERATORS[operator]
+    tensors = [drawn()[name] for name in names.split()]
+    program = torch.export.export(Call(run), tuple(tensors), strict=strict).module()
+    assert same(results(program, tensors), results(run, tensors))
+    with torch.no_grad():
+        assert same(tree_leaves(program(*tensors)), tree_leaves(run(*tensors)))
+
+
+def learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    module.zero_grad()
+    module(x).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_an_exported_mixer_computes_and_learns(name, strict):
+    """With gradients on and off, whichever it was exported with."""
+    layer, x = MIXERS[name]().double(), drawn()["x"]
+    for learning in (True, False):
+        with torch.set_grad_enabled(learning):
+            program = torch.export.export(layer, (x,), strict=strict).module()
+        with torch.no_grad():
+            assert torch.equal(program(x), layer(x))
+        found, truth = learned(program, x), learned(layer, x)
+        assert found.keys() == truth.keys() and all(torch.equal(found[n], truth[n]) for n in truth)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recompute", "strict"), [(None, False), (None, True), ("blocks", True), ("selective", True), ("selective", False)]
+)
+def test_an_exported_decoder_computes_and_learns(recompute, strict):
+    """With a layout among its inputs."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "num_layers": 2}
+    model = Decoder(DecoderConfig(pattern="gdn attention", **sizes)).double()
+    model.recompute(recompute)
+    ids, layout = torch.randint(256, (1, T)), SequenceLayout.from_lengths([8, 12])
+    program = torch.export.export(model, (ids, ids), {"layout": layout}, strict=strict).module()
+    (logits, loss), (truth, true_loss) = program(ids, ids, layout=layout), model(ids, ids, layout=layout)
+    assert torch.equal(logits, truth) and torch.equal(loss, true_loss)
+    loss.backward()
+    true_loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(program.get_parameter(name).grad, parameter.grad), name
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_what_has_no_gradient_says_so_in_a_program(strict):
+    given = drawn()
+    tokens = [given[name][:, :1].float() for name in ("q", "k", "v", "g", "beta")]
+    pool = torch.randn(1, H, K, K)
+
+    def step(q, k, v, g, beta, pool):
+        return serving.decode(q, k, v, g, beta, pool=pool, state_v_first=True)
+
+    program = torch.export.export(Call(step), (*tokens, pool.clone()), strict=strict).module()
+    ours, theirs = pool.clone(), pool.clone()
+    assert torch.equal(program(*tokens, ours), step(*tokens, theirs)) and torch.equal(ours, theirs)
+    with pytest.raises(
+        RuntimeError, match=r"wyfold::serve has no gradient, and one of its arguments requires one; call"
+    ):
+        program(tokens[0].requires_grad_(), *tokens[1:], ours)
+    assert torch.equal(ours, theirs)
+    factors = torch.export.export(
+        Call(lambda k, beta: wyfold.chunk_scaled_dot_kkt(k, beta)), (given["k"], given["beta"]), strict=strict
+    ).module()
+    with pytest.raises(RuntimeError, match=r"wyfold::chunk_scaled_dot_kkt has no gradient, and one of its arguments"):
+        factors(given["k"].requires_grad_(), given["beta"])
+
+
+def test_a_saved_program_is_the_program(tmp_path):
+    layer, x = MIXERS["gdn"]().double(), drawn()["x"]
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "mixer.pt2")
+    program = torch.export.load(tmp_path / "mixer.pt2").module()
+    found, truth = learned(program, x), learned(layer, x)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "window"])
+def test_a_trace_computes_and_learns(name):
+    """`torch.jit.trace`, of another length than it was made with, too."""
+    layer, x = MIXERS[name]().double(), drawn()["x"]
+    traced = torch.jit.trace(copy.deepcopy(layer), x)
+    for given in (x, torch.randn(1, 33, 16).double()):
+        assert torch.equal(traced(given), layer(given))
+    found, truth = learned(traced, x), learned(layer, x)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+def test_a_window_is_not_traced():
+    layer = MIXERS["window"]()
+    with pytest.raises(
+        ValueError, match=r"^SoftmaxAttention: window must be None under torch.jit.trace, which would fix"
+    ):
+        torch.jit.trace(layer, torch.randn(1, 4, 16))
