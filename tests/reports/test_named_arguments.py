@@ -159,3 +159,22 @@ def test_a_decay_per_channel_under_flas_name_is_called_gk(gk: Any, message: str)
     q, beta = torch.randn(1, 8, 2, 16), torch.rand(1, 8, 2)
     with pytest.raises((TypeError, ValueError), match=f"^fused_recurrent_gated_delta_rule: {message}"):
         fla.fused_recurrent_gated_delta_rule(q, q, q, -beta, gk, None, beta)
+
+
+def test_a_decoder_that_is_divided_already_is_called_that():
+    """It was told that its layers, which it names, are not of the delta family."""
+    from types import SimpleNamespace
+
+    from wyfold.integrations.dtensor import Parted, parallelize
+    from wyfold.models import Decoder, DecoderConfig
+
+    model = Decoder(
+        DecoderConfig(vocab_size=16, hidden_size=16, num_layers=1, pattern="gdn", options={"gdn": {"num_heads": 1}})
+    )
+    part = Parted.__new__(Parted)
+    torch.nn.Module.__init__(part)
+    model.blocks[0].mixer = part
+    with pytest.raises(
+        ValueError, match=r"^parallelize: model must be whole, got one that an earlier call has divided"
+    ):
+        parallelize(model, SimpleNamespace(ndim=1, size=lambda: 1))

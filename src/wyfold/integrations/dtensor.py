@@ -108,12 +108,15 @@ def parallelize(model: Decoder, mesh: Any) -> None:
         mesh: A `DeviceMesh` of one axis, on whose devices the model is.
 
     Raises:
-        ValueError: a number of heads or channels that the ranks do not divide, or a layer whose heads are not apart.
+        ValueError: a number of heads or channels that the ranks do not divide, a layer whose heads are not apart, or
+            a decoder that is divided already.
     """
     ranks, config = mesh.size(), model.config
     blocks: list[Any] = list(model.blocks)
     if mesh.ndim != 1:
         raise ValueError(f"parallelize: mesh must have one axis, got {mesh.ndim}")
+    if any(isinstance(part, Parted) for part in model.modules()):
+        raise ValueError("parallelize: model must be whole, got one that an earlier call has divided already")
     for name, block in zip(config.layers, blocks, strict=True):
         if not isinstance(block.mixer, DeltaMixer | SoftmaxAttention):
             raise ValueError(f"parallelize: layers must be of the delta family or attention, got {name}")
