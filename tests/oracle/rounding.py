@@ -1,0 +1,98 @@
+"""Bounds on rounding errors from measured propagation (derivation: docs/numerics.md, "The bound of the outside oracle").
+
+A loop marks every rounded intermediate, the products of sums included, by a slot. `Perturb` disturbs each slot
+independently, forward and backward, by a relative `STEP`, in float64. The root mean square of what a result moves by,
+over STEP, is its response: the propagated size of independent unit local errors. A sum of n terms in unit roundoff u has
+a local error of at most LAMBDA n u times the root of the sum of squares of its terms (Higham and Mary 2019, with
+Cauchy-Schwarz), so LAMBDA n u times the response bounds a result's error in the Frobenius norm.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEP = 2.0**-26
+"""Relative disturbance of a slot: small enough for first order, large enough beside float64's own rounding."""
+
+LAMBDA = 4.0
+"""Higham and Mary's confidence parameter: a sum of n terms exceeds the bound with probability 2 n exp(-8) at most."""
+
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+class _Perturb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mass: Tensor, back: Tensor | None, generator: torch.Generator) -> Tensor:  # noqa: D102
+        ctx.generator, ctx.back = generator, back
+        return x + STEP * torch.randn(x.shape, dtype=x.dtype, generator=generator) * mass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
+        mass = grad.abs() if ctx.back is None else grad.abs() + ctx.back
+        noise = torch.randn(grad.shape, dtype=grad.dtype, generator=ctx.generator)
+        return grad + STEP * noise * mass, None, None, None
+
+
+class Perturb:
+    """A slot that disturbs what passes. `gate_mass` is the mass of the gradient of log gates, see `log_gates`."""
+
+    probing = True
+
+    def __init__(self, seed: int, gate_mass: Tensor | None = None) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.gate_mass = gate_mass
+
+    def __call__(self, x: Tensor, mass: Tensor | None = None) -> Tensor:
+        mass = x.detach().abs() if mass is None else mass
+        return _Perturb.apply(x, mass.nan_to_num(0.0, 0.0, 0.0), None, self.generator)
+
+    def log_gates(self, g: Tensor) -> Tensor:
+        """Log gates [B, T, ...] that may be summed from a chunk's first token: the sums are what is rounded."""
+        return _Perturb.apply(g, window_sum(g.detach().abs().nan_to_num(0.0, 0.0, 0.0)), self.gate_mass, self.generator)
+
+
+def window_sum(x: Tensor, chunk: int = 64) -> Tensor:
+    """Sum over each token and the chunk - 1 tokens before it."""
+    total = x.cumsum(1)
+    return total - torch.nn.functional.pad(total, (0, 0) * (x.ndim - 2) + (chunk, 0))[:, : x.shape[1]]
+
+
+def gate_mass(seen: dict[str, Tensor]) -> Tensor | None:
+    """Mass of the gradient of log gates where it is the reversed sum of q dq - k dk over a chunk's tokens."""
+    g = seen.get("g")
+    if g is None or g.grad is None:
+        return None
+    squares = torch.zeros((), dtype=g.dtype)
+    for name in ("q", "k"):
+        x = seen[name]
+        if x.grad is not None:
+            terms = (x.detach() * x.grad) ** 2
+            terms = terms if g.ndim == 4 else terms.sum(-1)
+            squares = squares + terms.repeat_interleave(g.shape[2] // x.shape[2], 2)
+    if squares.ndim == 0:
+        return None
+    return window_sum(squares.flip(1)).flip(1).clamp(min=0.0).sqrt()
+
+
+def storage_error(x: Tensor, dtype: torch.dtype) -> float:
+    """Frobenius norm of the error of rounding x once to dtype, at most."""
+    smallest = torch.finfo(dtype).smallest_normal
+    ulp = UNIT[dtype] * x.abs().clamp(min=smallest)
+    return torch.linalg.vector_norm(ulp).item()
+
+
+def response(clean: dict[str, Tensor], disturbed: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Root mean square of each result's motion, per unit of local error."""
+    sizes: dict[str, float] = {}
+    for name, x in clean.items():
+        squares = [torch.linalg.vector_norm(other[name] - x).item() ** 2 for other in disturbed]
+        sizes[name] = math.sqrt(sum(squares) / len(squares)) / STEP
+    return sizes
+
+
+def bound(x: Tensor, response: float, terms: int, work: torch.dtype, stored: torch.dtype) -> float:
+    """Largest Frobenius norm of a result's error: of the arithmetic, of the loop's own, and of storing it."""
+    arithmetic = LAMBDA * terms * (UNIT[work] + UNIT[torch.float64]) * response
+    return arithmetic + storage_error(x, stored) * (1 + UNIT[stored])
