@@ -164,14 +164,15 @@ def decayed_gram(
     for span in documents(T, cu_seqlens):
         for t in range(span.start, span.stop):
             first = span.start + (t - span.start) // chunk_size * chunk_size
-            for s in range(first, t):
-                products = k[:, t] * k[:, s]
-                if g is not None:
-                    exponent = g[:, s + 1 : t + 1].sum(1)
-                    # An implementation may take the difference of two sums that start at the chunk's first token.
-                    mass = g[:, first : t + 1].nan_to_num(neginf=0.0).abs().sum(1)
-                    products = products * torch.exp(at(exponent, mass.expand(exponent.shape)))
-                rows[:, t, :, s - first] = at(beta[:, t] * at(products).sum(-1))
+            if t == first:
+                continue
+            products = at(k[:, t, None] * k[:, first:t])  # [B, s, HV, K]
+            if g is not None:
+                exponent = torch.stack([g[:, s + 1 : t + 1].sum(1) for s in range(first, t)], 1)
+                # An implementation may take the difference of two sums that start at the chunk's first token.
+                mass = g[:, None, first : t + 1].nan_to_num(neginf=0.0).abs().sum(2)
+                products = products * torch.exp(at(exponent, mass.expand(exponent.shape)))
+            rows[:, t, :, : t - first] = at(beta[:, t, None] * at(products).sum(-1)).mT
     return rows
 
 
@@ -184,8 +185,8 @@ def inverse(A: Tensor, *, cu_seqlens: Tensor | None = None, at: Slot = exact) ->
             first = span.start + (t - span.start) // C * C
             r = t - first
             X[:, t, :, r] = 1.0
-            for s in range(r):
-                X[:, t] -= at(A[:, t, :, s, None] * X[:, first + s])
+            if r:
+                X[:, t] -= at(A[:, t, :, :r].mT[..., None] * X[:, first:t]).sum(1)
             X[:, t] = at(X[:, t])
     return X
 
@@ -605,13 +606,14 @@ def serve_convolution(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`conv1d_update` (drafts) and `conv1d_prefill`: y, and the leading columns of each slot that was written.
 
-    x is [B, T, D], pool [slots, D, S]; a slot of -1 is skipped.
+    x is [B, T, D], pool [slots, D, S]; a slot of -1 is skipped. An empty sequence's latest inputs are those it came
+    with: a prefill stores them like any others.
     """
     W, room = weight.shape[1], pool.shape[-1]
     y, stored = torch.zeros_like(x), {}
     for n, (row, span) in enumerate(sequences):
         own = x[row : row + 1, span]
-        if slots[n] < 0 or own.shape[1] == 0:
+        if slots[n] < 0 or (drafts and own.shape[1] == 0):
             continue
         first = max(accepted[n], 1) - 1
         before = pool[slots[n] : slots[n] + 1, :, first : first + W - 1]

@@ -24,15 +24,32 @@ UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-1
 
 class _Perturb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mass: Tensor, back: Tensor | None, generator: torch.Generator) -> Tensor:  # noqa: D102
-        ctx.generator, ctx.back = generator, back
-        return x + STEP * torch.randn(x.shape, dtype=x.dtype, generator=generator) * mass
+    def forward(ctx: Any, x: Tensor, mass: Tensor, back: Tensor | None, noise: "Noise") -> Tensor:
+        ctx.noise, ctx.back = noise, back
+        return torch.addcmul(x, noise.like(x), mass, value=STEP)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         mass = grad.abs() if ctx.back is None else grad.abs() + ctx.back
-        noise = torch.randn(grad.shape, dtype=grad.dtype, generator=ctx.generator)
-        return grad + STEP * noise * mass, None, None, None
+        return torch.addcmul(grad, ctx.noise.like(grad), mass, value=STEP), None, None, None
+
+
+class Noise:
+    """Standard normal numbers, drawn in blocks: most slots take few."""
+
+    BLOCK = 1 << 17
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.block, self.used = torch.empty(0, dtype=torch.float64), 0
+
+    def like(self, x: Tensor) -> Tensor:
+        count = x.numel()
+        if self.used + count > self.block.numel():
+            self.block = torch.randn(max(count, self.BLOCK), dtype=torch.float64, generator=self.generator)
+            self.used = 0
+        self.used += count
+        return self.block[self.used - count : self.used].view(x.shape)
 
 
 class Perturb:
@@ -41,16 +58,16 @@ class Perturb:
     probing = True
 
     def __init__(self, seed: int, gate_mass: Tensor | None = None) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.noise = Noise(seed)
         self.gate_mass = gate_mass
 
     def __call__(self, x: Tensor, mass: Tensor | None = None) -> Tensor:
         mass = x.detach().abs() if mass is None else mass
-        return _Perturb.apply(x, mass.nan_to_num(0.0, 0.0, 0.0), None, self.generator)
+        return _Perturb.apply(x, mass.nan_to_num(0.0, 0.0, 0.0), None, self.noise)
 
     def log_gates(self, g: Tensor) -> Tensor:
         """Log gates [B, T, ...] that may be summed from a chunk's first token: the sums are what is rounded."""
-        return _Perturb.apply(g, window_sum(g.detach().abs().nan_to_num(0.0, 0.0, 0.0)), self.gate_mass, self.generator)
+        return _Perturb.apply(g, window_sum(g.detach().abs().nan_to_num(0.0, 0.0, 0.0)), self.gate_mass, self.noise)
 
 
 def window_sum(x: Tensor, chunk: int = 64) -> Tensor:
@@ -87,6 +104,8 @@ def response(clean: dict[str, Tensor], disturbed: list[dict[str, Tensor]]) -> di
     """Root mean square of each result's motion, per unit of local error."""
     sizes: dict[str, float] = {}
     for name, x in clean.items():
+        if not x.is_floating_point():
+            continue
         squares = [torch.linalg.vector_norm(other[name] - x).item() ** 2 for other in disturbed]
         sizes[name] = math.sqrt(sum(squares) / len(squares)) / STEP
     return sizes
