@@ -1,21 +1,21 @@
 """Random calls of every public operator, over what the docstrings offer."""
 
 import dataclasses
+import itertools
 import random
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.oracle import loops
+from tests.oracle.rounding import Perturb, bound, gate_mass, response
 from torch import Tensor
 
 import wyfold
-from tests.oracle import loops
-from tests.oracle.rounding import Perturb, bound, gate_mass, response
 from wyfold import serving
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass
@@ -88,9 +88,7 @@ def compare(call: Call, probes: int = 1, device: torch.device | str = "cpu") -> 
     return judged(call, got, clean, response(clean, disturbed))
 
 
-def judged(
-    call: Call, got: dict[str, Tensor], clean: dict[str, Tensor], sizes: dict[str, float]
-) -> list[Comparison]:
+def judged(call: Call, got: dict[str, Tensor], clean: dict[str, Tensor], sizes: dict[str, float]) -> list[Comparison]:
     """Errors and bounds of all results."""
     found = []
     check_padding(call, got)
@@ -107,7 +105,7 @@ def judged(
 
 
 def difference(x: Tensor, truth: Tensor) -> Tensor:
-    """x - truth, without the entries that are rightly infinite: their truth is beyond the largest number of the type."""
+    """x - truth, without the entries that are rightly infinite: their truth is beyond the type's largest number."""
     largest = torch.finfo(x.dtype).max
     overflow = (truth.abs() >= largest) & (x == truth.sign() * torch.inf)
     return torch.where(overflow, 0.0, x.double() - truth)
@@ -165,9 +163,18 @@ def evaluate_loop(call: Call, at: Any, incoming: dict[str, Tensor], seen: dict[s
 
 
 class Draw:
-    """Random choices from one seed."""
+    """Random choices from one seed.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Of everything that is drawn.
+        backend: Demanded by the call; None demands none.
+        dtypes: Of floating tensors.
+    """
+
+    def __init__(self, seed: int, backend: str | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+        self.backend = {} if backend is None else {"backend": backend}
+        self.dtypes = dtypes
+        self.narrow = tuple(x for x in dtypes if x != torch.float64)
         self.choices = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -176,6 +183,10 @@ class Draw:
 
     def chance(self, probability: float) -> bool:
         return self.choices.random() < probability
+
+    def other(self, dtype: torch.dtype) -> Callable[[], torch.dtype]:
+        """Types of further arguments: dtype, or any."""
+        return lambda: dtype if self.chance(0.6) else self.one(*self.dtypes)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -213,6 +224,20 @@ class Draw:
         return x
 
 
+def beside(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+    """Options with their tensors on the device of `tensors`."""
+    device = next(iter(tensors.values())).device
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(device)
+        if isinstance(x, wyfold.SequenceLayout):
+            return wyfold.SequenceLayout(x.cu_seqlens.to(device), x.tokens)
+        return wyfold.TTTState(*(y.to(device) for y in x)) if isinstance(x, wyfold.TTTState) else x
+
+    return {name: moved(x) for name, x in options.items()}
+
+
 def keys(draw: Draw, *shape: int) -> Tensor:
     """Unit rows: independent, near one another, or with repeats."""
     x = draw.normal(*shape)
@@ -241,12 +266,12 @@ def delta_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
     B, T, H = (1 if packed else draw.one(1, 1, 2)), draw.length(), draw.one(1, 2)
     HV, K, V = H * draw.one(1, 1, 2, 3), draw.one(8, 16, 24, 32), draw.one(8, 16, 24, 32)
-    dtype = draw.one(*FLOATS)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    dtype = draw.one(*draw.dtypes)
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
-    options: dict[str, Any] = {}
-    loop_options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = dict(draw.backend)
 
     def argument(name: str, x: Tensor, dtype: torch.dtype, strided: bool = True) -> None:
         leaves[name] = (draw.layout(x, views, name) if strided else x).to(dtype)
@@ -298,11 +323,11 @@ def delta_call(draw: Draw, operator: str) -> Call:
         options["state_v_first"] = True
     if draw.chance(0.6):
         shape = (V, K) if options.get("state_v_first") else (K, V)
-        argument("initial_state", draw.normal(N, HV, *shape), draw.one(*NARROW), False)
+        argument("initial_state", draw.normal(N, HV, *shape), draw.one(*draw.narrow), False)
     if draw.chance(0.7):
         options["output_final_state"] = True
         if draw.chance(0.4):
-            options["state_dtype"] = draw.one(*NARROW)
+            options["state_dtype"] = draw.one(*draw.narrow)
     chunk = 64
     if chunkwise and draw.chance(0.6):
         options["chunk_size"] = chunk = draw.one(16, 32, 64)
@@ -330,7 +355,7 @@ def delta_call(draw: Draw, operator: str) -> Call:
     loop_options |= {name: x for name, x in options.items() if name in loop_only}
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        returned = function(**tensors, **options)
+        returned = function(**tensors, **beside(tensors, options))
         return {name: x for name, x in zip(("o", "state", "states"), returned, strict=False) if x is not None}
 
     def loop(**tensors: Any) -> dict[str, Tensor]:
@@ -370,18 +395,18 @@ def describe(
 def triangle_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
     B, T, H = (1 if packed else draw.one(1, 2)), draw.length(100), draw.one(1, 2)
-    dtype, C = draw.one(*FLOATS), draw.one(16, 32, 64)
+    dtype, C = draw.one(*draw.dtypes), draw.one(16, 32, 64)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
     bounds = draw.boundaries(T) if packed else None
     if packed:
         options["cu_seqlens"] = bounds
     if draw.chance(0.4):
-        options["output_dtype"] = draw.one(*FLOATS)
+        options["output_dtype"] = draw.one(*draw.dtypes)
     leaves: dict[str, Tensor] = {}
     if operator == "chunk_scaled_dot_kkt":
         HV, K = H * draw.one(1, 2), draw.one(8, 16, 24, 32)
-        other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+        other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
         leaves["k"] = draw.layout(keys(draw, B, T, H, K) * draw.one(1.0, 1.0, 0.1, 7.0), views, "k").to(dtype)
         leaves["beta"] = draw.layout(2 * draw.uniform(B, T, HV), views, "beta").to(other())
         kind = draw.one("none", "heads", "channels")
@@ -390,16 +415,16 @@ def triangle_call(draw: Draw, operator: str) -> Call:
             leaves["g"] = draw.layout(log_gates(draw, *shape), views, "g").to(other())
         options["chunk_size"] = C
         terms = K + 8
-        loop_of = lambda **x: loops.decayed_gram(**x, chunk_size=C, cu_seqlens=bounds)  # noqa: E731
+        loop_of = lambda **x: loops.decayed_gram(**x, chunk_size=C, cu_seqlens=bounds)
     else:
         scale = draw.one(0.1, 0.3, 1.0)
         leaves["A"] = draw.layout(strict_triangles(scale * draw.normal(B, T, H, C), bounds), views, "A").to(dtype)
         terms = C
-        loop_of = lambda **x: loops.inverse(**x, cu_seqlens=bounds)  # noqa: E731
+        loop_of = lambda **x: loops.inverse(**x, cu_seqlens=bounds)
     function = getattr(wyfold, operator)
     work = torch.float64 if any(x.dtype == torch.float64 for x in leaves.values()) else torch.float32
     return Call(
-        operator, leaves, views, lambda **x: {"o": function(**x, **options)},
+        operator, leaves, views, lambda **x: {"o": function(**x, **beside(x, options))},
         lambda at, seen, **x: {"o": loop_of(**x, at=at)},
         terms, work, differentiable=False, padding=int(bounds[-1]) if bounds is not None else None,
         text=describe(operator, leaves, views, options),
@@ -418,11 +443,11 @@ def strict_triangles(A: Tensor, bounds: Tensor | None) -> Tensor:
 def convolution_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
     B, T, D, W = (1 if packed else draw.one(1, 2)), draw.length(40), draw.one(1, 5, 8, 24), draw.choices.randint(2, 8)
-    dtype = draw.one(*FLOATS)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    dtype = draw.one(*draw.dtypes)
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
-    options: dict[str, Any] = {}
-    loop_options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = dict(draw.backend)
     leaves = {"x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype), "weight": draw.normal(D, W).to(other())}
     N, bounds = B, None
     if packed:
@@ -440,7 +465,7 @@ def convolution_call(draw: Draw, operator: str) -> Call:
         options["output_final_state"] = True
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        y, state = wyfold.causal_conv1d(**tensors, **options)
+        y, state = wyfold.causal_conv1d(**tensors, **beside(tensors, options))
         return {"y": y} | ({} if state is None else {"state": state})
 
     def loop(seen: Any, **tensors: Any) -> dict[str, Tensor]:
@@ -449,7 +474,8 @@ def convolution_call(draw: Draw, operator: str) -> Call:
 
     reduced = dict.fromkeys(("dweight", "dbias"), W + B * T)
     return Call(
-        operator, leaves, views, run, loop, W + 4, work_type(leaves), reduced=reduced, padding=int(bounds[-1]) if bounds is not None else None,
+        operator, leaves, views, run, loop, W + 4, work_type(leaves), reduced=reduced,
+        padding=int(bounds[-1]) if bounds is not None else None,
         text=describe(operator, leaves, views, options),
     )  # fmt: skip
 
@@ -457,10 +483,10 @@ def convolution_call(draw: Draw, operator: str) -> Call:
 def elementwise_call(draw: Draw, operator: str) -> Call:
     shape = [draw.one(0, 1, 2, 3, 7) for _ in range(draw.one(0, 1, 2))]
     HV, K = draw.one(1, 2, 5), draw.one(1, 7, 8, 16, 33, 128)
-    dtype = draw.one(*FLOATS)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    dtype = draw.one(*draw.dtypes)
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
     size = draw.one(0.01, 1.0, 1.0, 30.0)
     leaves: dict[str, Tensor]
     terms = 8
@@ -470,9 +496,9 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
             options["eps"] = draw.one(1e-12, 1e-5, 1.0)
         leaves = {"x": draw.layout(size * draw.normal(*shape, K), views, "x").to(dtype)}
         eps = options.get("eps", 1e-6)
-        loop = lambda at, x: loops.rows_to_unit(at(x), eps, at)  # noqa: E731
+        loop = lambda at, x: loops.rows_to_unit(at(x), eps, at)
         if draw.chance(0.4):
-            options["output_dtype"] = draw.one(*FLOATS)
+            options["output_dtype"] = draw.one(*draw.dtypes)
     elif operator == "rms_norm_gated":
         terms = K + 8
         leaves = {
@@ -486,12 +512,12 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
         options["norm_before_gate"] = draw.chance(0.6)
         if draw.chance(0.3):
             options["eps"] = draw.one(1e-5, 1e-3)
-        own = dict(options)
-        loop = lambda at, **x: loops.norm_and_gate(**{n: at(y) for n, y in x.items()}, **own, at=at)  # noqa: E731
+        own = {name: x for name, x in options.items() if name != "backend"}
+        loop = lambda at, **x: loops.norm_and_gate(**{n: at(y) for n, y in x.items()}, **own, at=at)
     elif operator == "fused_beta_sigmoid":
         leaves = {"x": draw.layout(draw.one(1.0, 10.0) * draw.normal(*shape, HV), views, "x").to(dtype)}
         options["scale"] = draw.one(1.0, 2.0)
-        loop = lambda at, x: loops.sigmoid_strength(x, options["scale"], at)  # noqa: E731
+        loop = lambda at, x: loops.sigmoid_strength(x, options["scale"], at)
     else:
         channels = operator == "fused_kda_gate"
         tail = (HV, K) if channels else (HV,)
@@ -504,8 +530,8 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
         if lower is not None:
             options["lower_bound"] = lower
         if draw.chance(0.4):
-            options["output_dtype"] = draw.one(*FLOATS)
-        loop = lambda at, g, A_log=None, dt_bias=None: loops.log_gate(  # noqa: E731
+            options["output_dtype"] = draw.one(*draw.dtypes)
+        loop = lambda at, g, A_log=None, dt_bias=None: loops.log_gate(
             g, A_log, dt_bias, lower, channels=channels, at=at
         )
     function = getattr(wyfold, operator)
@@ -515,16 +541,16 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
     reduced = dict.fromkeys(("dweight", "dbias", "dA_log", "ddt_bias"), terms + rows * K)
     work = torch.float64 if any(x.dtype == torch.float64 for x in leaves.values()) else torch.float32
     return Call(
-        operator, leaves, views, lambda **x: {"y": function(**x, **options)},
+        operator, leaves, views, lambda **x: {"y": function(**x, **beside(x, options))},
         lambda at, seen, **x: {"y": loop(at, **x)}, terms, work, reduced=reduced,
         text=describe(operator, leaves, views, options),
     )  # fmt: skip
 
 
 def ttt_leaves(draw: Draw, B: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
     leaves = {
         "q": draw.layout(draw.normal(B, T, H, K), views, "q").to(dtype),
         "k": draw.layout(keys(draw, B, T, H, K) * draw.one(1.0, 1.0, 2.0), views, "k").to(dtype),
@@ -554,9 +580,9 @@ def ttt_leaves(draw: Draw, B: int, T: int, H: int, HV: int, K: int, dtype: torch
 def ttt_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
     B, T, H = (1 if packed else draw.one(1, 2)), draw.length(50), draw.one(1, 2)
-    HV, K, dtype = H * draw.one(1, 1, 2), draw.one(8, 16, 24), draw.one(*FLOATS)
+    HV, K, dtype = H * draw.one(1, 1, 2), draw.one(8, 16, 24), draw.one(*draw.dtypes)
     leaves, views, options = ttt_leaves(draw, B, T, H, HV, K, dtype)
-    loop_options = dict(options)
+    loop_options = {name: x for name, x in options.items() if name != "backend"}
     N, bounds = B, None
     if packed:
         bounds = draw.boundaries(T)
@@ -570,11 +596,11 @@ def ttt_call(draw: Draw, operator: str) -> Call:
         if draw.chance(0.3):
             options["state_v_first"] = loop_options["state_v_first"] = True
         if draw.chance(0.5):
-            leaves["initial_state"] = (0.3 * draw.normal(N, HV, K, K)).to(draw.one(*NARROW))
+            leaves["initial_state"] = (0.3 * draw.normal(N, HV, K, K)).to(draw.one(*draw.narrow))
         if draw.chance(0.5):
-            leaves["initial_state_bias"] = (0.3 * draw.normal(N, HV, 1, K)).to(draw.one(*NARROW))
+            leaves["initial_state_bias"] = (0.3 * draw.normal(N, HV, 1, K)).to(draw.one(*draw.narrow))
         if options.get("output_final_state") and draw.chance(0.4):
-            options["state_dtype"] = draw.one(*NARROW)
+            options["state_dtype"] = draw.one(*draw.narrow)
         if draw.chance(0.3):
             options["disable_recompute"] = True
     elif draw.chance(0.5):
@@ -582,7 +608,7 @@ def ttt_call(draw: Draw, operator: str) -> Call:
     function = getattr(wyfold, operator)
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        returned = function(**tensors, **given, **options)
+        returned = function(**tensors, **beside(tensors, given | options))
         if chunkwise:
             names = zip(("o", "state", "bias"), returned, strict=True)
             return {name: x for name, x in names if x is not None}
@@ -622,7 +648,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
     """prefill, decode, decode_packed and verify."""
     packed = operator in ("prefill", "verify") and draw.chance(0.5)
     columns = draw.choices.randint(1, 5)
-    H, K, V, dtype = draw.one(1, 2), draw.one(8, 16, 24), draw.one(8, 16, 24), draw.one(*FLOATS)
+    H, K, V, dtype = draw.one(1, 2), draw.one(8, 16, 24), draw.one(8, 16, 24), draw.one(*draw.dtypes)
     HV = H * draw.one(1, 2)
     N = draw.choices.randint(1, 4)
     bounds = None
@@ -633,7 +659,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
         lengths = [draw.choices.randint(0, columns if operator == "verify" else 40) for _ in range(N)]
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         B, T = 1, int(bounds[-1]) + draw.one(0, 0, 3)
-        sequences = [(0, slice(a, b)) for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False)]
+        sequences = [(0, slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
     else:
         B, T = N, draw.choices.randint(1, columns) if operator == "verify" else draw.length(40)
         sequences = [(n, slice(0, T)) for n in range(N)]
@@ -641,11 +667,11 @@ def serving_call(draw: Draw, operator: str) -> Call:
     if operator == "decode_packed":
         rule = draw.one("gdn", "kda")
     channels = (K,) if rule == "kda" else ()
-    options: dict[str, Any] = {}
-    loop_options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = dict(draw.backend)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     raw = operator == "decode_packed"
     q, k, v = keys(draw, B, T, H, K), keys(draw, B, T, H, K), draw.normal(B, T, HV, V)
     if raw or draw.chance(0.5):
@@ -685,13 +711,13 @@ def serving_call(draw: Draw, operator: str) -> Call:
     options["state_v_first"] = v_first
     loop_options["state_v_first"] = v_first
     slots = 4 * N * columns + 3
-    pool_dtype = draw.one(*NARROW)
+    pool_dtype = draw.one(*draw.narrow)
     pool = draw.normal(slots, HV, *((V, K) if v_first else (K, V))).to(pool_dtype)
     order = list(range(slots))
     draw.choices.shuffle(order)
     pad = draw.one(-1, -1, 0)
     options["pad_slot_id"] = pad
-    live = lambda s: s if s > pad and 0 <= s < slots else -1  # noqa: E731
+    live = lambda s: s if s > pad and 0 <= s < slots else -1
     width = columns if operator == "verify" else 1
     table = [[order.pop() for _ in range(width)] for _ in range(N)]
     for row in table:
@@ -750,34 +776,38 @@ def serving_call(draw: Draw, operator: str) -> Call:
     function = getattr(serving, operator)
     skipped = [r < 0 for r in read]
     touched = expected_slots(operator, sequences, read, write, skipped)
+
     def run(**x: Tensor) -> dict[str, Tensor]:
-        own_pool = pool.clone()
-        more = dict(extra)
+        own_pool = pool.clone().to(x["q"].device)
+        given = beside(x, options)
+        more = beside(x, extra)
         if more:
-            more["checkpoint_pool"] = extra["checkpoint_pool"].clone()
+            more["checkpoint_pool"] = more["checkpoint_pool"].clone()
         if raw:
             mixed = torch.cat([x[n].reshape(N, -1) for n in "qkv"], -1)
             o = function(
                 mixed, x["g"][:, 0], x["beta"][:, 0], x.get("A_log"), x.get("dt_bias"), own_pool,
-                heads=(H, HV), dims=(K, V), **options,
+                heads=(H, HV), dims=(K, V), **given,
             )[:, None]  # fmt: skip
         else:
             tokens = {n: x.get(n) for n in ("q", "k", "v", "g", "beta")}
             if flat_first:
                 tokens = {n: None if y is None else y.transpose(0, 1).contiguous() for n, y in tokens.items()}
             rest = {n: y for n, y in x.items() if n not in tokens}
-            o = function(**tokens, pool=own_pool, **rest, **options, **more)
+            o = function(**tokens, pool=own_pool, **rest, **given, **more)
             if flat_first:
                 o = o.transpose(0, 1)
         found = {"o": o}
         rest_of_pool = [s for s in range(slots) if s not in touched]
-        assert torch.equal(own_pool[rest_of_pool], pool[rest_of_pool]), "a slot was written that no row names"
+        assert torch.equal(own_pool[rest_of_pool].cpu(), pool[rest_of_pool]), "a slot was written that no row names"
         if touched:
             found["pool"] = own_pool[sorted(touched)]
         if more:
             kept = sorted(s for n, _, s in checkpoints if not skipped[n])
             others = [s for s in range(len(more["checkpoint_pool"])) if s not in kept]
-            assert torch.equal(more["checkpoint_pool"][others], extra["checkpoint_pool"][others]), "checkpoint pool"
+            assert torch.equal(more["checkpoint_pool"][others].cpu(), extra["checkpoint_pool"][others]), (
+                "checkpoint pool"
+            )
             if kept:
                 found["checkpoints"] = more["checkpoint_pool"][kept]
         return found
@@ -799,7 +829,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
     return Call(
         operator, leaves, views, run, loop, 64, work_type(leaves), differentiable=False,
         padding=int(bounds[-1]) if bounds is not None else None,
-        text=describe(operator, leaves, views, options | {"rule": rule, "pool": f"{pool_dtype}{list(pool.shape)}"} | extra),
+        text=describe(operator, leaves, views, options | {"rule": rule, "pool": list(pool.shape)} | extra),
     )  # fmt: skip
 
 
@@ -819,17 +849,17 @@ def expected_slots(
 def serving_convolution_call(draw: Draw, operator: str) -> Call:
     drafts = operator == "conv1d_update"
     packed = draw.chance(0.5)
-    N, D, W, dtype = draw.choices.randint(1, 4), draw.one(1, 8, 24), draw.choices.randint(2, 8), draw.one(*FLOATS)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*FLOATS)  # noqa: E731
+    N, D, W, dtype = draw.choices.randint(1, 4), draw.one(1, 8, 24), draw.choices.randint(2, 8), draw.one(*draw.dtypes)
+    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     room = W - 1 + draw.one(0, 1, 4)
     longest = room - W + 2 if drafts else 20
     bounds = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(draw.backend)
     if packed:
         lengths = [draw.choices.randint(0, longest) for _ in range(N)]
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         B, T = 1, int(bounds[-1]) + draw.one(0, 0, 3)
-        sequences = [(0, slice(a, b)) for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False)]
+        sequences = [(0, slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
         options["cu_seqlens"] = bounds
     else:
         B, T = N, draw.choices.randint(1, longest)
@@ -840,7 +870,7 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
         leaves["bias"] = draw.normal(D).to(other())
     activation = draw.one(None, "silu", "swish")
     slots = 2 * N + 3
-    pool_dtype = draw.one(*FLOATS)
+    pool_dtype = draw.one(*draw.dtypes)
     pool = draw.normal(slots, D, room).to(pool_dtype)
     if draw.chance(0.3):
         pool = pool.mT.contiguous().mT
@@ -868,10 +898,10 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
     }
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
-        own = pool.clone(memory_format=torch.preserve_format)
-        y = function(x, own, weight, bias, **options)
+        own = pool.clone(memory_format=torch.preserve_format).to(x.device)
+        y = function(x, own, weight, bias, **beside({"x": x}, options))
         others = [s for s in range(slots) if s not in columns]
-        assert torch.equal(own[others], pool[others]), "a slot was written that no row names"
+        assert torch.equal(own[others].cpu(), pool[others]), "a slot was written that no row names"
         return {"y": y} | {f"slot {s}": own[s, :, :n] for s, n in columns.items()}
 
     def loop(at: Any, seen: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
@@ -889,11 +919,11 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
 
 
 def serving_ttt_call(draw: Draw, operator: str) -> Call:
-    N, H, K, dtype = draw.choices.randint(1, 4), draw.one(1, 2), draw.one(8, 16, 24), draw.one(*FLOATS)
+    N, H, K, dtype = draw.choices.randint(1, 4), draw.one(1, 2), draw.one(8, 16, 24), draw.one(*draw.dtypes)
     HV = H * draw.one(1, 2)
     leaves, views, options = ttt_leaves(draw, N, 1, H, HV, K, dtype)
-    loop_options = dict(options)
-    slots, pad, pool_dtype = 2 * N + 3, draw.one(-1, -1, 0), draw.one(*NARROW)
+    loop_options = {name: x for name, x in options.items() if name != "backend"}
+    slots, pad, pool_dtype = 2 * N + 3, draw.one(-1, -1, 0), draw.one(*draw.narrow)
     pool = ttt_places(draw, slots, HV, K, options.get("chunk_size", 16), pool_dtype)
     order = list(range(slots))
     draw.choices.shuffle(order)
@@ -906,10 +936,12 @@ def serving_ttt_call(draw: Draw, operator: str) -> Call:
     names = ("state", "bias", "grad", "bias_grad", "position")
 
     def run(**tensors: Any) -> dict[str, Tensor]:
-        own = wyfold.TTTState(*(x.clone() for x in pool))
-        o = serving.ttt_decode(**tensors, pool=own, **options)
+        own = wyfold.TTTState(*(x.clone().to(tensors["q"].device) for x in pool))
+        o = serving.ttt_decode(**tensors, pool=own, **beside(tensors, options))
         others = [s for s in range(slots) if s not in touched]
-        assert all(torch.equal(x[others], y[others]) for x, y in zip(own, pool, strict=True)), "another slot was written"
+        assert all(torch.equal(x[others].cpu(), y[others]) for x, y in zip(own, pool, strict=True)), (
+            "another slot was written"
+        )
         return {"o": o} | ({f"pool.{n}": x[touched] for n, x in zip(names, own, strict=True)} if touched else {})
 
     def loop(seen: Any, **tensors: Any) -> dict[str, Tensor]:
@@ -957,6 +989,6 @@ OPERATORS: dict[str, Callable[[Draw, str], Call]] = {
 }
 
 
-def draw_call(operator: str, seed: int) -> Call:
+def draw_call(operator: str, seed: int, backend: str | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Call:
     """The call that a seed stands for."""
-    return OPERATORS[operator](Draw(zlib.crc32(operator.encode()) + seed), operator)
+    return OPERATORS[operator](Draw(zlib.crc32(operator.encode()) + seed, backend, dtypes), operator)

@@ -9,6 +9,7 @@ intermediate result that any implementation in floating point has to round. The 
 through one. By default a slot returns its argument; `rounding.py` perturbs it to measure how rounding errors propagate.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,6 +30,19 @@ exact.probing = False  # type: ignore[attr-defined]
 # Elementwise operators
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)). Autograd through `torch.sigmoid` would take s (1 - s), which cancels where x is large."""
+    positive = x >= 0
+    e = torch.exp(torch.where(positive, -x, x))
+    return torch.where(positive, 1 / (1 + e), e / (1 + e))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), without overflow."""
+    positive = x >= 0
+    return torch.where(positive, x, 0.0) + torch.log1p(torch.exp(torch.where(positive, -x, x)))
+
+
 def rows_to_unit(x: Tensor, eps: float = 1e-6, at: Slot = exact) -> Tensor:
     """x / sqrt(sum x^2 + eps)."""
     square = at(at(x * x).sum(-1, keepdim=True) + eps)
@@ -37,7 +51,7 @@ def rows_to_unit(x: Tensor, eps: float = 1e-6, at: Slot = exact) -> Tensor:
 
 def sigmoid_strength(x: Tensor, scale: float = 1.0, at: Slot = exact) -> Tensor:
     """scale * sigmoid(x)."""
-    return at(scale * at(torch.sigmoid(at(x))))
+    return at(scale * at(sigmoid(at(x))))
 
 
 def log_gate(
@@ -61,8 +75,8 @@ def log_gate(
         flat = A_log.reshape(-1)
         rate = at(torch.exp((flat[:, None] if channels else flat).expand(g.shape)))
     if lower_bound is None:
-        return at(-rate * at(F.softplus(x, threshold=1000.0)))
-    return at(lower_bound * at(torch.sigmoid(at(rate * x))))
+        return at(-rate * at(softplus(x)))
+    return at(lower_bound * at(sigmoid(at(rate * x))))
 
 
 def norm_and_gate(
@@ -77,7 +91,7 @@ def norm_and_gate(
     at: Slot = exact,
 ) -> Tensor:
     """(rms(x) weight + bias) act(g), or rms(x act(g)) weight + bias."""
-    gate = at(torch.sigmoid(g))
+    gate = at(sigmoid(g))
     if activation != "sigmoid":
         gate = at(g * gate)
     shift = torch.zeros((), dtype=x.dtype) if bias is None else at(bias.expand(x.shape))
@@ -96,7 +110,7 @@ def documents(tokens: int, cu_seqlens: Tensor | None) -> Iterator[slice]:
         yield slice(0, tokens)
         return
     bounds = cu_seqlens.tolist()
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         yield slice(first, last)
 
 
@@ -131,7 +145,7 @@ def convolution(
                 total = total + at(bias.expand(total.shape))
             total = at(total)
             if activation is not None:
-                total = at(total * at(torch.sigmoid(total)))
+                total = at(total * at(sigmoid(total)))
             outputs.append(total)
         if outputs:
             block = torch.stack(outputs, 1)
@@ -155,7 +169,7 @@ def decayed_gram(
     at: Slot = exact,
 ) -> Tensor:
     """L[r, s] = beta_r sum_d k[r, d] k[s, d] exp(g[s+1, d] + ... + g[r, d]) for s < r within a chunk."""
-    B, T, _, K = k.shape
+    B, T = k.shape[:2]
     HV = beta.shape[-1]
     k = k.repeat_interleave(HV // k.shape[2], 2)
     if g is not None and g.ndim == 3:
@@ -218,7 +232,7 @@ def delta_tokens(
         chunk: For probing slots only: tokens over which an implementation may sum writes instead of reading the state.
     """
     outputs, states = [], []
-    B, HV, K, V = S.shape
+    B, HV, _, V = S.shape
     written = Written(S) if at.probing else None  # type: ignore[attr-defined]
     for t in range(q.shape[1]):
         if written is not None and t % chunk == 0:
@@ -453,7 +467,7 @@ def ttt(
     at: Slot = exact,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`chunk_ttt_linear`: o, and the weights behind every sequence's last token."""
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV = v.shape[2]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     S0 = v.new_zeros(N, HV, K, K) if initial_state is None else at(initial_state)
@@ -475,7 +489,7 @@ def ttt(
     return out, S.mT if state_v_first else S, torch.cat(biases)
 
 
-def ttt_arguments(q, k, v, w, b, eta, eta_col, at: Slot) -> Callable[[slice], tuple[Tensor, ...]]:  # noqa: ANN001
+def ttt_arguments(q, k, v, w, b, eta, eta_col, at: Slot) -> Callable[[slice], tuple[Tensor, ...]]:
     """Arguments of `ttt_tokens` for a range of tokens."""
     group = v.shape[2] // q.shape[2]
     q, k = (at(x).repeat_interleave(group, 2) for x in (q, k))
@@ -506,7 +520,7 @@ def ttt_resumed(
 
     A document of packed rows, or a row of a batch, is run by itself: each stands at a position of its own.
     """
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV = v.shape[2]
     tokens = ttt_arguments(q, k, v, w, b, eta, eta_col, at)
     options = {"residual": residual, "scale": K**-0.5 if scale is None else scale, "eps": eps, "chunk_size": chunk_size}
@@ -651,9 +665,7 @@ def serve_ttt(
         row = slice(n, n + 1)
         steps = [x[row] if isinstance(x, Tensor) else x for x in (eta, eta_col)]
         state = tuple(x[slot : slot + 1] for x in pool)
-        o, after = ttt_resumed(
-            q[row], k[row], v[row], w, b, steps[0], eta_col=steps[1], state=state, at=at, **options
-        )
+        o, after = ttt_resumed(q[row], k[row], v[row], w, b, steps[0], eta_col=steps[1], state=state, at=at, **options)
         out[n] = o[0]
         stored[slot] = [x[0] for x in after]
     return out, stored

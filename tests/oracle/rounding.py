@@ -1,10 +1,10 @@
-"""Bounds on rounding errors from measured propagation (derivation: docs/numerics.md, "The bound of the outside oracle").
+"""Bounds on rounding errors from measured propagation.
 
-A loop marks every rounded intermediate, the products of sums included, by a slot. `Perturb` disturbs each slot
-independently, forward and backward, by a relative `STEP`, in float64. The root mean square of what a result moves by,
-over STEP, is its response: the propagated size of independent unit local errors. A sum of n terms in unit roundoff u has
-a local error of at most LAMBDA n u times the root of the sum of squares of its terms (Higham and Mary 2019, with
-Cauchy-Schwarz), so LAMBDA n u times the response bounds a result's error in the Frobenius norm.
+Derivation: docs/numerics.md, "The bound of the outside oracle". A loop marks every rounded intermediate, the products
+of sums included, by a slot. `Perturb` disturbs each slot independently, forward and backward, by a relative `STEP`, in
+float64. The root mean square of what a result moves by, over STEP, is its response: the propagated size of independent
+unit local errors. A sum of n terms in unit roundoff u has a local error of at most LAMBDA n u times the root of the sum
+of squares of its terms, so LAMBDA n u times the response bounds a result's error in the Frobenius norm.
 """
 
 import math
@@ -37,7 +37,7 @@ class _Perturb(torch.autograd.Function):
 class Noise:
     """Standard normal numbers, drawn in blocks: most slots take few."""
 
-    BLOCK = 1 << 17
+    BLOCK = 1 << 14
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,9 @@ class Perturb:
 
     def __call__(self, x: Tensor, mass: Tensor | None = None) -> Tensor:
         mass = x.detach().abs() if mass is None else mass
-        return _Perturb.apply(x, mass.nan_to_num(0.0, 0.0, 0.0), None, self.noise)
+        if not x.requires_grad:
+            return torch.addcmul(x, self.noise.like(x), mass, value=STEP)
+        return _Perturb.apply(x, mass, None, self.noise)
 
     def log_gates(self, g: Tensor) -> Tensor:
         """Log gates [B, T, ...] that may be summed from a chunk's first token: the sums are what is rounded."""

@@ -1,0 +1,59 @@
+"""Random calls of every operator beside token loops that were written from the papers alone.
+
+A difference must stay below the bound that docs/numerics.md derives ("The bound of the outside oracle"). `--draws N`
+draws N calls of each operator.
+"""
+
+import pytest
+import torch
+from tests.oracle import loops
+from tests.oracle.calls import OPERATORS, Call, compare, draw_call
+
+DRAWS = 4
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_calls_are_within_the_derived_bound(operator: str, request: pytest.FixtureRequest):
+    draws = request.config.getoption("--draws") or DRAWS
+    beyond = []
+    for seed in range(draws):
+        beyond += [x for x in compare(draw_call(operator, seed)) if not x.error <= x.bound]
+    assert not beyond, "\n".join(f"{x.call}\n  {x.name}: {x.error:.3e}, bound {x.bound:.3e}" for x in beyond)
+
+
+PLANTED = {
+    "a result off by 1 in 10,000": lambda x: x * 1.0001,
+    "the last row is that of the token before": lambda x: torch.cat([x[:, :-1], x[:, -2:-1]], 1),
+    "one entry is NaN": lambda x: torch.where(torch.arange(x.numel()).view(x.shape) == 0, torch.nan, x),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_ttt_linear"])
+def test_a_planted_fault_is_beyond_the_bound(operator: str, fault: str):
+    call = first_wide_call(operator)
+    right = {x.name: x.error <= x.bound for x in compare(call)}
+    run = call.run
+    call.run = lambda **tensors: {name: PLANTED[fault](x) if name == "o" else x for name, x in run(**tensors).items()}
+    planted = {x.name: x.error <= x.bound for x in compare(call)}
+    assert all(right.values())
+    assert not planted["o"]
+
+
+def first_wide_call(operator: str) -> Call:
+    """A call in float64 of several tokens whose result all of its rows count for."""
+    for seed in range(1000):
+        call = draw_call(operator, seed, dtypes=(torch.float64, torch.float32))
+        q = call.views.get("q", lambda x: x)(call.leaves["q"])
+        if q.dtype == torch.float64 and q.shape[1] >= 16 and call.padding in (None, q.shape[1]):
+            return call
+    raise AssertionError
+
+
+def test_the_inner_gradient_is_autograds(float64_bounds):
+    z, target = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    w, b = torch.rand(3, 8, dtype=torch.float64), torch.rand(3, 8, dtype=torch.float64)
+    z.requires_grad_()
+    normed = torch.nn.functional.layer_norm(z, (8,), eps=1e-6)
+    (expected,) = torch.autograd.grad((w * normed + b - target).square().sum() / 2, z)
+    float64_bounds.output("inner gradient", loops.inner_gradient(z, w, b, target, 1e-6).detach(), expected)
