@@ -196,8 +196,8 @@ def backward(given: DeltaGradient) -> list[Tensor]:
             tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
         blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
         out = TokenGradients(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
-        g = None if t.g is None else part.block(t.g)
-        call.stage("gradients").unload(tiles, inputs, g, t.A_log, t.dt_bias, part.table, options, out)
+        beta, g = (None if x is None else part.block(x) for x in (t.beta, t.g))
+        call.stage("gradients").unload(tiles, inputs, beta, g, t.A_log, t.dt_bias, part.table, options, out)
         carried = dS[: part.entered]
         if dS0 is not None:
             begun = slice(part.sequences.start + part.entered, part.sequences.stop)

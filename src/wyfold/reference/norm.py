@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wyfold.reference.gates import sigmoid
 from wyfold.reference.sequences import working_dtype
 
 
@@ -53,7 +54,7 @@ def rms_norm_gated(
         y: [..., V], dtype of x.
     """
     work = working_dtype(x, g, weight, bias)
-    gate = torch.sigmoid(g.to(work)) if activation == "sigmoid" else F.silu(g.to(work))
+    gate = sigmoid(g.to(work)) if activation == "sigmoid" else F.silu(g.to(work))
     z = x.to(work) if norm_before_gate else x.to(work) * gate
     z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:

@@ -8,6 +8,7 @@ from torch import Tensor
 from wyfold.runtime.chunks import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.records import Borders, Factors, Gradients, Inputs, TokenGradients
+from wyfold.tile.activation.eager import sigmoid_bwd
 from wyfold.tile.decay.eager import (
     across,
     decayed_grams_bwd,
@@ -18,7 +19,7 @@ from wyfold.tile.decay.eager import (
     log_gate_bwd,
     to_end,
 )
-from wyfold.tile.index.eager import from_chunks, sum_groups
+from wyfold.tile.index.eager import from_chunks, sum_groups, to_chunks
 from wyfold.tile.norm.eager import l2norm_bwd
 
 TINY_STRENGTH = 2.0**-60  # below it N / beta is no longer e
@@ -57,6 +58,7 @@ def gradients(inputs: Inputs, factors: Factors, borders: Borders, do: Tensor) ->
 def unload(
     found: Gradients,
     inputs: Inputs,
+    beta: Tensor | None,
     g: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -68,7 +70,7 @@ def unload(
 
     Args:
         found, inputs: Tiles of the part.
-        g, A_log, dt_bias: As given to `load`.
+        beta, g, A_log, dt_bias: As given to `load`.
         table: The part's chunk grid.
         options: As given to `load`.
         out: The part's tokens of every gradient; None where none is wanted. Parameters' sums are added to.
@@ -85,8 +87,9 @@ def unload(
         from_chunks(found.v, table, out.v)
     if out.beta is not None:
         dbeta = found.beta
-        if options.beta_logit:
-            dbeta = dbeta * inputs.beta * (1 - inputs.beta / options.beta_most)
+        if options.beta_logit and beta is not None:
+            logits = to_chunks(beta[..., None], table, HV, dbeta.dtype)
+            dbeta = sigmoid_bwd(logits, dbeta).mul_(options.beta_most)
         from_chunks(dbeta, table, out.beta[..., None])
     if (
         g is not None

@@ -50,6 +50,7 @@ from wyfold.tile.index.triton import (
     store_token_scalars,
     store_token_sub_chunks,
     store_tokens,
+    strength_bwd,
     strides,
     tile_boxes,
     token_boxes,
@@ -363,7 +364,7 @@ def wyfold_gradients_triton(
                 b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
             b_dbeta *= unit
             if LOGIT:
-                b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
+                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, rows, b_dbeta, beta_most, BT)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
         b_dJ = tl.where(later, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * unit)[:, None]

@@ -17,9 +17,13 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def sigmoid_bwd(x: Tensor, dy: Tensor) -> Tensor:
-    """Gradient of `sigmoid`: dy * sigmoid(x) * (1 - sigmoid(x))."""
-    s = sigmoid(x)
-    return (1 - s).mul_(s).mul_(dy)
+    """Gradient of `sigmoid`: dy * sigmoid(x) * (1 - sigmoid(x)).
+
+    Computed as e / (1 + e)^2 with e = exp(-|x|). The difference 1 - sigmoid(x) would cancel where x is large.
+    """
+    e = x.abs().neg_().exp_()
+    larger = e.add(1).reciprocal_()
+    return e.mul_(larger).mul_(larger).mul_(dy)
 
 
 def softplus(x: Tensor) -> Tensor:

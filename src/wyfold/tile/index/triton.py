@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from wyfold.runtime import launch
 from wyfold.runtime.check import UnsupportedError
-from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 
 MOST = 2**31
 """Rows or columns of a matrix, one more than a box's place can name."""
@@ -366,6 +366,15 @@ def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr,
         if LOGIT:
             b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
         return b_beta
+
+
+@triton.jit
+def strength_bwd(p_beta, s_beta, b, t, h, rows, b_dbeta, beta_most, BT: tl.constexpr):
+    """Gradient of the logits that `load_strength` read, from that of beta.   [BT]
+
+    Of the logits themselves: the difference 1 - beta / beta_most would cancel where they are large.
+    """
+    return sigmoid_bwd(load_token_scalars(p_beta, s_beta, b, t, h, rows, BT), b_dbeta) * beta_most
 
 
 @triton.jit

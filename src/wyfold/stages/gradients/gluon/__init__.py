@@ -43,7 +43,7 @@ from wyfold.stages.gradients.gluon import channel
 from wyfold.stages.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
 from wyfold.stages.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
 from wyfold.stages.records import TokenBorders, TokenGradients
-from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, shared, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
@@ -354,7 +354,7 @@ def wyfold_gradients_gluon(
     if p_dbeta is not None:
         dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
         if LOGIT:
-            dbeta = dbeta * beta_r * (1.0 - beta_r / beta_most)
+            dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, at, o_r), dbeta) * beta_most
         store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)

@@ -49,7 +49,7 @@ from wyfold.runtime.launch import tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.stages.gradients.gluon.tokens import Place, exp2, load_rows, load_scalars, send, store_rows, store_scalars
 from wyfold.stages.records import TokenBorders, TokenGradients
-from wyfold.tile.activation.triton import exp, sigmoid
+from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, shared, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
@@ -357,7 +357,7 @@ def wyfold_gradients_channel_gluon(
         if half == 0:
             dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
             if LOGIT:
-                dbeta = dbeta * beta_r * (1.0 - beta_r / beta_most)
+                dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, at, o_r), dbeta) * beta_most
             store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
     read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * unit
     dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * unit)[:, None])

@@ -21,7 +21,7 @@ from wyfold.tile.decay.triton import (
     log_gate_bwd,
     store_gate_gradient,
 )
-from wyfold.tile.index.triton import load_strength, load_tokens, store_token_scalars, store_tokens, strides
+from wyfold.tile.index.triton import load_tokens, store_token_scalars, store_tokens, strength_bwd, strides
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
 
 
@@ -171,8 +171,7 @@ def wyfold_recurrent_gather_triton(
         if p_dbeta is not None:
             b_dbeta = tl.sum(_shared(p_dbeta_shares, i_row, i_hv, tokens, real, HV, 1, NV, BT, 1), axis=1)
             if LOGIT:
-                b_beta = load_strength(p_beta, s_beta, b, t, i_hv, real, beta_most, LOGIT, BT)
-                b_dbeta = b_dbeta * b_beta * (1.0 - b_beta / beta_most)
+                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, real, b_dbeta, beta_most, BT)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         if SCALAR or CHANNEL:
             b_dg = _shared(
