@@ -22,6 +22,9 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, table: ChunkTable, dtype: tor
         out: [B, T, HV, C].
     """
     HV = beta.shape[2]
-    log = None if g is None else log_gate(to_chunks(g, table, HV, dtype), None, None, "given", 0.0, 0.0)
+    log = None
+    if g is not None:
+        # A float32 sum over a chunk with resets reaches thousands; later differences would inherit its last bits.
+        log = log_gate(to_chunks(g, table, HV, dtype), None, None, "given", 0.0, 0.0).double()
     J = decayed_key_gram(to_chunks(k, table, HV, dtype), running_sum(log))
     from_chunks(J.mul_(to_chunks(beta, table, HV, dtype)), table, out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime.chunks import ChunkTable
-from wyfold.tile.activation.eager import sigmoid, softplus
+from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.decay.channel.eager import channel_grams, channel_grams_bwd, exclusive_sum, suffix_sum
 from wyfold.tile.index.eager import from_chunks, to_chunks
 
@@ -82,8 +82,7 @@ def log_gate_bwd(
         # g is not floored: after a reset dg is zero, and -inf * 0 would be NaN.
         dA_log = torch.where(dg == 0, 0, g * dg)
     else:
-        s = sigmoid(u * rate)
-        dx = dg * (lower_bound * s * (1 - s)) * rate
+        dx = sigmoid_bwd(u * rate, dg * lower_bound) * rate
         dA_log = torch.where(dx == 0, 0, u * dx)
     over_tokens = None if dt_bias is None else dx.sum((0, 2))
     return dx, None if A_log is None else dA_log.sum((0, 2, 3)), over_tokens
@@ -131,7 +130,7 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def decayed_key_gram(k: Tensor, G: Tensor | None) -> Tensor:
-    """J of `decayed_grams` alone."""
+    """J of `decayed_grams` alone. G may be wider than k."""
     if G is not None and _per_channel(G):
         return channel_grams((k,), k, G)[0]
     return _grams((k,), k, G)[0].tril_(-1)
@@ -158,7 +157,7 @@ def decayed_grams_bwd(
     if G is not None:
         pairs = (dP * P + dJ * J).tril_(-1)
         dg = _interval_sum(pairs)[..., None]
-        decay = _pairwise(G)
+        decay = _pairwise(G, k.dtype)
         dJ, dP = dJ * decay, dP * decay
     dq = torch.bmm(dP, k)
     dk = torch.bmm(dP.transpose(1, 2), q)
@@ -209,16 +208,16 @@ def _grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor | None) -> list[Tensor
     """Grams of each of `rows` with k on and below the diagonal, decayed by at most one number per token."""
     grams = [torch.bmm(x, k.transpose(1, 2)) for x in rows]
     if G is not None:
-        decay = _pairwise(G)
+        decay = _pairwise(G, k.dtype)
         for gram in grams:
             gram.mul_(decay)
     return grams
 
 
-def _pairwise(G: Tensor) -> Tensor:
-    """exp(G_r - G_s) for s <= r, else 0; selected before it is exponentiated.   [n, C, C]"""
+def _pairwise(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(G_r - G_s) for s <= r, else 0, in dtype; selected before it is exponentiated.   [n, C, C]"""
     above = torch.ones(G.shape[1], G.shape[1], dtype=torch.bool, device=G.device).triu_(1)
-    return torch.exp((G - G.transpose(1, 2)).masked_fill_(above, -torch.inf))
+    return torch.exp((G - G.transpose(1, 2)).to(dtype).masked_fill_(above, -torch.inf))
 
 
 def _interval_sum(pairs: Tensor) -> Tensor:

@@ -39,14 +39,14 @@ def _levels(C: int) -> list[int]:
 
 
 def channel_grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor) -> list[Tensor]:
-    """Grams of each of `rows` with k below the diagonal, zero elsewhere."""
+    """Grams of each of `rows` with k below the diagonal, zero elsewhere. G may be wider than k."""
     n, C, _ = k.shape
     grams = [k.new_zeros(n, C, C) for _ in rows]
     for h in _levels(C):
         G_upper, G_lower = _halves(G, h)
         anchor = G_lower[:, :, :1]
-        column = (_halves(k, h)[0] * torch.exp(anchor - G_upper)).transpose(2, 3)
-        row = torch.exp(G_lower - anchor)
+        column = (_halves(k, h)[0] * torch.exp((anchor - G_upper).to(k.dtype))).transpose(2, 3)
+        row = torch.exp((G_lower - anchor).to(k.dtype))
         for x, gram in zip(rows, grams, strict=True):
             _lower_left(gram, h).copy_((_halves(x, h)[1] * row) @ column)
     return grams
