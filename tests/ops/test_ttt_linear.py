@@ -813,7 +813,7 @@ BAD = {
     "device": bad(lambda a: {"k": a["k"].to("meta")}, ValueError, "k must have the device of q"),
     "chunk_size": bad(lambda a: {"chunk_size": 24}, ValueError, "chunk_size must be one of 16, 32, 64, got 24"),
     "chunk_size bool": bad(lambda a: {"chunk_size": True}, ValueError, "chunk_size must be one of"),
-    "eps zero": bad(lambda a: {"eps": 0.0}, ValueError, "eps must be > 0, got 0.0"),
+    "eps zero": bad(lambda a: {"eps": 0.0}, ValueError, "eps must be above 0, got 0.0"),
     "eps text": bad(lambda a: {"eps": "small"}, TypeError, "eps must be a number"),
     "scale": bad(lambda a: {"scale": "auto"}, TypeError, "scale must be a number, got str"),
     "scale inf": bad(lambda a: {"scale": float("inf")}, ValueError, "scale must be finite"),

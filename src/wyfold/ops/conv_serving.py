@@ -99,7 +99,8 @@ def conv1d_prefill(
     """`causal_conv1d` of any number of tokens of each sequence, from the pool and into it.
 
     The first W - 1 entries of a slot are the inputs before the first token, and hold the latest ones afterwards; what
-    else a slot has room for becomes zero. All arguments, results and errors are those of `conv1d_update`, but that any
+    else a slot has room for becomes zero. An empty sequence's are those it came with, or zeros where
+    `has_initial_state` is False. All arguments, results and errors are those of `conv1d_update`, but that any
     number of tokens will do.
 
     Args:

@@ -70,7 +70,8 @@ def chunk_gated_delta_rule(
         initial_state: [N, HV, K, V] float32, bfloat16 or float16; N = B, or the number of packed sequences. None:
             zeros.
         output_final_state: Whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: Rows of q and k become x (sum x^2 + 1e-6)^(-1/2).
+        use_qk_l2norm_in_kernel: Rows of q and k become x (sum x^2 + 1e-6)^(-1/2). Their length must stay below 1.8e19,
+            in float64 1.3e154: beyond, the sum of squares overflows, and a row counts as 0 or is NaN, by the backend.
         use_beta_sigmoid_in_kernel: beta arrives as a logit; its sigmoid is used.
         allow_neg_eigval: With the sigmoid: twice it, in [0, 2].
         state_v_first: States are [N, HV, V, K], in and out.

@@ -27,8 +27,10 @@ def l2norm(
     Differentiable, eps included. A row's bits do not depend on the rows around it.
 
     Args:
-        x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero.
-        eps: Added to the squared length; > 0.
+        x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero. So does, as with
+            `torch.nn.functional.normalize`, one whose sum of squares overflows: of length 1.8e19 and more, in float64
+            1.3e154.
+        eps: Added to the squared length; > 0, at least the smallest normal number of the arithmetic.
         output_dtype: Any float. None: x's.
         backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
 
@@ -37,7 +39,7 @@ def l2norm(
 
     Raises:
         TypeError: an argument of the wrong Python type.
-        ValueError: a wrong dtype, an x without an axis, or eps <= 0.
+        ValueError: a wrong dtype, an x without an axis, or an eps that is not above 0 in the arithmetic's type.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
@@ -52,7 +54,7 @@ def l2norm(
     def decide() -> str:
         _rows(op, x)
         check.dtype_option(op, "output_dtype", output_dtype)
-        _positive(op, eps)
+        check.epsilon(op, eps, widest(x))
         return _plan(op, x, backend, (x.dtype, output_dtype or x.dtype)).backend
 
     def run() -> Tensor:
@@ -83,12 +85,13 @@ def rms_norm_gated(
     Differentiable in every tensor. A row's bits do not depend on the rows around it.
 
     Args:
-        x: [..., V] float32, float16, bfloat16 or float64.
+        x: [..., V] float32, float16, bfloat16 or float64. The norm of a row is 0 where its sum of squares overflows: at
+            a length of 1.8e19 and more, in float64 1.3e154.
         g: [..., V], shape of x, any float. The output gate before its activation; no decay.
         weight: [V] any float.
         bias: [V] any float. None: 0.
         activation: "swish" and "silu" are one, g sigmoid(g); "sigmoid".
-        eps: Added to the mean square; > 0.
+        eps: Added to the mean square; > 0, at least the smallest normal number of the arithmetic.
         norm_before_gate: Which of the two comes first.
         round_before_weight: Round the normed row to x's dtype before the weight multiplies it, as models do that were
             trained so. The gradient passes through unchanged.
@@ -99,7 +102,8 @@ def rms_norm_gated(
 
     Raises:
         TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, an unknown activation, or eps <= 0.
+        ValueError: a wrong shape, dtype or device, an unknown activation, or an eps that is not above 0 in
+            the arithmetic's type.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
     Example:
@@ -124,7 +128,7 @@ def rms_norm_gated(
                 raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
         check.floating(op, g=g, weight=weight, bias=bias)
         check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
-        _positive(op, eps)
+        check.epsilon(op, eps, widest(x, g, weight, bias))
         return _plan(op, x, backend, table.dtypes(x, g, weight, bias)).backend
 
     def run() -> Tensor:
@@ -154,11 +158,6 @@ def _rows(op: str, x: Tensor) -> int:
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x must be [..., V] with at least one column, got {list(x.shape)}")
     return x.shape[-1]
-
-
-def _positive(op: str, eps: object) -> None:
-    if check.number(op, "eps", eps) <= 0:
-        raise ValueError(f"{op}: eps must be above 0, got {eps}")
 
 
 def _flat(x: Tensor | None) -> Any:

@@ -53,7 +53,7 @@ def check_call(call: TTTCall) -> Checked:
         _check_initial(op, v, given, *states, v_first=form.state_v_first)
     elif states:
         _check_standing(op, v, given, *states)
-    check_form(op, form.chunk_size, form.residual, form.eps)
+    check_form(op, form.chunk_size, form.residual, form.eps, q.dtype)
     q, k, v = in_autocast_dtype(q, k, v)
     scale = int(v.shape[-1]) ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
     check.alike(op, "dtype", q=q, k=k, v=v)
@@ -148,9 +148,8 @@ def _check_states(
     check.alike(op, "device", v=v, **tensors)
 
 
-def check_form(op: str, chunk_size: int, residual: str, eps: float) -> None:
+def check_form(op: str, chunk_size: int, residual: str, eps: float, dtype: torch.dtype) -> None:
     """Numbers and words that belong to the model."""
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
     check.choice(op, "residual", residual, RESIDUALS)
-    if check.number(op, "eps", eps) <= 0:
-        raise ValueError(f"{op}: eps must be > 0, got {eps}")
+    check.epsilon(op, eps, torch.float64 if dtype == torch.float64 else torch.float32)

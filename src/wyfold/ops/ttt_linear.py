@@ -85,7 +85,7 @@ def chunk_ttt_linear(
         eta_col: As eta. Factor of a token's own gradient, in its mini-batch and beyond. None: 1.
         residual: What the norm of what was read is added to: "o", itself, or "q", the query without `scale`.
         scale: Multiplies the q that reads. None: K ** -0.5; published layers have 1.
-        eps: > 0, added to the variances.
+        eps: > 0, at least the smallest normal number of the arithmetic; added to the variances.
         chunk_size: 16, 32 or 64. Tokens of a mini-batch, counted from each sequence's first: part of the model, not a
             tile.
         initial_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]) float32, float16, bfloat16. None: zeros.

@@ -145,7 +145,7 @@ def _ttt_decode(
         for name, x in tensors.items():
             if isinstance(x, Tensor) and keeps_gradients([x]):
                 raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
-        check_form(op, chunk_size, residual, eps)
+        check_form(op, chunk_size, residual, eps, q.dtype)
         cast = in_autocast_dtype(q, k, v)
         check.alike(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
         _check_pool(op, v, pool)

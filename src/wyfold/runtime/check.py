@@ -82,6 +82,18 @@ def number(op: str, name: str, value: object) -> float:
         raise ValueError(f"{op}: {name} must be finite, got an int that no float64 can hold") from None
 
 
+def epsilon(op: str, value: object, dtype: torch.dtype) -> None:
+    """The eps of a norm: above 0, also where arithmetic is done in dtype, so that the norm of a zero row is finite."""
+    least = torch.finfo(dtype).smallest_normal
+    if number(op, "eps", value) <= 0:
+        raise ValueError(f"{op}: eps must be above 0, got {value}")
+    if number(op, "eps", value) < least:
+        raise ValueError(
+            f"{op}: eps must be at least {least:.8g}, the smallest normal {_dtype_name(dtype)}, got {value}; "
+            "a smaller one is lost in the arithmetic, and a zero row becomes NaN"
+        )
+
+
 def integer(op: str, name: str, value: object, *, least: int, most: int | None = None) -> int:
     """An int of at least `least` and, unless None, at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
