@@ -1,7 +1,7 @@
 """A NaN or infinity stays where it is: in its sequence and head group, and on its side of time.
 
-In an input it may reach outputs of its own and later chunks; in an incoming gradient, gradients of its own and earlier
-chunks. Everywhere else every bit is what it is without it.
+In an input it may reach outputs of its own and later chunks, token by token those of its own and later tokens; in an
+incoming gradient, gradients of its own and earlier chunks. Everywhere else every bit is what it is without it.
 """
 
 import math
@@ -131,3 +131,55 @@ def test_a_gate_that_grows_until_it_overflows_harms_no_neighbour(rule: str, form
     got = results(op, a, None, fed, **options)
     assert_contained(clean, got, {}, states=True)
     assert not got["o"].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("rule, where", WHERE)
+def test_token_by_token_no_earlier_output_sees_it(rule: str, where: str, bad: float):
+    a, _, options = call(rule)
+    op = getattr(wyfold, f"fused_recurrent_{rule}")
+    clean, _ = op(**a, **options)
+    a[where] = a[where].clone()
+    heads_of(where, a[where], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN, 0] = bad
+    got, _ = op(**a, **options)
+    assert torch.equal(got[:, : BEGIN + BAD_TOKEN], clean[:, : BEGIN + BAD_TOKEN])
+    assert not got[:, BEGIN + BAD_TOKEN].isfinite().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_finite_key_whose_products_overflow_stays_in_its_chunk_and_later_ones(rule: str, results):
+    a, fed, options = call(rule)
+    op = getattr(wyfold, f"chunk_{rule}")
+    clean = results(op, a, (), fed, **options)
+    a["k"] = a["k"].clone()
+    a["k"][:, BEGIN + BAD_TOKEN, BAD_KEY_HEAD] = 1e30
+    got = results(op, a, (), fed, **options)
+    assert_contained(clean, got, {"o": slice(BEGIN, CHUNK.start)}, states=True)
+    assert not got["o"].isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["chunk_ttt_linear", "fused_recurrent_ttt_linear"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "eta"])
+def test_in_an_input_of_ttt_linear(form: str, where: str):
+    T, H, D = sum(LENGTHS), 2, 8
+    a = {name: torch.randn(1, T, H, D) for name in "qkv"} | {"eta": 0.1 * torch.rand(1, T, H)}
+    fixed = {"w": torch.ones(H, D), "b": torch.zeros(H, D), "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0)}
+    clean = getattr(wyfold, form)(**a, **fixed)[0]
+    a[where][:, BEGIN + BAD_TOKEN, 1] = math.nan
+    got = getattr(wyfold, form)(**a, **fixed)[0]
+    end = BEGIN + LENGTHS[1]
+    assert torch.equal(got[:, :, 0], clean[:, :, 0]), "another head"
+    assert torch.equal(got[:, end:], clean[:, end:]), "a later sequence"
+    assert torch.equal(got[:, : CHUNK.start], clean[:, : CHUNK.start]), "an earlier mini-batch or sequence"
+    assert not got[:, BEGIN + BAD_TOKEN].isfinite().all()
+
+
+def test_in_an_input_of_the_convolution():
+    x, weight, cu = torch.randn(1, sum(LENGTHS), 3), torch.randn(3, 4), torch.tensor([0, *LENGTHS]).cumsum(0)
+    clean, _ = wyfold.causal_conv1d(x, weight, cu_seqlens=cu)
+    x[:, BEGIN + BAD_TOKEN, 1] = math.nan
+    got, _ = wyfold.causal_conv1d(x, weight, cu_seqlens=cu)
+    hit = slice(BEGIN + BAD_TOKEN, BEGIN + BAD_TOKEN + 4)
+    assert got[:, hit, 1].isnan().all()
+    got[:, hit, 1] = clean[:, hit, 1]
+    assert torch.equal(got, clean)
