@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,7 +22,8 @@ OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
 def test_every_public_name_is_documented():
     written = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     documented = set(re.findall(r"^::: wyfold\.([\w.]+)$", written, flags=re.MULTILINE))
-    assert set(wyfold.__all__) - ASKED_IN_PROSE - OTHER_NAMES <= documented
+    modules = {name for name in wyfold.__all__ if isinstance(getattr(wyfold, name), ModuleType)}
+    assert set(wyfold.__all__) - modules - ASKED_IN_PROSE - OTHER_NAMES <= documented
     mixers = {f"layers.{name}" for name in layers.__all__}
     assert {"layers.DeltaNet", "layers.GatedDeltaNet", "layers.KimiDeltaAttention", "layers.TTTLinear"} <= mixers
     unknown = {name for name in documented if not name.startswith(("layers.", "models."))} - set(wyfold.__all__)
