@@ -22,7 +22,7 @@ from tests.reports import damage
 
 from wyfold.cli import integrity, main, rundir, schema
 from wyfold.cli.recipe import Recipe
-from wyfold.models import Decoder, DecoderConfig
+from wyfold.models import MIXERS, Decoder, DecoderConfig
 from wyfold.parallel import shards
 
 SEED = 26
@@ -365,6 +365,11 @@ def test_nothing_is_built_before_sizes_are_known(tmp_path, monkeypatch):
             Decoder.load(tmp_path)
 
 
+def test_mixers_are_told_apart_by_the_names_of_their_parameters():
+    for mixer in MIXERS:
+        assert integrity.mixer_of(DecoderConfig().mixer(mixer).state_dict(), "") == mixer
+
+
 def test_schemas_have_the_fields_of_what_is_written():
     names = {field.name for field in dataclasses.fields(DecoderConfig)}
     assert {field.name for field in msgspec.structs.fields(schema.Model)} == names
@@ -454,3 +459,19 @@ def test_damage_is_told_before_torch_is_imported(copy, run, command):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert f"{newest(copy) / 'training.json'} is damaged: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "complaint"),
+    [
+        ("kda attention", "model.safetensors is damaged: layer 0 is gated_delta_net, config.json beside it has kda"),
+        ("gdn*1000000000", "config.json is damaged: DecoderConfig: pattern must have at most 65536 layers"),
+    ],
+)
+def test_a_model_of_other_layers_is_told_before_torch_is_imported(run, tmp_path, pattern, complaint):
+    shutil.copytree(newest(run) / "model", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pattern": pattern}))
+    words = ["generate", str(tmp_path / "model"), "--prompt", "one"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and complaint in done.stderr, done.stderr

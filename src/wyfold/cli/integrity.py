@@ -36,6 +36,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 
+MARKS = {
+    "ttt_linear": "token_step",
+    "kda": "decay_down.weight",
+    "gated_delta_net": "decay.weight",
+    "delta_net": "beta.weight",
+}
+"""Mixer -> a parameter by which it is told from those after it; softmax attention has none of them."""
+
 MOST_JSON = {CONFIG_FILE: 2**20, SUMS: 2**24}
 """Bytes that are read of a file; of any other JSON file `LARGEST_JSON`: a history has 200 bytes a step."""
 LARGEST_JSON = 2**30
@@ -297,12 +305,16 @@ def _compare_recipe(folder: Path, recipe: Mapping[str, Any], model: Model) -> No
 def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) -> None:
     """What can be compared without building the model: that is left to `Decoder.load`."""
     try:
-        pattern.parse(model.pattern)
+        period = pattern.parse(model.pattern)
     except ValueError as error:
         raise DamagedError(file.with_name(CONFIG_FILE), str(error)) from error
     blocks = {name.split(".")[1] for name in infos if name.startswith("blocks.")}
     if blocks != {str(number) for number in range(len(blocks))} or len(blocks) != model.num_layers:
         raise DamagedError(file, f"it has {len(blocks)} layers, {CONFIG_FILE} beside it {model.num_layers}")
+    for number in range(model.num_layers):
+        named, mixer = period[number % len(period)], mixer_of(infos, f"blocks.{number}.mixer.")
+        if named != mixer:
+            raise DamagedError(file, f"layer {number} is {mixer}, {CONFIG_FILE} beside it has {named}")
     expected = {"embedding.weight": (model.vocab_size, model.hidden_size), "norm.weight": (model.hidden_size,)}
     if not model.tied:
         expected["head.weight"] = expected["embedding.weight"]
@@ -314,6 +326,11 @@ def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) 
     for name, info in infos.items():
         if info.dtype not in FLOATING:
             raise DamagedError(file, f"{name} must be in floating point, got {info.dtype}")
+
+
+def mixer_of(names: Collection[str], prefix: str) -> str:
+    """The mixer whose parameters have these names after a prefix, told apart by `MARKS`."""
+    return next((mixer for mixer, name in MARKS.items() if prefix + name in names), "attention")
 
 
 def _compare_shards(folder: Path, model: Model, headers: Sequence[Mapping[str, TensorInfo]]) -> None:
