@@ -228,9 +228,25 @@ def once(given, group):
         exchange.agree = agree
 
 
+def alone(given, group):
+    """What a rank refuses after the first comparison is no collective: the others are in the operator's own by then."""
+    context = build_cp_context(BOUNDS, group)
+    mixer, model = layers.KimiDeltaAttention(WIDTH, 1, head_dim=8), decoder()
+    for call, argument in ((mixer, rows), (attention(), rows), (model, tokens)):
+        call(argument(context), cp_context=context)
+        if group.rank() == 1:
+            try:
+                call(argument(context, extra=1), cp_context=context)
+            except ValueError as error:
+                assert "T = 20, this rank's share, got T = 21" in str(error)
+            else:
+                raise AssertionError("not refused")
+    assert context.gather(torch.tensor([group.rank()])).tolist() == [[0], [1]]
+
+
 TABLES = (attention_cases, layer_cases, decoder_cases, unshard_cases)
 CASES = {table.__name__: Case(lambda: None, compared(table)) for table in TABLES}
-CASES["once"] = Case(lambda: None, once)
+CASES |= {run.__name__: Case(lambda: None, run) for run in (once, alone)}
 BOUNDARIES = {"boundaries": Case(lambda: None, boundaries)}
 
 

@@ -103,6 +103,7 @@ class ContextParallel:
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
         self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
+        self._passed: set[str] = set()  # operators that have been called with these boundaries
         self._made: dict[tuple[object, ...], Tensor] = {}
         self._lists: dict[tuple[Any, ...], tuple[list[int], Counts]] = {}
 
@@ -303,9 +304,12 @@ class ContextParallel:
         try:
             decision = decide()
         except (TypeError, ValueError) as refusal:
-            if not self._compared:
+            # Once they have compared this operator the others go on to its own collective, in which a refusal would be
+            # taken for numbers: then it is this rank's alone.
+            if not self._compared and (self.check == "always" or op not in self._passed):
                 exchange.agree(op, refusal, device, self.group)
             raise
+        self._passed.add(op)
         if describe is None:
             return decision
         said = {"the operator": op, **describe(decision), "the cut": self._told}
