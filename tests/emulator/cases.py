@@ -1,0 +1,52 @@
+"""Cases of an emulated kernel: every combination of its axes, and the part of them that every run takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+SCHEDULES = [("late", "last"), ("early", "first")]
+"""Settings of `Machine`: copies land late while producers run ahead; copies land early while consumers run ahead."""
+
+
+class Case(NamedTuple):
+    """One combination.
+
+    Attributes:
+        values: One value of every axis.
+        schedule: One of `SCHEDULES`.
+        default: Whether it runs without `--draws`.
+    """
+
+    values: tuple[Any, ...]
+    schedule: tuple[str, str]
+    default: bool
+
+    def __str__(self) -> str:
+        return _text((*self.values, *self.schedule))
+
+
+def cases(*axes: Sequence[Any]) -> list[Case]:
+    """All combinations. Two of every value of the first axis are default, one with each schedule; every value of the
+    other axes is in one of them."""
+    lengths = [len(axis) for axis in axes]
+    default = set()
+    for i in range(max(2 * lengths[0], *lengths)):
+        default.add((*(i // 2 % n if axis == 0 else (i + i // n) % n for axis, n in enumerate(lengths)), i % 2))
+    found = [
+        Case(tuple(axis[i] for axis, i in zip(axes, indices, strict=True)), schedule, (*indices, number) in default)
+        for *indices, (number, schedule) in itertools.product(*map(range, lengths), enumerate(SCHEDULES))
+    ]
+    for axis, values in enumerate(axes):
+        assert all(any(case.default and case.values[axis] == x for case in found) for x in values)
+    return found
+
+
+def _text(x: Any) -> str:
+    """Values as part of a test's name."""
+    if isinstance(x, dict):
+        return " ".join(f"{name}={_text(y)}" for name, y in x.items())
+    if isinstance(x, tuple):
+        return " ".join(map(_text, x))
+    return ",".join(map(_text, x)) if isinstance(x, list) else str(x)

@@ -1,0 +1,5 @@
+"""What a program of the emulator ends with if it is wrong."""
+
+
+class Fault(Exception):
+    """On a GPU the program's result would depend on timing, or it would hang, or not compile, or be stopped."""

@@ -1,0 +1,218 @@
+"""`gradients` in Gluon, for every gate, on the emulator, against float64 autograd of the token loop."""
+
+import itertools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from tests.emulator.cases import cases
+from tests.emulator.compare import BFLOAT16, require_close
+from tests.emulator.delta import C, options
+from tests.emulator.machine import Machine
+from torch import Tensor
+
+from wyfold import reference
+from wyfold.runtime.chunks import ChunkGrid, chunk_grid
+from wyfold.runtime.launch import Config
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.gradients import gluon
+from wyfold.stages.gradients.gluon import channel
+from wyfold.stages.records import TokenBorders, TokenGradients
+from wyfold.tile.decay.eager import log_gate_floor
+
+K = V = 128
+SCALE = K**-0.5
+CALLS = [
+    {"gate": "medium"},
+    {"gate": "harsh", "H": 2},
+    {"gate": "slow", "T": 90, "B": 2},
+    {"gate": "fast", "strided": True},
+    {"gate": "harsh", "norm": True},
+    {"T": 200, "cu": [0, 70, 190], "norm": True},
+    {"T": 300, "H": 2, "cu": [0, 70, 70, 198, 240]},
+    {"T": 200, "H": 2, "norm": True, "activated": torch.bfloat16},
+    {"T": 200, "cu": [0, 70, 190], "activated": torch.float32},
+]
+KINDS = ["channel", "scalar", "none"]
+CASES = cases(CALLS, KINDS)
+
+
+class Tokens(NamedTuple):
+    """Of [B, T, H, ..] tensors, or of one head's rows; g: log gates, one or K numbers a token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    do: Tensor
+
+
+@dataclass
+class Call:
+    """Arguments of a launch, and the gradients that it should leave."""
+
+    kind: str
+    given: dict[str, Any]
+    do: Tensor
+    borders: TokenBorders
+    grid: ChunkGrid
+    options: DeltaOptions
+    end: int
+    want: dict[str, Tensor]
+
+
+def test_gradients(case):
+    shape, kind = case.values
+    judge(Machine(*case.schedule), draw(kind, **shape))
+
+
+def judge(machine: Machine, call: Call) -> None:
+    out = {name: None if x is None else torch.full_like(x, torch.nan) for name, x in call.given.items()}
+    module: ModuleType = channel if call.kind == "channel" else gluon
+    q, k, _, *rest = call.given.values()
+    with machine.installed(module, Config(4, 1, {})):
+        gluon.gradients(q, k, *rest, call.do, call.borders, call.grid, call.options, "", TokenGradients(**out))
+    pairs = {}
+    for name, want in call.want.items():
+        got = out[name]
+        if name not in ("A_log", "dt_bias"):
+            assert not got[:, call.end :].any(), f"d{name} is not zero behind the last sequence"
+            got, want = got[:, : call.end], want[:, : call.end]
+        assert not got[want == 0].any(), f"d{name} is not zero where it must be"
+        pairs[f"d{name}"] = got, want
+    require_close(machine, BFLOAT16, **pairs)
+
+
+def draw(
+    kind: str,
+    *,
+    gate: str = "medium",
+    T: int = 128,
+    B: int = 1,
+    H: int = 1,
+    cu: list[int] | None = None,
+    strided: bool = False,
+    norm: bool = False,
+    activated: torch.dtype | None = None,
+) -> Call:
+    """activated: the gate is of this dtype, and becomes a log gate in the kernel."""
+    x, raw, parameters = drawn(kind, gate, (B, T, H), norm, activated)
+    spans = [(0, a, b) for a, b in itertools.pairwise(cu)] if cu else [(b, 0, T) for b in range(B)]
+    want = truth(x, raw, spans, norm, parameters)
+    grid = chunk_grid(B, T, C, torch.tensor(cu) if cu else None)
+    lie = borders(x, spans, grid, norm)
+    for y in (x.q, x.k, x.do, *(() if raw is None else (raw,))):
+        y[:, spans[-1][2] :] = torch.nan
+    q = x.q
+    if strided:
+        q = q[..., None].expand(*q.shape, 2).flatten(-2)[..., ::2]
+        raw = None if raw is None else raw.transpose(1, 2).contiguous().transpose(1, 2)
+    given = {"q": q, "k": x.k, "v": x.v, "g": raw, "beta": x.beta, **parameters}
+    how = options(scale=SCALE, qk_l2norm=norm, activation="softplus" if activated else "given")
+    return Call(kind, given, x.do, lie, grid, how, spans[-1][2], want)
+
+
+def drawn(
+    kind: str, gate: str, shape: tuple[int, int, int], norm: bool, activated: torch.dtype | None
+) -> tuple[Tokens, Tensor | None, dict[str, Tensor | None]]:
+    """Tokens, the gate as it is given, and the parameters that make it a log gate."""
+    T, H = shape[1:]
+    q, k = (torch.randn(*shape, K) for _ in range(2))
+    q, k = (x if norm else torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    v, do = torch.randn(*shape, V).bfloat16(), torch.randn(*shape, V).bfloat16()
+    width = K if kind == "channel" else 1
+    g = -torch.rand(*shape, width) * {"slow": 0.01, "medium": 0.5, "fast": 5.0, "harsh": 0.5}[gate] * (kind != "none")
+    if gate == "harsh" and kind != "none":
+        g[:, 5] = -1e4
+        g[:, 70 % T] = -torch.inf
+        g[:, 9, :, ::3] = -torch.inf
+        g[:, 24:40] = -20.0
+        g[:, 41:48] = 0.0
+    raw, parameters = g, {"A_log": None, "dt_bias": None}
+    if activated and kind != "none":
+        raw = torch.randn(g.shape).to(activated)
+        parameters = {"A_log": 0.3 * torch.randn(H), "dt_bias": torch.randn(H, width).squeeze(-1) - 1}
+        g = log_gate(raw.double(), *(x.double() for x in parameters.values() if x is not None))
+    tokens = Tokens(q.bfloat16(), k.bfloat16(), v, g, torch.rand(*shape), do)
+    return tokens, None if kind == "none" else raw if kind == "channel" else raw[..., 0], parameters
+
+
+def log_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    return -A_log.exp()[:, None] * torch.nn.functional.softplus(raw + dt_bias.view(*A_log.shape, -1))
+
+
+def truth(
+    x: Tokens,
+    raw: Tensor | None,
+    spans: list[tuple[int, int, int]],
+    norm: bool,
+    parameters: dict[str, Tensor | None],
+) -> dict[str, Tensor]:
+    """Gradients of everything that is given, of no token past the last sequence."""
+    given = {"q": x.q, "k": x.k, "v": x.v, "g": raw, "beta": x.beta, **parameters}
+    leaves = {name: y.double().requires_grad_() for name, y in given.items() if y is not None}
+    total = torch.zeros(()).double()
+    for b, begin, end in spans:
+        if end == begin:
+            continue
+        q, k, v, beta = (leaves[name][b : b + 1, begin:end] for name in ("q", "k", "v", "beta"))
+        g = torch.zeros(*q.shape[:3], 1).double()
+        if raw is not None:
+            g = leaves["g"][b : b + 1, begin:end].reshape(*q.shape[:3], -1)
+        if "A_log" in leaves:
+            g = log_gate(g, leaves["A_log"], leaves["dt_bias"])
+        g = g.clamp(min=log_gate_floor(torch.float32)).expand(*q.shape[:3], K)
+        y = reference.kda(q, k, v, g, beta, scale=SCALE, use_qk_l2norm_in_kernel=norm)[0]
+        total = total + (y * x.do[b : b + 1, begin:end].double()).sum()
+    return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+
+
+def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool) -> TokenBorders:
+    """What `scan_bwd` leaves, in float64 and then rounded."""
+    H = x.q.shape[2]
+    wide = x._replace(
+        q=x.q.double(), k=x.k.double(), v=x.v.double(), beta=x.beta.double()[..., None], do=x.do.double(),
+        g=x.g.double().clamp(min=log_gate_floor(torch.float32)),
+    )  # fmt: skip
+    if norm:
+        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (wide.q, wide.k))
+        wide = wide._replace(q=q, k=k)
+    S_, dS_ = torch.full((2, grid.chunks * H, V, K), 7.0)
+    e_, X_ = torch.full((2, grid.chunks * H, C, V), 7.0)
+    for n, (b, begin, end) in enumerate(spans):
+        first = n * grid.per_sequence if grid.cu is None else int(grid.first[n])
+        for h in range(H):
+            chunks = [Chunk(*(y[b, t : min(t + C, end), h] for y in wide)) for t in range(begin, end, C)]
+            S, states = torch.zeros(K, V).double(), []
+            for one in chunks:
+                states.append(S)
+                S = one.total.exp()[:, None] * S + one.k_out.T @ (one.A @ (one.beta * one.R(S)))
+            dS = torch.zeros(K, V).double()
+            for c in reversed(range(len(chunks))):
+                one, S, tile = chunks[c], states[c], (first + c) * H + h
+                X = one.A.T @ (SCALE * one.P.T @ one.do + one.k_out @ dS)
+                S_[tile], dS_[tile] = S.T, dS.T / SCALE
+                e_[tile], X_[tile] = 0, 0
+                e_[tile, : len(X)] = one.R(S) - one.J @ (one.A @ (one.beta * one.R(S)))
+                X_[tile, : len(X)] = X / SCALE
+                dS = one.total.exp()[:, None] * dS + SCALE * one.q_in.T @ one.do - one.k_in.T @ (one.beta * X)
+    return TokenBorders(*(y.bfloat16() for y in (S_, dS_, e_, X_)))
+
+
+class Chunk:
+    """One chunk of one head: decayed rows, grams, and A = (I + diag(beta) J)^-1."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor):
+        G = g.cumsum(0).expand(-1, K)
+        self.total, self.v, self.beta, self.do = G[-1], v, beta, do
+        self.q_in, self.k_in, self.k_out = q * G.exp(), k * G.exp(), k * (G[-1] - G).exp()
+        decay = (G[:, None] - G[None]).clamp(max=0).exp()
+        J, P = (torch.einsum("rc,sc,rsc->rs", x, k, decay) for x in (k, q))
+        self.J, self.P = J.tril(-1), P.tril()
+        self.A = torch.linalg.inv(torch.eye(len(q)).double() + beta * self.J)
+
+    def R(self, S: Tensor) -> Tensor:
+        """v less what the state has for the keys."""
+        return self.v - self.k_in @ S

@@ -1,0 +1,139 @@
+"""`prepare` in Gluon with a gate per channel, on the emulator, against its definition in float64."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tests.emulator.cases import cases
+from tests.emulator.compare import require_as_rounded
+from tests.emulator.delta import C, filled, options
+from tests.emulator.machine import Machine
+from tests.upper_tiles import whole
+from torch import Tensor
+
+from wyfold.runtime.chunks import ChunkGrid, chunk_grid
+from wyfold.runtime.launch import Config
+from wyfold.runtime.options import DeltaOptions
+from wyfold.stages.prepare.gluon import channel
+from wyfold.tile.decay.eager import log_gate_floor
+
+K = 128
+CALLS = [
+    *({"gate": gate} for gate in ("slow", "medium", "fast", "faster", "none", "reset", "always reset")),
+    {"norm": True},
+    {"T": 100, "B": 2, "H": 1, "HV": 2},
+    {"cu": [0, 50, 50, 120]},
+    {"cu": [0, 50, 120], "norm": True, "gate": "reset"},
+    {"strided": True, "T": 100},
+    {"narrow": True},
+    {"softplus": True},
+]
+CASES = cases(CALLS)
+
+
+def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+    """The expected tiles of all chunks, in order: total, decayed q and k, E, F^T, W^T."""
+    q, k, g, beta = (x.double() for x in (q, k, g, beta))
+    if norm:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    g = g.clamp(min=log_gate_floor(torch.float32))
+    shared, found = beta.shape[2] // q.shape[2], []
+    for row, low, high in spans:
+        for t, h in itertools.product(range(low, high, C), range(beta.shape[2])):
+            tokens = row, slice(t, min(t + C, high))
+            keys, queries = filled(k[*tokens, h // shared]), filled(q[*tokens, h // shared])
+            gates, strength = filled(g[*tokens, h]), filled(beta[*tokens, h, None])
+            found.append(chunk(queries, keys, gates, strength))
+    return [torch.stack(x) for x in zip(*found, strict=True)]
+
+
+def chunk(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    i = torch.arange(C)
+    # A difference of running sums would lose digits: the sum of what lies between.
+    between = ((i[None, None, :] <= i[:, None, None]) & (i[None, None, :] > i[None, :, None])).double()
+    D = torch.einsum("rsi,ik->rsk", between, g).exp()
+    J, P = (torch.einsum("rk,sk,rsk->rs", x, k, D) for x in (k, q))
+    J, P, eye = J.tril(-1), P.tril(), torch.eye(C).double()
+    A = torch.linalg.solve_triangular(eye + beta * J, eye, upper=False)
+    W = torch.linalg.solve_triangular(eye + J * beta.mT, eye, upper=False)
+    G = g.cumsum(0)
+    return G[-1].exp(), q * G.exp(), k * G.exp(), A.mT @ (k * D[C - 1]), (P @ A).mT, W.mT
+
+
+def gates(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Log gates of a kind: decay by rate, or resets, whose log gate is -inf."""
+    rates = {"none": 0.0, "slow": 1e-3, "medium": 0.1, "fast": 5.0, "faster": 40.0}
+    g = -torch.rand(shape) * rates.get(kind, 1.0)
+    if kind == "reset":
+        g[:, ::7] = -torch.inf
+        g[:, 3, :, ::2] = -1e4
+    if kind == "always reset":
+        g.fill_(-torch.inf)
+    return g
+
+
+@dataclass
+class Call:
+    """Arguments of a launch, and the expected tiles."""
+
+    tokens: list[Any]
+    grid: ChunkGrid
+    options: DeltaOptions
+    o: Tensor
+    end: int
+    want: list[Tensor]
+
+
+def test_prepare(case):
+    (shape,) = case.values
+    judge(Machine(*case.schedule), draw(**shape))
+
+
+def judge(machine: Machine, call: Call) -> None:
+    o = call.o.clone()
+    with machine.installed(channel, Config(4, 1, {})):
+        found = channel.prepare(*call.tokens, call.grid, call.options, o, folded=True, backward=True)
+    got = found.total, found.q, found.k, found.E, whole(found.F), whole(found.W)
+    assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
+    pairs = zip(("total", "q", "k", "E", "F", "W"), got, call.want, strict=True)
+    require_as_rounded(machine, **{name: (x[: len(want)], want) for name, x, want in pairs})
+
+
+def draw(
+    *,
+    B: int = 1,
+    T: int = 128,
+    H: int = 1,
+    HV: int = 1,
+    gate: str = "medium",
+    norm: bool = False,
+    cu: list[int] | None = None,
+    strided: bool = False,
+    narrow: bool = False,
+    softplus: bool = False,
+) -> Call:
+    """narrow: the gate is bfloat16, as a projection leaves it. softplus: it is activated in the kernel."""
+    q, k = (torch.randn(B, T, H, K) for _ in range(2))
+    if not norm:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    q, k, beta = q.bfloat16(), k.bfloat16(), torch.rand(B, T, HV)
+    g = given = gates(gate, (B, T, HV, K))
+    parameters: list[Tensor | None] = [None, None]
+    if narrow:
+        given = g.bfloat16()
+        g = given.float()
+    if softplus:
+        parameters = [A_log, dt_bias] = [torch.randn(HV), torch.randn(HV, K)]
+        given = torch.randn(g.shape).bfloat16()
+        g = -A_log.exp()[:, None] * torch.nn.functional.softplus(given.float() + dt_bias)
+    if strided:
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in itertools.pairwise(cu)]
+    end, want = spans[-1][2], truth(q, k, g, beta, norm, spans)
+    for x in (q, k, given):
+        x[:, end:] = torch.nan
+    how = options(qk_l2norm=norm, activation="softplus" if softplus else "given")
+    grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
+    o = torch.full((B, T, HV, K), 7.0).bfloat16()
+    return Call([q, k, given, beta, *parameters], grid, how, o, end, want)

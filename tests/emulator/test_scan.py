@@ -1,0 +1,102 @@
+"""`scan` in Gluon, on the emulator, against its formulas in PyTorch."""
+
+import pytest
+import torch
+from tests.emulator.cases import cases
+from tests.emulator.compare import require_close
+from tests.emulator.delta import PACKED, Call, draw, heads, options, rounded
+from tests.emulator.machine import Machine
+from torch import Tensor
+
+from wyfold.runtime.launch import Config
+from wyfold.stages.records import Slots
+from wyfold.stages.scan import gluon
+
+SCALE = 0.25
+CONFIGS = [
+    ({"BV": 128, "PARTS": 2, "OUT": 1}, 3),
+    ({"BV": 128, "PARTS": 2, "OUT": 0}, 3),
+    ({"BV": 128, "PARTS": 2, "OUT": 2}, 2),
+    ({"BV": 128, "PARTS": 1, "OUT": 2}, 2),
+    ({"BV": 64, "PARTS": 1, "OUT": 1}, 3),
+    ({"BV": 128, "PARTS": 1, "OUT": 1}, 3),
+]
+FORMS = [("scalar", False), ("scalar", True), ("channel", True)]
+SHAPES = [
+    {"B": 2, "T": 200},
+    {"T": 530, "cu": PACKED, "H": 2},
+    {"T": 640, "given": False},
+    {"T": 40},
+    {"T": 130, "K": 64},
+]
+CASES = cases(CONFIGS, FORMS, SHAPES)
+
+
+def expected(call: Call) -> tuple[Tensor, Tensor]:
+    """Outputs, zero for tokens of no sequence, and final states."""
+    o = torch.zeros_like(call.v)
+    ST = torch.zeros(len(call.spans), *call.v.shape[2:3], call.q.shape[3], call.v.shape[3])
+    for n, head, chunks in heads(call):
+        S = torch.zeros(call.v.shape[3], call.q.shape[3]) if call.S0 is None else call.S0[n, head].T
+        for x in chunks:
+            R = x.v - (rounded(S) @ x.k.T) * x.in_k
+            R[:, x.tokens.stop - x.tokens.start :] = 0
+            Sq = (rounded(S) @ x.q.T) * x.in_q
+            if x.E is not None:
+                y, F = rounded(R * x.beta), x.F
+                S = S * x.total + y @ x.E
+            else:
+                y, F = rounded(R), x.FB
+                S = S * x.total + rounded((y @ x.W) * x.out) @ x.k
+            row = call.spans[n][0]
+            o[row, x.tokens, head] = (((Sq + y @ F) * SCALE).T)[: x.tokens.stop - x.tokens.start].bfloat16()
+        ST[n, head] = S.T
+    return o, ST
+
+
+def test_scan(case):
+    config, form, shape = case.values
+    judge(Machine(*case.schedule), config, draw(*form, **shape))
+
+
+def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> None:
+    blocks, stages = config
+    want_o, want_S = expected(call)
+    call.spoil()
+    o, ST = torch.full_like(call.v, torch.nan), torch.full_like(want_S, torch.nan)
+    with machine.installed(gluon, Config(blocks["BV"] // 16 // blocks["PARTS"], stages, blocks)):
+        gluon.scan(
+            call.q, call.k, call.v, call.prepared, call.S0, call.grid, options(scale=SCALE), "", o, ST, None, None
+        )
+    used = call.v.shape[1] if call.cu is None else call.cu[-1]
+    require_close(machine, o=(o[:, :used], want_o[:, :used]), ST=(ST, want_S))
+    assert o[:, used:].isnan().all(), "written behind the last sequence"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["where they came from", "in other slots"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_states_in_slots_of_a_pool(stored: torch.dtype, elsewhere: bool):
+    """The same bits as with contiguous states. A sequence without a live slot outputs zeros and writes no state."""
+    call = draw("scalar", False, T=530, cu=PACKED, H=2)
+    call.spoil()
+    N, blocks, stages = len(call.spans), *CONFIGS[0]
+    pool = torch.randn(2 * N + 3, *call.S0.shape[1:]).to(stored)
+    if stored == torch.bfloat16:
+        pool = pool.mT.contiguous().mT  # V-first
+    order = torch.randperm(len(pool))
+    source, target, given = order[:N, None].clone(), order[N : 2 * N].clone(), torch.rand(N) < 0.7
+    source[0], target[-1] = -1 if elsewhere else len(pool), -1
+    entering = torch.where(given[:, None, None, None], pool[source[:, 0].clamp(0, len(pool) - 1)].float(), 0)
+    expected, left = torch.full_like(call.v, torch.nan), torch.full_like(call.S0, torch.nan)
+    got, after = expected.clone(), pool.clone()
+    slots = Slots(pool, pool, source, target if elsewhere else None, given)
+    tokens, machine = (call.q, call.k, call.v, call.prepared), Machine()
+    with machine.installed(gluon, Config(4, stages, blocks)):
+        gluon.scan(*tokens, entering, call.grid, options(scale=SCALE), "", expected, left, None, None)
+        gluon.scan(*tokens, pool, call.grid, options(scale=SCALE), "", got, pool, None, None, slots=slots)
+    expected[:, call.spans[0][1] : call.spans[0][2]] = 0
+    for n in range(1, N):
+        if 0 <= (to := int(target[n] if elsewhere else source[n, 0])) < len(pool):
+            after[to] = left[n].to(stored)
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(pool, after)

@@ -1,0 +1,138 @@
+"""`summary` and `summary_bwd` in Gluon, on the emulator, against their formulas in PyTorch."""
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from tests.emulator.cases import cases
+from tests.emulator.compare import require_close
+from tests.emulator.delta import C, Call, draw, options, rounded
+from tests.emulator.machine import Machine
+from torch import Tensor
+
+from wyfold.runtime.chunks import Cut, Segments, segment_grid
+from wyfold.runtime.launch import Config
+from wyfold.stages.summary.gluon import backward, forward
+
+SCALE = 0.25
+UNWRITTEN = 7.0
+FORMS = [("scalar", False), ("scalar", True), ("channel", True)]
+CONFIGS = [({"BV": 64, "PARTS": 1}, 3), ({"BV": 128, "PARTS": 2}, 2)]
+LENGTHS = [7 * C + 3, 1, 4 * C, 3 * C]
+CASES = cases(CONFIGS, FORMS)
+
+
+def packed(form: tuple[str, bool], lengths: list[int], **shape: Any) -> tuple[Call, Segments]:
+    """A packed batch, cut into segments of three chunks, with five tokens behind the last sequence."""
+    cu = [0, *accumulate(lengths)]
+    call = draw(*form, T=cu[-1] + 5, cu=cu, **shape)
+    return call, segment_grid(call.grid, Cut(1, 3), torch.device("cpu"))
+
+
+def pieces(segments: Segments):
+    """Segments that hold a part of a sequence: number, sequence, span, whether that begins here, and ends here."""
+    cu = segments.grid.cu
+    for i, (n, begin, end) in enumerate(zip(segments.sequence.tolist(), cu.tolist(), cu[1:].tolist(), strict=False)):
+        if n < segments.sequences:
+            yield i, n, (0, begin, end), int(segments.first[n]) == i, int(segments.first[n + 1]) == i + 1
+
+
+def maps(call: Call, segments: Segments, H: Tensor, M: Tensor) -> None:
+    """H and M of the segments that end at borders."""
+    K, V = call.q.shape[3], call.v.shape[3]
+    for i, n, span, begins, ends in pieces(segments):
+        for head in range(call.v.shape[2] if not ends else 0):
+            S = torch.zeros(V, K) if not begins or call.S0 is None else call.S0[n, head].T
+            H[i - n, head] = through(call, span, int(segments.grid.first[i]), head, S, moved=True).T
+            S = torch.eye(K) * (not begins)
+            M[i - n, head] = through(call, span, int(segments.grid.first[i]), head, S, moved=False).T
+
+
+def through(call: Call, span: tuple[int, int, int], first: int, head: int, S: Tensor, *, moved: bool) -> Tensor:
+    """A state after a segment; moved: with the values that are written."""
+    for x in call.chunks(span, first, head):
+        R = x.v * moved - (rounded(S) @ x.k.T) * x.in_k
+        if x.E is not None:
+            S = S * x.total + rounded(R * x.beta) @ x.E
+        else:
+            S = S * x.total + rounded((rounded(R) @ x.W) * x.out) @ x.k
+    return S
+
+
+def gradients(call: Call, segments: Segments, c: Tensor) -> None:
+    """Gradients of the states that enter the segments which begin at borders."""
+    for i, n, span, begins, ends in pieces(segments):
+        for head in range(call.v.shape[2] if not begins else 0):
+            dS = torch.zeros(call.v.shape[3], call.q.shape[3])
+            if ends and call.dST is not None:
+                dS = call.dST[n, head].T
+            for x in reversed(call.chunks(span, int(segments.grid.first[i]), head)):
+                X = x.do @ x.F.T * SCALE
+                if x.E is not None:
+                    X = X + rounded(dS) @ x.E.T
+                else:
+                    X = X + rounded(rounded(dS) @ x.k.T * (x.out * x.beta)) @ x.W.T / x.beta
+                dS = dS * x.total + rounded(x.do * (x.in_q * SCALE)) @ x.q - rounded(X * (x.beta * x.in_k)) @ x.k
+            c[i - n - 1, head] = dS.T
+
+
+def written(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """What both have written, which must be the same."""
+    assert torch.equal(got == UNWRITTEN, want == UNWRITTEN), "other states are written than those at borders"
+    return got[want != UNWRITTEN], want[want != UNWRITTEN]
+
+
+def test_summary(case):
+    config, form = case.values
+    summarised(Machine(*case.schedule), config, *packed(form, LENGTHS))
+
+
+def test_summary_bwd(case):
+    config, form = case.values
+    graded(Machine(*case.schedule), config, *packed(form, LENGTHS))
+
+
+def test_summary_bwd_without_a_final_gradient():
+    graded(Machine(), CONFIGS[0], *packed(FORMS[0], [5 * C - 1, 0, 6 * C], given=False))
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=str)
+def test_loads_stop_when_the_map_is_zero(form):
+    """With a fast scalar gate M becomes zero after a few chunks, and the kernel stops loading for it."""
+    loads = []
+    for fast in (False, True):
+        machine = Machine("late", "last")
+        call, segments = packed(form, [30 * C, 5 * C], HV=1)
+        if fast:
+            rows, E = call.prepared.rows, call.prepared.E
+            rows[:, 2] *= 1e-18
+            call.prepared = call.prepared._replace(
+                total=call.prepared.total * 1e-18, E=None if E is None else (E * 1e-18).bfloat16()
+            )
+        summarised(machine, CONFIGS[1], call, segments)
+        loads.append(machine.loads)
+    assert (loads[1] < loads[0]) == (form[0] == "scalar"), loads
+
+
+def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
+    """Run `summary`, and judge what it leaves."""
+    shape = segments.borders, call.v.shape[2]
+    H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
+    want = H.clone(), M.clone()
+    maps(call, segments, *want)
+    call.spoil()
+    with machine.installed(forward, Config(4, config[1], config[0])):
+        forward.summary(call.k, call.v, call.prepared, call.S0, segments, "", H, M)
+    require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
+
+
+def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
+    """Run `summary_bwd`, and judge what it leaves."""
+    c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
+    want = c.clone()
+    gradients(call, segments, want)
+    call.spoil()
+    with machine.installed(backward, Config(4, config[1], config[0])):
+        backward.summary_bwd(call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), "", c)
+    require_close(machine, c=written(c, want))
