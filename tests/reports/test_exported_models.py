@@ -1,7 +1,8 @@
 """`torch.export` of a patched model ended in PyTorch's internals where positions were given.
 
 Whether documents begin in `position_ids` has to be read, which no exported program can ("Could not extract specialized
-integer from data-dependent expression").
+integer from data-dependent expression"). Without them, and with `cu_seq_lens_q`, a program that was exported with
+gradients on failed when it ran ("functions with out=... don't support automatic differentiation").
 """
 
 import pytest
@@ -24,3 +25,24 @@ def test_positions_are_refused_in_one_sentence(positions: Tensor):
     )
     with torch.no_grad(), patch(model), pytest.raises(ValueError, match=message):
         torch.export.export(model, (IDS,), {"position_ids": positions, "use_cache": False}, strict=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_a_program_has_the_models_numbers_and_gradients(family: str):
+    """With boundaries that were not there when it was exported, and after the patch is undone."""
+    model = hybrid(family)
+    first, other = (
+        {"cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32), "use_cache": False}
+        for bounds in ([0, 8, 20], [0, 3, 20])
+    )
+    with patch(model):
+        program = torch.export.export(model, (IDS,), first, strict=False).module()
+        expected = model(IDS, **other).logits
+        expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    logits = program(IDS, **other).logits
+    logits.square().sum().backward()
+    assert torch.equal(logits, expected)
+    for name, parameter in program.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6, msg=name)
