@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wyfold.cli import UsageError, bench, main, scaling, tables
+from wyfold.cli import UsageError, main, scaling, tables
 from wyfold.cli.cases import Case
 from wyfold.parallel.team import Ranks
 from wyfold.reference.shapes import Shape
@@ -148,7 +148,7 @@ def test_ranks_that_nobody_started_are_refused(capsys):
     ],
 )
 def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "launched", lambda: True)
-    monkeypatch.setattr(bench, "Ranks", lambda device, cp: SimpleNamespace(leads=True))
+    monkeypatch.setattr("wyfold.parallel.team.launched", lambda: True)
+    monkeypatch.setattr("wyfold.parallel.team.Ranks", lambda device, cp: SimpleNamespace(leads=True))
     assert main(["bench", *words, "--peers", "none"]) == 2
     assert refusal in capsys.readouterr().err
