@@ -86,10 +86,12 @@ def causal_conv1d(
     def run() -> tuple[Tensor, Tensor | None]:
         if cp_context is None:
             chosen = decided(decision_key(tensors, values, backend), decide)
-            y, final_state = apply(Conv, *tensors, output_final_state, activation is not None, chosen)
+            y, final_state = apply(_NAME, Conv, *tensors, output_final_state, activation is not None, chosen)
         else:
             chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
-            y, final_state = apply(ConvAcross, *given, output_final_state, activation is not None, chosen, cp_context)
+            y, final_state = apply(
+                _NAME, ConvAcross, *given, output_final_state, activation is not None, chosen, cp_context
+            )
         return y, final_state if output_final_state else None
 
     return recalled(tensors, values, run) if cp_context is None else run()

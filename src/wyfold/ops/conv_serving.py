@@ -12,6 +12,7 @@ from wyfold.pipelines.conv_serving import ConvServing, serve_conv
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.recall import recalled
+from wyfold.runtime.register import refuse_transforms
 from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
@@ -152,6 +153,7 @@ def _served(
     """Check, decide, run."""
 
     def run() -> Tensor:
+        refuse_transforms(op, x, pool, weight, bias, out)
         return _convolved(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts)
 
     source, activation, given, accepted, pad, backend = flags

@@ -46,7 +46,10 @@ def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str
         return None
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
-    metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
+    try:
+        metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
+    except RuntimeError:  # a nested tensor, which has no shape
+        return None
     around = keeps_gradients(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
     types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:

@@ -159,7 +159,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
 
     def run() -> Tensor:
         chosen = decided(decision_key((x,), values, backend), decide)
-        return apply(_BetaSigmoid, x, float(scale), chosen)
+        return apply("fused_beta_sigmoid", _BetaSigmoid, x, float(scale), chosen)
 
     return recalled((x,), values, run)
 
@@ -210,8 +210,8 @@ def _gate(
         chosen = decided(decision_key(tensors, values, backend), decide)
         activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
         if op == "fused_gdn_gate":
-            return apply(_Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
-        return apply(_Gate, *tensors, activation, bound, *chosen)
+            return apply(op, _Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
+        return apply(op, _Gate, *tensors, activation, bound, *chosen)
 
     return recalled(tensors, values, run)
 
@@ -312,6 +312,7 @@ _gate_bwd_op = register(
     lambda g, A_log, dt_bias, dy, needs, *_: [
         x.new_empty(x.shape) for x, need in zip((g, A_log, dt_bias), needs) if need
     ],
+    of_gradients=True,
 )
 
 
@@ -357,4 +358,5 @@ _beta_bwd_op = register(
     "beta_sigmoid_bwd(Tensor x, Tensor dy, float scale, str backend) -> Tensor",
     _beta_bwd,
     lambda x, dy, scale, backend: x.new_empty(x.shape),
+    of_gradients=True,
 )

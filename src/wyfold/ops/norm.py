@@ -59,7 +59,7 @@ def l2norm(
 
     def run() -> Tensor:
         chosen = decided(decision_key((x,), values, backend), decide)
-        return apply(_L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
+        return apply("l2norm", _L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
 
     return recalled((x,), values, run)
 
@@ -134,7 +134,7 @@ def rms_norm_gated(
     def run() -> Tensor:
         chosen = decided(decision_key(tensors, values, backend), decide)
         options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
-        return apply(_RmsNormGated, *tensors, options, chosen)
+        return apply("rms_norm_gated", _RmsNormGated, *tensors, options, chosen)
 
     return recalled(tensors, values, run)
 
@@ -208,6 +208,7 @@ _l2norm_bwd_op = register(
     "l2norm_bwd(Tensor x, Tensor dy, float eps, str backend) -> Tensor",
     _l2norm_bwd,
     lambda x, dy, eps, backend: x.new_empty(x.shape),
+    of_gradients=True,
 )
 
 
@@ -289,4 +290,5 @@ _rms_norm_gated_bwd_op = register(
     lambda x, g, weight, bias, dy, needs, *_: [
         t.new_empty(t.shape) for t, need in zip((x, g, weight, bias), needs) if need
     ],
+    of_gradients=True,
 )

@@ -19,7 +19,7 @@ from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.register import in_autocast_dtype, refuse_transforms
 from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
@@ -88,6 +88,7 @@ def _call_served(
     chunked: bool,
 ) -> Tensor:
     q, k, v, g, beta, out = *tokens, slots.out
+    refuse_transforms(op, *tokens, slots.pool, out)
     if turned:
         q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))
     call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic, chunked)

@@ -17,7 +17,7 @@ from wyfold.runtime.chunks import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, register
+from wyfold.runtime.register import call, refuse_transforms, register
 from wyfold.stages import table
 from wyfold.tile.rows.eager import widest
 
@@ -93,6 +93,7 @@ def solve_tril(
         return stored, plan.backend
 
     def run() -> Tensor:
+        refuse_transforms("solve_tril", A)
         return _Constant.apply(_solve_tril_op, A, cu, *decided(decision_key(tensors, values, backend), decide))
 
     return recalled(tensors, values, run)
@@ -173,6 +174,7 @@ def chunk_scaled_dot_kkt(
 
     def run() -> Tensor:
         chosen = decided(decision_key(tensors, values, backend), decide)
+        refuse_transforms("chunk_scaled_dot_kkt", k, beta, g)
         return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, *chosen)
 
     return recalled(tensors, values, run)

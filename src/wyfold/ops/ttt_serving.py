@@ -14,7 +14,7 @@ from wyfold.ops.ttt_linear import TTTState
 from wyfold.pipelines.ttt_serving import TTTServing, serve_ttt
 from wyfold.runtime import check
 from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.register import in_autocast_dtype, refuse_transforms
 from wyfold.stages import table
 
 INDICES = (torch.int32, torch.int64)
@@ -126,7 +126,8 @@ def _ttt_decode(
     backend: str | None,
 ) -> Tensor:
     """Check, decide, run."""
-    turned = isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != 1
+    refuse_transforms(op, check.tensor(op, "q", q), k, v, w, b, eta, *pool, out)
+    turned = q.ndim == 4 and q.shape[1] != 1
     if turned:
         if q.shape[0] != 1:
             raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")

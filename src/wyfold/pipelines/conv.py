@@ -163,4 +163,5 @@ backward_op = register(
     " -> Tensor[]",
     _backward,
     _backward_fake,
+    of_gradients=True,
 )

@@ -38,7 +38,7 @@ def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
         options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
-    return DeltaResult(*apply(Delta, *tensors, options))
+    return DeltaResult(*apply(options.operator, Delta, *tensors, options))
 
 
 def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
@@ -162,4 +162,5 @@ _backward_op = register(
     f"delta_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dST, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",
     _backward,
     _backward_fake,
+    of_gradients=True,
 )

@@ -48,7 +48,7 @@ def delta_across(tensors: DeltaTensors, options: DeltaOptions, context: ContextP
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, final_state = apply(DeltaAcross, *tensors, options, context)
+    o, final_state = apply(options.operator, DeltaAcross, *tensors, options, context)
     return DeltaResult(o, final_state, o.new_empty(0))
 
 

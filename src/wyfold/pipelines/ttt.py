@@ -44,7 +44,7 @@ def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
         options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
-    return TTTResult(*apply(TTT, *tensors, options))
+    return TTTResult(*apply(options.operator, TTT, *tensors, options))
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
@@ -316,4 +316,5 @@ _backward_op = register(
     "Tensor deta_col, Tensor dinitial_state, Tensor dinitial_bias)",
     _backward,
     _backward_fake,
+    of_gradients=True,
 )

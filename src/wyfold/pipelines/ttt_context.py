@@ -36,7 +36,7 @@ def ttt_across(tensors: TTTTensors, options: TTTOptions, context: ContextParalle
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, state, bias = apply(TTTAcross, *tensors, options, context)
+    o, state, bias = apply(options.operator, TTTAcross, *tensors, options, context)
     none = o.new_empty(0)
     return TTTResult(o, state, bias, none, none, none)
 

@@ -59,6 +59,11 @@ def tensor(op: str, name: str, x: object) -> Tensor:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
         raise ValueError(f"{op}: {name} must be strided, got a tensor of layout {str(x.layout).removeprefix('torch.')}")
+    if x.is_nested:
+        raise ValueError(
+            f"{op}: {name} must be one block of numbers, got a nested tensor; pad it, or put the sequences one after "
+            "another in one row, with cu_seqlens where the operator takes it"
+        )
     return x
 
 

@@ -32,6 +32,8 @@ def register(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     gradient: Callable[..., Any] | None = None,
+    *,
+    of_gradients: bool = False,
 ) -> Callable[..., Any]:
     """Define torch.ops.wyfold.<name> for every device and return it.
 
@@ -41,6 +43,7 @@ def register(
         fake: Outputs' shapes and dtypes from the inputs' metadata alone.
         gradient: The operator by an `autograd.Function`, with the same arguments and results. It is called where the
             operator itself meets a tensor that requires a gradient, as in an exported program. None: that is refused.
+        of_gradients: It computes gradients: of a batch of incoming ones (`is_grads_batched=True`), one after another.
     """
     name = schema.partition("(")[0]
     run = _undisturbed(run)
@@ -50,11 +53,32 @@ def register(
     _library.impl(name, _differentiated(name, run, gradient), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
     operator: Callable[..., Any] = getattr(torch.ops.wyfold, name).default
+    if of_gradients:
+        torch.library.register_vmap(f"wyfold::{name}", functools.partial(_one_by_one, operator), lib=_library)
     _implementations[operator] = run
     return operator
 
 
 _implementations: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _one_by_one(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    """An operator's results for every member of a batch, and where the batch is in them."""
+
+    def member(n: int, x: Any, dim: Any) -> Any:
+        if isinstance(x, list | tuple):
+            dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
+            return [member(n, y, d) for y, d in zip(x, dims, strict=True)]
+        return x if dim is None or not isinstance(x, Tensor) else x.select(dim, n)
+
+    found = [
+        operator(*(member(n, x, dim) for x, dim in zip(arguments, in_dims, strict=True)))
+        for n in range(info.batch_size)
+    ]
+    if isinstance(found[0], Tensor):
+        return torch.stack(found), 0
+    stacked = [torch.stack(members) for members in zip(*found, strict=True)]
+    return stacked, [0] * len(stacked)
 
 
 def call(operator: Callable[..., Any], *arguments: Any) -> Any:
@@ -293,6 +317,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(dx is not None and _in_batches(dx) for dx in gradients):
+            return _batched(backward, ctx, gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         node = _Unpacked(ctx)
@@ -301,6 +327,22 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return _Refusing.apply(found, *node.saved_tensors, *gradients)
 
     return once
+
+
+_in_batches: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+"""Whether a gradient is a batch of them, of `is_grads_batched=True` and `jacobian(vectorize=True)`."""
+
+
+def _batched(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """A backward of every member of a batch, one after another: inside, results are written in place."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    first = next(dx for dx in gradients if dx is not None and _in_batches(dx))
+    size = torch._remove_batch_dim(first, level, 1, 0).shape[0]
+    members = [[None] * size if dx is None else torch._remove_batch_dim(dx, level, size, 0) for dx in gradients]
+    node = _Unpacked(ctx)
+    found = [backward(node, *member) for member in zip(*members, strict=True)]
+    return tuple([None if dxs[0] is None else torch._add_batch_dim(torch.stack(dxs), 0, level) for dxs in zip(*found)])
 
 
 class _Unpacked:
@@ -329,7 +371,31 @@ class _Refusing(torch.autograd.Function):
         )
 
 
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def refuse_transforms(op: str, *tensors: Any) -> None:
+    """Refuse calls under `torch.func` (vmap, grad, jvp, ..), and tensors with tangents.
+
+    Raises:
+        RuntimeError: naming the operator and what to do.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transform: Any = _transforming()
+    if transform is not None:
+        kind = str(transform.key()).rpartition(".")[2].lower()
+        raise RuntimeError(
+            f"{op}: no tensor may be under a transform of torch.func, got {kind}; give a batch as the first dimension "
+            "instead of vmap, and take gradients by backward() or torch.autograd.grad"
+        )
+    if getattr(forward_ad, "_current_level", -1) >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(
+            f"{op}: no tensor may have a tangent: forward-mode derivatives (jvp, forward_ad) are not there; take "
+            "gradients by backward() or torch.autograd.grad"
+        )
+
+
+def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply(*arguments)`, for a function whose backward is `once_differentiable`, under compilers as well.
 
     A compiler traces a backward with gradients off, so that what it traced cannot see that they are on when it runs;
@@ -347,6 +413,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
                 for n, x in enumerate(arguments)
             ]
         )
+    refuse_transforms(op, *arguments)
     return function.apply(*arguments)
 
 

@@ -1,0 +1,164 @@
+"""Transforms of PyTorch and unusual tensors ended in PyTorch's own words: "must override the setup_context
+staticmethod", "NestedTensorImpl doesn't support sizes. Please file an issue". Each gives right numbers now, or one
+sentence that names the operator, the argument where there is one, and what to do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, functional
+from torch.testing._internal.two_tensor import TwoTensor
+
+import wyfold
+from wyfold import TTTState, serving
+from wyfold.cli.subjects import SUBJECTS, Subject
+from wyfold.reference.shapes import Shape
+
+SHAPE = Shape(2, 5, 1, 2, 8, 8)
+ARGUMENTS = [
+    pytest.param(subject, name, id=f"{subject.name}-{name}")
+    for subject in SUBJECTS.values()
+    for name, x in subject.arguments(SHAPE, torch.float64, 0).items()
+    if isinstance(x, Tensor) and x.is_floating_point()
+]
+DIFFERENTIABLE = [case for case in ARGUMENTS if case.values[0].backward]
+
+
+def of_one(subject: Subject, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
+    """The operator as a function of one of its arguments, and that argument."""
+    arguments = subject.arguments(SHAPE, torch.float64, 0)
+    return lambda x: subject.ours(arguments | {name: x}), arguments[name].detach()
+
+
+# --- right numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
+def test_a_batch_of_incoming_gradients(subject: Subject, name: str):
+    run, x = of_one(subject, name)
+    x.requires_grad_()
+    y = run(x)[0]
+    dy = torch.randn(3, *y.shape, dtype=y.dtype)
+    (batched,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+    one_by_one = torch.stack([torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in dy])
+    assert torch.equal(batched, one_by_one)
+    in_functorch = torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dy)
+    assert torch.equal(in_functorch, one_by_one)
+
+
+@pytest.mark.parametrize("name", ["l2norm", "chunk_delta_rule", "causal_conv1d", "chunk_ttt_linear"])
+def test_a_vectorized_jacobian(name: str):
+    subject = SUBJECTS[name]
+    run, x = of_one(subject, {"l2norm": "x", "causal_conv1d": "bias"}.get(name, "v"))
+    vectorized, plain = (functional.jacobian(lambda x: run(x)[0], x, vectorize=flag) for flag in (True, False))
+    assert torch.equal(vectorized, plain)
+
+
+PLAIN = {
+    "negated": (torch._neg_view, torch.neg),
+    "imaginary part of a conjugate": (lambda x: torch.view_as_complex(torch.stack([x, x], -1)).conj().imag, torch.neg),
+    "zeros without memory": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), torch.zeros_like),
+    "of a subclass": (lambda x: TwoTensor(x, x), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
+def test_tensors_that_stand_for_others(subject: Subject, name: str, kind: str):
+    run, x = of_one(subject, name)
+    as_it_is, plain = PLAIN[kind]
+    with torch.no_grad():
+        got, expected = run(as_it_is(x)), run(plain(x))
+    for y, z in zip(got, expected, strict=True):
+        assert torch.equal(y.a if isinstance(y, TwoTensor) else y, z)
+
+
+# --- one sentence ----------------------------------------------------------------------------------------------------
+
+TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
+    "vmap": (lambda run, x: torch.func.vmap(run)(torch.stack([x, x])), "vmap"),
+    "grad": (lambda run, x: torch.func.grad(lambda x: run(x)[0].sum())(x), "grad"),
+    "vjp": (lambda run, x: torch.func.vjp(run, x), "grad"),
+    "jvp": (lambda run, x: torch.func.jvp(run, (x,), (x,)), "jvp"),
+    "jacrev": (lambda run, x: torch.func.jacrev(run)(x), "grad"),
+    "jacfwd": (lambda run, x: torch.func.jacfwd(run)(x), "jvp"),
+    "hessian": (lambda run, x: torch.func.hessian(lambda x: run(x)[0].sum())(x), "grad"),
+    "functional_call": (lambda run, x: torch.func.grad(lambda x: run(x)[0].sum())(x.float().double()), "grad"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
+def test_a_transform_is_refused(subject: Subject, name: str, transform: str):
+    run, x = of_one(subject, name)
+    make, kind = TRANSFORMS[transform]
+    message = rf"^{subject.operator}: no tensor may be under a transform of torch\.func, got {kind}; give a batch as"
+    with pytest.raises((RuntimeError, ValueError), match=message if subject.backward else f"^{subject.operator}: "):
+        make(run, x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
+def test_a_tangent_is_refused(subject: Subject, name: str):
+    run, x = of_one(subject, name)
+    with forward_ad.dual_level():
+        run(x)  # a level that is open is none of our business
+        with pytest.raises(RuntimeError, match=f"^{subject.operator}: no tensor may have a tangent"):
+            run(forward_ad.make_dual(x, x))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a nested tensor": lambda x: torch.nested.nested_tensor(list(x.unbind(0))),
+    "sparse_coo": lambda x: x.to_sparse(),
+    "_mkldnn": lambda x: x.float().to_mkldnn(),
+    "meta": lambda x: x.to("meta"),
+    "quint8": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
+}
+
+
+# Of nested tensors, PyTorch's own.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
+def test_a_layout_is_refused_by_name(subject: Subject, name: str, layout: str):
+    run, x = of_one(subject, name)
+    if layout == "meta" and subject.operator in ("solve_tril", "l2norm", "fused_beta_sigmoid"):
+        assert run(LAYOUTS[layout](x))[0].is_meta  # its only tensor, so that none is mixed with another device's
+        return
+    with pytest.raises((ValueError, wyfold.UnsupportedError), match=f"^{subject.operator}: (.*{layout}|.*device)"):
+        run(LAYOUTS[layout](x))
+
+
+def served(name: str, change: Callable[[Tensor], Tensor]) -> object:
+    """A serving call whose tokens are changed."""
+    x, w = torch.randn(2, 1, 2, 16), torch.ones(2, 16)
+    pool = torch.zeros(2, 2, 16, 16)
+    tokens = change(x)
+    if name == "ttt_decode":
+        c = torch.zeros(2, 2, 1, 16)
+        states = TTTState(pool, c, pool.clone(), c.clone(), torch.zeros(2, dtype=torch.int32))
+        return serving.ttt_decode(tokens, x, x, w, w, 0.1, states)
+    if name.startswith("conv1d"):
+        row = x.flatten(2) if name == "conv1d_prefill" else x.flatten(1)
+        return getattr(serving, name)(change(row), torch.zeros(2, 32, 3), torch.ones(32, 4))
+    if name == "decode_packed":
+        raw = torch.randn(2, 2)
+        sizes = {"heads": (2, 2), "dims": (16, 16), "state_v_first": False}
+        return serving.decode_packed(change(torch.randn(2, 96)), raw, raw, None, None, pool, **sizes)
+    slots = {"state_indices": torch.tensor([[0], [1]])} if name == "verify" else {}
+    return getattr(serving, name)(tokens, x, x, None, x[..., 0], pool, state_v_first=False, **slots)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", serving.__all__)
+def test_serving_refuses_both(name: str):
+    served(name, lambda x: x)
+    with pytest.raises(ValueError, match=f"^{name}: .*nested"):
+        served(name, LAYOUTS["a nested tensor"])
+    with pytest.raises(RuntimeError, match=f"^{name}: no tensor may be under a transform"):
+        torch.func.vmap(lambda s: served(name, lambda x: x * s), randomness="same")(torch.ones(2))
