@@ -418,8 +418,8 @@ LIMITED = """
 import resource, signal, sys
 from wyfold.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
-sys.exit(main(sys.argv[1:]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
 """
 
 
@@ -428,7 +428,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence(copy, run):
     shutil.rmtree(newest(copy))
     before = contents(copy)
     words = train(run.parent / "text.txt", copy)
-    done = subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", LIMITED, "60000", *words], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert (
@@ -437,6 +437,14 @@ def test_a_disk_that_takes_no_more_is_one_sentence(copy, run):
     assert f"{copy / 'checkpoint' / 'step-00000002'} is whole. Once it can be written" in last
     assert contents(copy) == before
     assert [path.name for path in (copy / "checkpoint").iterdir()] == ["step-00000002"]
+
+
+def test_metrics_that_cannot_be_written_are_one_sentence_too(run, tmp_path):
+    words = train(run.parent / "text.txt", tmp_path / "new")
+    done = subprocess.run([sys.executable, "-c", LIMITED, "300", *words], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"{tmp_path / 'new' / 'metrics.jsonl'} cannot be written (File too large). What is in " in last
 
 
 WITHOUT_TORCH = """

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from wyfold.cli import UsageError
-from wyfold.cli.schema import Model, Record
+from wyfold.cli.schema import Model, Record, shortened
 from wyfold.runtime import files, pattern
 from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
@@ -295,11 +295,10 @@ def _compare_recipe(folder: Path, recipe: Mapping[str, Any], model: Model) -> No
         ("heads", "num_heads"),
         ("head_dim", "head_dim"),
     ):
-        if recipe[setting] != getattr(model, field):
-            raise DamagedError(
-                folder / CONFIG,
-                f"{field} is {_short(getattr(model, field))}, the recipe in {RECORD} has {_short(recipe[setting])}",
-            )
+        held, wanted = getattr(model, field), recipe[setting]
+        if held != wanted:
+            reason = f"{field} is {shortened(held)}, the recipe in {RECORD} has {shortened(wanted)}"
+            raise DamagedError(folder / CONFIG, reason)
 
 
 def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) -> None:
@@ -369,8 +368,3 @@ def _compare_moments(
     missing = next((name for name in wanted if name not in tensors), None)
     if missing:
         raise DamagedError(file, f"it has no {missing}")
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

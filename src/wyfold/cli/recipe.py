@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import UsageError
+from wyfold.cli.schema import shortened
 
 if TYPE_CHECKING:  # a run that is refused does not wait for torch
     import torch
@@ -102,19 +103,13 @@ class Recipe:
                     f"{then}: start {then} times --cp processes to resume it, or give another --out"
                 )
             raise UsageError(
-                f"--{field.replace('_', '-')} is {_short(wanted)} here, but the run in {folder} was started with "
-                f"{_short(then)}: leave it out or give the same value to resume it, or give another --out"
+                f"--{field.replace('_', '-')} is {shortened(wanted)} here, but the run in {folder} was started with "
+                f"{shortened(then)}: leave it out or give the same value to resume it, or give another --out"
             )
         if first["data"] != self.data:
             other = "the text of --data" if self.task is None else f"the definition of {self.task}"
             same = "the text it was started with, " if self.task is None else ""
             raise UsageError(f"{other} is not the one that the run in {folder} learns: give {same}or another --out")
-
-
-def _short(value: Any) -> str:
-    """A setting in a message."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _duration(recipe: Mapping[str, Any]) -> str:

@@ -113,6 +113,12 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return history_fault(self.history, self.step)
 
 
+def shortened(value: object) -> str:
+    """A value of a file in a message: it may be as long as the file."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
 def history_fault(history: list[Entry], last: int | None = None) -> str:
     """Why these are not the entries of a run in their order; empty where they are.
 

@@ -297,8 +297,14 @@ class Trainer:
         # Not before there is something to say: a backend that refuses the first look leaves no folder.
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / HISTORY
-        with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as stream:
-            stream.write(_line(entry))
+        try:
+            with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a") as stream:
+                stream.write(_line(entry))
+        except OSError as error:
+            raise Failure(
+                f"step {entry['step']}: {file} cannot be written ({error.strerror}). What is in "
+                f"{self.folder / CHECKPOINTS} is whole; once it can be written, give the same command again"
+            ) from error
 
     def _rewrite_history(self) -> None:
         """What was recorded after the checkpoint will happen again, so it leaves the file."""

@@ -340,6 +340,7 @@ class Decoder(nn.Module):
         Raises:
             ImportError: safetensors is missing.
             ValueError: tensors that `load` could not read, before anything is written.
+            OSError: a file cannot be written; an earlier one of its name is as it was.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         disk.write(Path(folder), self.config, self._loadable(tensors))
