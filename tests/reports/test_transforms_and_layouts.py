@@ -3,13 +3,17 @@ staticmethod", "NestedTensorImpl doesn't support sizes. Please file an issue". E
 sentence that names the operator, the argument where there is one, and what to do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad, functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 import wyfold
@@ -132,6 +136,21 @@ def test_a_layout_is_refused_by_name(subject: Subject, name: str, layout: str):
         return
     with pytest.raises((ValueError, wyfold.UnsupportedError), match=f"^{subject.operator}: (.*{layout}|.*device)"):
         run(LAYOUTS[layout](x))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of two ranks, of which this process is one and the other does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield DeviceMesh("cpu", [0, 1])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
+def test_a_dtensor_is_refused_by_name(subject: Subject, name: str, mesh: DeviceMesh):
+    run, x = of_one(subject, name)
+    with pytest.raises(ValueError, match=rf"^{subject.operator}: {name} must be .* got a DTensor; pass its to_local"):
+        run(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
 
 
 def served(name: str, change: Callable[[Tensor], Tensor]) -> object:

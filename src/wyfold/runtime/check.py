@@ -64,6 +64,11 @@ def tensor(op: str, name: str, x: object) -> Tensor:
             f"{op}: {name} must be one block of numbers, got a nested tensor; pad it, or put the sequences one after "
             "another in one row, with cu_seqlens where the operator takes it"
         )
+    if not torch.compiler.is_compiling() and type(x).__name__ == "DTensor":
+        raise ValueError(
+            f"{op}: {name} must be what this rank holds, got a DTensor; pass its to_local(), or divide a whole decoder "
+            "by wyfold.integrations.dtensor.parallelize"
+        )
     return x
 
 
