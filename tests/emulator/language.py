@@ -22,11 +22,14 @@ from tests.emulator.machine import (
     Barriers,
     Machine,
     Product,
+    async_copy,
+    commit_group,
     multiplied,
     product_wait,
     store_wait,
     tma_load,
     tma_store,
+    wait_group,
 )
 from tests.emulator.shared_memory import SharedMemory
 from tests.emulator.value import Pointer, Value, elementwise, matched
@@ -152,6 +155,14 @@ def _instructions(machine: Machine) -> list[tuple[Any, Any]]:
         (real_load, load),
         (real_store, lambda box, at, tile: tma_store(machine.program, box, at, tile)),
         (real_barrier, lambda: None),
+        (
+            ampere.async_copy,
+            SimpleNamespace(
+                async_copy_global_to_shared=lambda tile, p, mask=None: async_copy(machine.program, tile, p, mask),
+                commit_group=site("commit_group", lambda: commit_group(machine.program)),
+                wait_group=site("wait_group", lambda n=0: wait_group(machine.program, int(n))),
+            ),
+        ),
         (hopper.fence_async_shared, site("fence", fence)),
         (hopper.warpgroup_mma, product),
         (hopper.warpgroup_mma_wait, site("product_wait", wait_for_products)),

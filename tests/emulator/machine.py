@@ -45,7 +45,8 @@ class Machine:
     """Settings of the emulator, and a log of what ran on it.
 
     Attributes:
-        copies: "early": TMA loads and stores happen when they are issued; "late": when they are waited for.
+        copies: "early": TMA loads and stores happen when they are issued; "late": when they are waited for, as copies
+            that are not TMA's always do.
         order: Which runnable partition runs: the "first" or "last" in `warp_specialize`'s list, or the seed of random
             choices. Producers come last in the list: "last" lets them run as far ahead as barriers allow.
         launches: Names of the kernels that ran.
@@ -120,6 +121,7 @@ class Partition:
         turn: Released when the partition may run.
         waits_for: Barrier and phase parity; None if it can run.
         products, stores: In flight, in order of issue.
+        copies: Groups of asynchronous copies in flight, the last of which is open.
         unfenced: Callbacks that mark this partition's writes as fenced.
     """
 
@@ -129,6 +131,7 @@ class Partition:
         self.waits_for: tuple[Barrier, int] | None = None
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
+        self.copies: list[list[Callable[[], None]]] = [[]]
         self.unfenced: list[Callable[[], None]] = []
 
     def can_run(self) -> bool:
@@ -166,7 +169,7 @@ class Program:
         function()
         self.whole.finish()
         if self.loads_in_flight:
-            raise Fault("the program ends while TMA loads are in flight: no wait for their barrier")
+            raise Fault("the program ends while loads to shared memory are in flight: no wait for them")
         if any(barrier.bytes_missing for barrier in self.barriers):
             raise Fault("the program ends while a barrier expects bytes that no TMA load delivers")
 
@@ -387,6 +390,32 @@ def tma_load(program: Program, box: Descriptor, at: list[Any], barrier: Barrier,
 
     program.machine.loads += 1
     barrier.issued(land)
+
+
+def async_copy(program: Program, tile: SharedMemory, pointer: Pointer, mask: Any) -> None:
+    """Copy from global to shared memory, zero where the mask is false, as part of the partition's open group."""
+    x = pointer.load(mask, 0)
+    tile.begin_load()
+    program.loads_in_flight += 1
+
+    def land() -> None:
+        tile.end_load(x.t)
+        program.loads_in_flight -= 1
+
+    program.current.copies[-1].append(land)
+
+
+def commit_group(program: Program) -> None:
+    """Close the partition's open group of asynchronous copies."""
+    program.current.copies.append([])
+
+
+def wait_group(program: Program, pendings: int) -> None:
+    """Wait until at most `pendings` closed groups of this partition are in flight."""
+    copies = program.current.copies
+    while len(copies) > pendings + 1:
+        for land in copies.pop(0):
+            land()
 
 
 def tma_store(program: Program, box: Descriptor, at: list[Any], tile: SharedMemory) -> None:

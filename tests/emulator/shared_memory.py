@@ -175,7 +175,7 @@ class SharedMemory:
             return
         ones = _repeated(1, self.dtype.itemsize)
         if bool((marks == LOADING * ones).any()):
-            raise Fault("a tile is accessed while a TMA load to it is in flight: no wait for its barrier")
+            raise Fault("a tile is accessed while a load to it is in flight: no wait for its barrier or group")
         if fenced:
             raise Fault("TMA or an MMA uses shared memory that threads wrote: no fence_async_shared")
 
