@@ -48,6 +48,12 @@ def at_least(least: float, *, above: bool = False, most: float = math.inf) -> Ca
     return _reader(expected, lambda value: (value > least if above else value >= least) and value <= most)
 
 
+def gate_bound(word: str) -> float:
+    """Reader of the bound of KDA's gate, the range that the operator has kernels for."""
+    expected = "must be a number of at least -5 and below 0"
+    return _reader(expected, lambda value: -5 <= value < 0)(word)
+
+
 def between(low: float, high: float, *, closed_above: bool = False) -> Callable[[str], float]:
     """Reader of a number above `low` and below `high`, or up to it."""
     expected = f"must be a number above {low:g} and {'at most' if closed_above else 'below'} {high:g}"

@@ -41,6 +41,7 @@ class Recipe:
         replicas: Of the model, each with batches of its own: a step takes those of all.
         task, pairs, vocabulary: a known task in the place of text, and what its definition leaves open.
         neg_eigval: whether delta-rule layers may turn their state over (beta in [0, 2]).
+        kda_lower_bound: what the log decays of kda layers stay above; None: the gate without a bound.
         stop_at: accuracy on held-out rows at which the run of a task is over before its last step.
         curriculum: steps in which the rows of mqar grow from an eighth of their length (`synthetic.Curriculum`).
         eval_lengths: further lengths of row a task's model is examined on, once, at the end.
@@ -77,6 +78,7 @@ class Recipe:
     stop_at: float | None = None
     curriculum: int = 0
     eval_lengths: tuple[int, ...] = ()
+    kda_lower_bound: float | None = None
 
     def learning_rate(self, step: int, progress: float) -> float:
         """Rate of the step after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
@@ -130,6 +132,8 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
     options: dict[str, dict[str, Any]] = {"attention": {"window": recipe.window}}
     if recipe.neg_eigval:
         options |= {layer: {"allow_neg_eigval": True} for layer in DELTA_LAYERS}
+    if recipe.kda_lower_bound is not None:
+        options["kda"] = options.get("kda", {}) | {"lower_bound": recipe.kda_lower_bound}
     try:
         config = DecoderConfig(
             vocab_size=vocabulary,
@@ -144,6 +148,8 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
         raise UsageError(f"no model can be built so: {error}") from error
     if recipe.neg_eigval and not set(DELTA_LAYERS) & set(config.layers):
         raise UsageError(f"--neg-eigval: there is no delta-rule layer in --layers {recipe.layers!r}")
+    if recipe.kda_lower_bound is not None and "kda" not in config.layers:
+        raise UsageError(f"--kda-lower-bound: there is no kda layer in --layers {recipe.layers!r}")
     return Decoder(config, backend=backend)
 
 

@@ -70,6 +70,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     stop_at: Part | None = None
     curriculum: Count = 0
     eval_lengths: tuple[Positive, ...] = ()
+    kda_lower_bound: Annotated[float, Meta(ge=-5, lt=0)] | None = None
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

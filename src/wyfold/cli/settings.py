@@ -33,6 +33,7 @@ TEXT: dict[str, Any] = {
     "stop_at": None,
     "packed": False,
     "neg_eigval": False,
+    "kda_lower_bound": None,
     "grad_accum": 1,
     "held_out": 0.1,
     "clip": 1.0,

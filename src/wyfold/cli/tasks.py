@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wyfold.cli import DONE, UsageError, records, results, rundir, train
-from wyfold.cli.arguments import add_backend, device, found_device, seed_number
+from wyfold.cli.arguments import add_backend, device, found_device, gate_bound, seed_number
 from wyfold.cli.integrity import DamagedError
 from wyfold.cli.settings import TASKS
 
@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", nargs="+", default=list(LAYERS), metavar="PATTERN", help=f"models (default: {', '.join(LAYERS)})"
     )
+    parser.add_argument(
+        "--kda-lower-bound",
+        type=gate_bound,
+        metavar="X",
+        help="of every model with kda layers, as `wyfold train` has it",
+    )
     parser.add_argument("--seed", nargs="+", type=seed_number, default=[0], help="of the runs (default: 0)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
@@ -84,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
     results.ready(args.out)
+    if args.kda_lower_bound is not None and not any("kda" in layers for layers in args.layers):
+        raise UsageError(f"--kda-lower-bound: there is no kda layer in --layers {shlex.join(args.layers)}")
     args.device = found_device(args.device)
     try:
         cells = list(_cells(args))
@@ -123,11 +131,12 @@ def _result(file: Path) -> dict[str, Any]:
 def row(found: dict[str, Any]) -> tuple[str, ...]:
     """A run's result as cells of the table."""
     recipe = found["recipe"]
-    own = str(recipe["length"])
+    own, bound = str(recipe["length"]), recipe.get("kda_lower_bound")
+    gate = "" if bound is None else f", gate above {bound:g}"
     others = {length: part for length, part in found.get("accuracy_at", {}).items() if length != own}
     return (
         recipe["task"],
-        f"{recipe['layers']} x {recipe['depth']}, {recipe['width']}",
+        f"{recipe['layers']} x {recipe['depth']}, {recipe['width']}{gate}",
         "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]",
         str(recipe["seed"]),
         f"{found['parameters']:,}",
@@ -143,7 +152,13 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
         for layers in args.layers:
             for neg_eigval in (True, False) if task in STATE_TRACKING else (False,):
                 for seed in args.seed:
-                    yield Cell(task, layers, neg_eigval, seed, tuple(shlex.split(args.train)))
+                    bound = _bound(args) if "kda" in layers else []
+                    yield Cell(task, layers, neg_eigval, seed, (*bound, *shlex.split(args.train)))
+
+
+def _bound(args: argparse.Namespace) -> list[str]:
+    """The option of `wyfold train` that bounds the gate of kda layers, if it is asked for."""
+    return [] if args.kda_lower_bound is None else ["--kda-lower-bound", f"{args.kda_lower_bound:g}"]
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
@@ -170,5 +185,6 @@ def _provenance(args: argparse.Namespace) -> dict[str, Any]:
         *map(str, args.seed),
         "--device",
         args.device.type,
+        *_bound(args),
     ]
     return results.provenance("tasks", [*words, *([f"--train={args.train}"] if args.train else [])])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir
-from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, seed_number, whole
+from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, gate_bound, seed_number, whole
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
 from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
 from wyfold.runtime.choices import RECOMPUTED
@@ -174,6 +174,13 @@ def _model_options(model: argparse._ActionsContainer) -> None:
         action="store_true",
         default=None,
         help="delta-rule layers may turn their state over: beta in [0, 2] (default: no, of any task either)",
+    )
+    model.add_argument(
+        "--kda-lower-bound",
+        type=gate_bound,
+        metavar="X",
+        help="kda layers have the bounded gate, whose log decays stay above X, from -5 to below 0, as published -5 "
+        "(default: the gate without a bound, of any task too)",
     )
 
 
