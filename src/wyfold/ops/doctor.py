@@ -202,6 +202,9 @@ def _known_bad() -> tuple[str, ...]:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         found.append(f"torch {torch.__version__} is older than {oldest}, the oldest that wyfold is made for")
+    # A CPU build of torch brings no Triton, and needs none.
+    if (launch.version() or torch.version.cuda) and (reason := launch.unlisted(launch.version())):
+        found.append(f"every GPU kernel is refused: {reason}")
     if refusal := launch.interpreter_refusal():
         found.append(refusal)
     return tuple(found)

@@ -227,20 +227,33 @@ def judged(architecture: str, version: str) -> Support:
     cells, remedy = known["cells"], known["remedy"]
     minor = ".".join(version.split(".")[:2])
     listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
-    refusal = ""
-    if not version:
-        refusal = f"Triton is not installed; {remedy}"
-    for bad in known["known_bad"]:
+    refusal = unlisted(version)
+    for bad in known["known_bad"]:  # says more than that a version is not in the table
         if minor in bad["versions"] and architecture in bad["architectures"]:
             refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
-    if not refusal and minor not in cells:
-        refusal = f"Triton {version} is not in the table, which has {' and '.join(cells)}; {remedy}"
     if not refusal and architecture not in cells[minor]:
         refusal = (
             f"no kernel was ever compiled for {architecture}; the table has {listed}; "
             'backend="eager" runs on any device of PyTorch'
         )
     return Support(architecture, version, "" if refusal else cells[minor][architecture], refusal)
+
+
+@functools.cache
+def unlisted(version: str) -> str:
+    """Why there are no kernels under a Triton on any GPU, and which torch to install; empty where there are some.
+
+    Args:
+        version: Of Triton; empty where it is not installed.
+    """
+    known = json.loads(_data("support"))
+    if not version:
+        return f"Triton is not installed; {known['remedy']}"
+    if ".".join(version.split(".")[:2]) in known["cells"]:
+        return ""
+    listed = " and ".join(known["cells"])
+    here = f"Triton {version} is not in the table, which has {listed} (torch here is {torch.__version__})"
+    return f"{here}; {known['remedy']}"
 
 
 @functools.cache

@@ -1,0 +1,78 @@
+"""`pip install .` brought a torch whose Triton is in no table, and every GPU kernel was refused.
+
+The refusal, `wyfold doctor` and README name the torch to install instead.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import wyfold
+from wyfold.cli import main
+from wyfold.runtime import launch
+from wyfold.stages import table
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL = 'pip install "torch>=2.11,<2.14", which brings Triton 3.6 or 3.7'
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch):
+    """Pretends that a Triton of this version is installed."""
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(launch, "version", lambda: version)
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["3.8.0", "3.9.1", "4.0.0", "3.5.1", "3.10.0+git1234"])
+def test_a_call_on_a_gpu_names_the_torch_to_install(version: str, triton, monkeypatch):
+    triton(version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_80")
+    launch.support.cache_clear()
+    table._remembered.cache_clear()
+    try:
+        with pytest.raises(wyfold.UnsupportedError) as refused:
+            table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
+    finally:
+        launch.support.cache_clear()
+        table._remembered.cache_clear()
+    said = str(refused.value)
+    assert f"Triton {version} is not in the table, which has 3.6 and 3.7" in said
+    assert f"(torch here is {torch.__version__})" in said and INSTALL in said
+
+
+@pytest.mark.parametrize("version", ["3.8.0", "3.9.1"])
+def test_doctor_names_it_on_any_machine(version: str, triton, capsys):
+    triton(version)
+    assert main(["doctor", "--json"]) == 0
+    (reason,) = json.loads(capsys.readouterr().out)["known_bad"]
+    assert reason.startswith(f"every GPU kernel is refused: Triton {version} is not in the table") and INSTALL in reason
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", ""])
+def test_doctor_has_nothing_to_say_of_a_listed_triton_or_of_none_on_a_cpu(version: str, triton, monkeypatch):
+    triton(version)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert wyfold.doctor().known_bad == ()
+
+
+def test_doctor_misses_triton_beside_a_torch_for_gpus(triton, monkeypatch):
+    triton("")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (reason,) = wyfold.doctor().known_bad
+    assert reason == f"every GPU kernel is refused: Triton is not installed; {INSTALL}"
+
+
+def test_readme_says_which_torch_has_kernels_as_the_table_does():
+    known = json.loads((ROOT / "src/wyfold/runtime/configs/support.json").read_text())
+    first_use = (ROOT / "README.md").read_text(encoding="utf-8").partition("## First use")[2].partition("```python")[0]
+    rows = re.findall(r"^\| ([\d., ]+?) \| (\d\.\d+) \|", first_use, re.M)
+    assert [triton for _, triton in rows] == list(known["cells"])
+    (span,) = set(re.findall(r'"torch>=[\d.]+,<[\d.]+"', first_use))
+    assert span in known["remedy"]
