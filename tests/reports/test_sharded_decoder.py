@@ -4,6 +4,7 @@
 import copy
 import os
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from wyfold import SequenceLayout
 from wyfold.integrations import dtensor
+from wyfold.layers import DecayParameters
 from wyfold.models import Decoder, DecoderConfig
+from wyfold.models.block import Block
 from wyfold.reference.error import judge, require
 
 PATTERNS = ("gdn kda ttt_linear delta_net attention", "gdn kda delta_net")  # the second one fits into pools
@@ -158,6 +161,30 @@ def divided_by_heads_serves_from_pools(given, group):
     assert torch.equal(Decoder.load(folder)(ids)[0], model(ids)[0])
 
 
+def older_wrappers_are_plain(given, group):
+    """DistributedDataParallel, and FSDP1 with decays sharded by themselves, which it frees after their call."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model, ids = decoder("gdn kda attention", tied=True).double(), given[1]
+    truth = decoded(model, ids, caches=True)
+    kinds = ModuleWrapPolicy({Block, DecayParameters})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and says what one rank means
+        wrapped = [torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))] + [
+            FullyShardedDataParallel(
+                copy.deepcopy(model), auto_wrap_policy=kinds, device_id=torch.device("cpu"), use_orig_params=own
+            )
+            for own in (True, False)
+        ]
+        for ours in wrapped:
+            cache, pieces = model.new_cache(2), [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+            with torch.no_grad():
+                found = torch.cat([ours(piece, cache=cache)[0] for piece in pieces], dim=1)
+            require(judge(found, truth, name="logits", target=BOUND))
+            ours(ids, ids)[1].backward()
+
+
 def pools_of_a_sharded_decoder_are_ordinary(given, group):
     model, _ = given
     pool = sharded(copy.deepcopy(model), torch.float32, apart=False).new_pools(3).layers[0]
@@ -176,6 +203,7 @@ CASES = {
             a_head_may_be_divided_by_itself,
             divided_by_heads_serves_from_pools,
             pools_of_a_sharded_decoder_are_ordinary,
+            older_wrappers_are_plain,
         )
     },
 }

@@ -66,7 +66,9 @@ class DecayParameters(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """A_log [HV] and dt_bias [HV] or [HV, K]."""
-        if hasattr(type(self), "unshard"):  # a class of FSDP2's, which frees what it gathered as soon as this returns
+        # FSDP frees what it gathered as soon as this returns: FSDP2 has changed the class then, and FSDP1 has put views
+        # into its flat parameter in the place of the parameters.
+        if hasattr(type(self), "unshard") or not isinstance(self.A_log, nn.Parameter):
             return self.A_log.clone(), self.dt_bias.clone()
         return self.A_log, self.dt_bias
 
