@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 pages = pytest.importorskip("tools.pages", reason="what the command line draws with is not installed")
+speed = pytest.importorskip("tools.speed", reason="what the command line draws with is not installed")
 
 ASKED_IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # whose own help is enough
 FACT = re.compile(r"^## <a id=\"([a-z0-9-]+)\"></a>([A-Z0-9-]+): ", re.MULTILINE)
@@ -69,3 +70,14 @@ def test_every_cited_fact_exists_on_the_page_that_is_named():
     assert len(citations) >= 20
     assert {(file, name) for file, page, name in citations if page != pages_of.get(name) and page} == set()
     assert {(file, name) for file, _, name in citations if name not in pages_of} == set()
+
+
+def test_the_readme_is_short_and_has_the_times_that_are_stored():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 150
+    rows = speed.comparisons()
+    assert len(rows) >= 10 and speed.table(rows) in readme, "python tools/speed.py writes the table"
+    for theme in speed.COLORS:
+        assert f"docs/charts/speed-{theme}.svg" in readme and (speed.CHARTS / f"speed-{theme}.svg").exists()
+    named = re.findall(r"\]\(((?!http|#)[^)#]+)", readme)
+    assert len(named) > 20 and [path for path in named if not (ROOT / path).exists()] == []

@@ -71,8 +71,8 @@ def test_doctor_misses_triton_beside_a_torch_for_gpus(triton, monkeypatch):
 
 def test_readme_says_which_torch_has_kernels_as_the_table_does():
     known = json.loads((ROOT / "src/wyfold/runtime/configs/support.json").read_text())
-    first_use = (ROOT / "README.md").read_text(encoding="utf-8").partition("## First use")[2].partition("```python")[0]
-    rows = re.findall(r"^\| ([\d., ]+?) \| (\d\.\d+) \|", first_use, re.M)
+    install = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Install")[2].partition("```python")[0]
+    rows = re.findall(r"^\| ([\d., ]+?) \| (\d\.\d+) \|", install, re.M)
     assert [triton for _, triton in rows] == list(known["cells"])
-    (span,) = set(re.findall(r'"torch>=[\d.]+,<[\d.]+"', first_use))
+    (span,) = set(re.findall(r'"torch>=[\d.]+,<[\d.]+"', install))
     assert span in known["remedy"]
