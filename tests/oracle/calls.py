@@ -271,7 +271,7 @@ def delta_call(draw: Draw, operator: str) -> Call:
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
     options: dict[str, Any] = dict(draw.backend)
-    loop_options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = {}
 
     def argument(name: str, x: Tensor, dtype: torch.dtype, strided: bool = True) -> None:
         leaves[name] = (draw.layout(x, views, name) if strided else x).to(dtype)
@@ -447,7 +447,7 @@ def convolution_call(draw: Draw, operator: str) -> Call:
     other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     options: dict[str, Any] = dict(draw.backend)
-    loop_options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = {}
     leaves = {"x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype), "weight": draw.normal(D, W).to(other())}
     N, bounds = B, None
     if packed:
@@ -668,7 +668,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
         rule = draw.one("gdn", "kda")
     channels = (K,) if rule == "kda" else ()
     options: dict[str, Any] = dict(draw.backend)
-    loop_options: dict[str, Any] = dict(draw.backend)
+    loop_options: dict[str, Any] = {}
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
     other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
