@@ -181,6 +181,7 @@ class Served:
         heads: Of bfloat16 tokens in chunks of 64, as a card picks them, some sequences starting from zeros and all left
             elsewhere; 0: one head of float32 tokens.
         v_first: Whether the states of a call with a gate are.
+        wide: Whether the output is float32 beside tokens of 16 bits.
         only: As of a `Call`.
     """
 
@@ -190,11 +191,13 @@ class Served:
     gate: str = ""
     heads: int = 0
     v_first: bool = True
+    wide: bool = False
     only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
         wide += f", bfloat16 tokens, {self.heads} heads" if self.heads else ""
+        wide += ", float32 output" if self.wide else ""
         return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
@@ -220,6 +223,8 @@ class Served:
         g = {"": None, "scalar": torch.zeros(1, T, H), "channel": torch.zeros(1, T, H, D)}[self.gate]
         q, k, v = (torch.randn(1, T, H, D, dtype=torch.bfloat16 if self.heads else None) for _ in range(3))
         more |= {"state_v_first": bool(self.gate) and self.v_first, "backend": "triton"}
+        if self.wide:
+            more |= {"out": torch.empty(v.shape)}
         with mock.patch.object(serving_call, "best_chunk_size", lambda *_, **__: 64 if self.heads else 16):
             getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, H), pool, slots, **more)
 
@@ -651,8 +656,15 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
         ),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",), only=SCANS),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
-        Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",), askew=True, only=SCANS),
-        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), askew=True, only=SCANS),
+        Call(
+            "chunk_gated_delta_rule",
+            options=(("chunk_size", 64),),
+            wrt=("initial_state",),
+            askew=True,
+            only=("scan.gluon", "scan_bwd.gluon"),
+        ),
+        Served("prefill", gate="scalar", heads=1, wide=True, only=("scan.triton",)),
+        Served("prefill", gate="channel", heads=128, wide=True, only=("scan.triton",)),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call(
             "chunk_gated_delta_rule",

@@ -100,7 +100,8 @@ def scan(
     folded = prepared.E is not None
     factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
-    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
+    # A box of wider outputs would take shared memory that the tiles have.
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) and o.dtype == v.dtype else None
     x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
     launched(
         wyfold_scan_triton,
