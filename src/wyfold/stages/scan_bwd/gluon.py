@@ -164,6 +164,8 @@ def _boxes(
     """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
+    if W is None:
+        return None
     given = q, k, v, do, rows, total, E, F, W, *found
     boxes = every_box(
         given,
