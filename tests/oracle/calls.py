@@ -80,11 +80,15 @@ def compare(call: Call, probes: int = 1, device: torch.device | str = "cpu") -> 
     incoming = {name: x.cpu() for name, x in incoming.items()}
     seen: dict[str, Tensor] = {}
     clean = evaluate_loop(call, loops.exact, incoming, seen)
-    disturbed = [evaluate_loop(call, Perturb(seed, gate_mass(seen)), incoming, {}) for seed in range(probes)]
+
+    def disturb(seed: int) -> dict[str, Tensor]:
+        return evaluate_loop(call, Perturb(seed, call.work, gate_mass(seen)), incoming, {})
+
+    disturbed = [disturb(seed) for seed in range(probes)]
     found = judged(call, got, clean, response(clean, disturbed))
     if max((c.ratio for c in found), default=0.0) <= 1:
         return found
-    disturbed += [evaluate_loop(call, Perturb(seed, gate_mass(seen)), incoming, {}) for seed in range(probes, 20)]
+    disturbed += [disturb(seed) for seed in range(probes, 20)]
     return judged(call, got, clean, response(clean, disturbed))
 
 

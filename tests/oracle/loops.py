@@ -183,8 +183,9 @@ def decayed_gram(
             products = at(k[:, t, None] * k[:, first:t])  # [B, s, HV, K]
             if g is not None:
                 exponent = torch.stack([g[:, s + 1 : t + 1].sum(1) for s in range(first, t)], 1)
-                # An implementation may take the difference of two sums that start at the chunk's first token.
-                mass = g[:, None, first : t + 1].nan_to_num(neginf=0.0).abs().sum(2)
+                mass = exponent.nan_to_num(neginf=0.0).abs()
+                if at is not exact:
+                    mass = at.exponent_mass(mass, g[:, None, first : t + 1])
                 products = products * torch.exp(at(exponent, mass.expand(exponent.shape)))
             rows[:, t, :, : t - first] = at(beta[:, t, None] * at(products).sum(-1)).mT
     return rows

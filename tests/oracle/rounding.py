@@ -53,11 +53,18 @@ class Noise:
 
 
 class Perturb:
-    """A slot that disturbs what passes. `gate_mass` is the mass of the gradient of log gates, see `log_gates`."""
+    """A slot that disturbs what passes.
+
+    Args:
+        seed: Of the disturbances.
+        work: Type of the operator's arithmetic.
+        gate_mass: Mass of the gradient of log gates, see `log_gates`.
+    """
 
     probing = True
 
-    def __init__(self, seed: int, gate_mass: Tensor | None = None) -> None:
+    def __init__(self, seed: int, work: torch.dtype, gate_mass: Tensor | None = None) -> None:
+        self.work = work
         self.noise = Noise(seed)
         self.gate_mass = gate_mass
 
@@ -69,7 +76,18 @@ class Perturb:
 
     def log_gates(self, g: Tensor) -> Tensor:
         """Log gates [B, T, ...] that may be summed from a chunk's first token: the sums are what is rounded."""
-        return _Perturb.apply(g, window_sum(g.detach().abs().nan_to_num(0.0, 0.0, 0.0)), self.gate_mass, self.noise)
+        return _Perturb.apply(g, window_sum(self.added(g)), self.gate_mass, self.noise)
+
+    def exponent_mass(self, own: Tensor, gates: Tensor) -> Tensor:
+        """Mass of the exponent between two rows of a gram: its own in float32, whose gates are summed in float64.
+
+        In float64 it is the difference of two sums that start at the chunk's first row: the mass of all gates.
+        """
+        return self.added(gates).sum(2) if self.work == torch.float64 else own
+
+    def added(self, g: Tensor) -> Tensor:
+        """Sizes of log gates as they are added: a reset counts as the floor of its type (docs/numerics.md)."""
+        return g.detach().abs().clamp(max=746.0 if self.work == torch.float64 else 104.0)
 
 
 def window_sum(x: Tensor, chunk: int = 64) -> Tensor:
