@@ -23,10 +23,16 @@ INSTALL = 'pip install "torch>=2.11,<2.14", which brings Triton 3.6 or 3.7'
 def triton(monkeypatch: pytest.MonkeyPatch):
     """Pretends that a Triton of this version is installed."""
 
+    def forget() -> None:
+        launch.support.cache_clear()
+        table._remembered.cache_clear()
+
     def install(version: str) -> None:
         monkeypatch.setattr(launch, "version", lambda: version)
+        forget()
 
-    return install
+    yield install
+    forget()  # on a GPU, later tests would take the pretended Triton for the card's own
 
 
 @pytest.mark.parametrize("version", ["3.8.0", "3.9.1", "4.0.0", "3.5.1", "3.10.0+git1234"])
@@ -34,14 +40,8 @@ def test_a_call_on_a_gpu_names_the_torch_to_install(version: str, triton, monkey
     triton(version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch, "architecture", lambda device: "sm_80")
-    launch.support.cache_clear()
-    table._remembered.cache_clear()
-    try:
-        with pytest.raises(wyfold.UnsupportedError) as refused:
-            table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
-    finally:
-        launch.support.cache_clear()
-        table._remembered.cache_clear()
+    with pytest.raises(wyfold.UnsupportedError) as refused:
+        table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
     said = str(refused.value)
     assert f"Triton {version} is not in the table, which has 3.6 and 3.7" in said
     assert f"(torch here is {torch.__version__})" in said and INSTALL in said
