@@ -12,6 +12,9 @@ from wyfold.models import Decoder, DecoderConfig
 from wyfold.models.block import Block
 from wyfold.pipelines import delta as pipeline
 
+# The compiler of PyTorch 2.11 keeps what a recurrence returned, even if all of a block is to be computed again.
+COMPILED_BLOCKS = 1 if torch.__version__.startswith("2.11.") else 2
+
 IDS = torch.arange(20)[None] * 37 % 256
 
 
@@ -50,7 +53,7 @@ def test_recomputing_is_compiled(what, packed, runs):
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     found = gradients(compiled, **where)
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
-    assert len(runs) == 1 + (2 if what == "blocks" else 1)
+    assert len(runs) == 1 + (COMPILED_BLOCKS if what == "blocks" else 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -98,7 +101,8 @@ def test_wrapped_blocks_recompute_when_they_are_told_to(wrapped, runs):
     truth = gradients(model)
     torch._dynamo.reset()
     model.blocks[0] = wrapped(model.blocks[0])
-    for what, expected in ((None, 1), ("blocks", 2), ("selective", 1), ("blocks", 2), (None, 1)):
+    blocks = COMPILED_BLOCKS if wrapped in (compiled, compiled_in_place) else 2
+    for what, expected in ((None, 1), ("blocks", blocks), ("selective", 1), ("blocks", blocks), (None, 1)):
         model.recompute(what)
         runs.clear()
         found = gradients(model)

@@ -18,6 +18,7 @@ from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.models.config import DecoderConfig
 from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.register import exporting
 
 KEPT_RESULTS = frozenset(
     {"wyfold.delta_fwd", "wyfold.ttt_fwd"}
@@ -49,7 +50,7 @@ class Block(nn.Module):
             self.recomputed is None
             or cache is not None
             or not torch.is_grad_enabled()
-            or torch.compiler.is_exporting()  # a program has no checkpoints; what it computes is the same
+            or exporting()  # a program has no checkpoints; what it computes is the same
         ):
             return self._mixed(x, layout, cache, cp_context)
         # Inside the block's own call, so that what shards its parameters gathers them before they are used again.

@@ -195,7 +195,8 @@ class Decoder(nn.Module):
 
         Args:
             what: None for nothing. "blocks": each block keeps its input alone. "selective": it keeps what its
-                recurrence and its attention returned besides, and computes again projections, norms and MLP.
+                recurrence and its attention returned besides, and computes again projections, norms and MLP. Inside of
+                `torch.compile`, PyTorch 2.11 keeps for "blocks" what it keeps for "selective".
 
         Raises:
             ValueError: what is none of these, or something else has taken the place of a block.

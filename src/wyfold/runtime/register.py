@@ -419,7 +419,15 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
 
 def traced() -> bool:
     """Whether a program is made of what is called here, to be run with gradients or without: exported, or traced."""
-    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and _tracing() is not None)
+    return exporting() or (not torch.compiler.is_compiling() and _tracing() is not None)
+
+
+def exporting() -> bool:
+    """Whether `torch.export` is tracing.
+
+    In `torch.compile` of PyTorch 2.11 the public question is answered with yes, and gradients would be left out.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 class _Unsaved:

@@ -17,6 +17,7 @@ from wyfold.integrations.transformers.masks import packed_mask, padding
 from wyfold.runtime import check
 from wyfold.runtime.layout import boundaries as checked_boundaries
 from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.register import exporting
 
 Call = dict[str, Any]
 
@@ -57,7 +58,7 @@ def settled(op: str, call: Call) -> Call:
     if given is None:
         if starts is None:
             return call
-        if torch.compiler.is_exporting():
+        if exporting():
             raise ValueError(
                 f"{op}: position_ids must be left out of an exported call, which cannot read whether documents begin "
                 "in them; give cu_seq_lens_q for packed documents, or patch with packing=False where there are none"
