@@ -312,9 +312,12 @@ def _decoded(seed: int) -> None:
 
 
 def registered() -> set[str]:
-    """Names of the operators that the package defines, without those of kernels over the ranks of a group: they are
-    held to the same by tests/interpret/test_context.py."""
-    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    """Names of the operators that the package defines, but for two kinds.
+
+    Kernels over the ranks of a group are tested in tests/interpret/test_context.py. `once` computes nothing: it marks a
+    compiler's arguments, and is gone when the graph is lowered (tests/reports/test_second_derivatives.py).
+    """
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()} - {"wyfold::once"}
     return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_share_")}
 
 
