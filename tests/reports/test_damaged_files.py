@@ -3,11 +3,12 @@
 At 2ae98e3 a checkpoint that was damaged at its right size ended in a traceback, or ran for a minute; a flipped bit was
 resumed from; and a run whose only checkpoint was cut short began again at step 0, over the metrics of the earlier run.
 
-`--draws N` draws so many variants and runs each command as a process of its own, with a table of what came of it.
+`--draws N` draws so many variants and runs each command in a separate process, and prints a table of the results.
 """
 
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -17,12 +18,14 @@ import time
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.reports import damage
 
 from wyfold.cli import integrity, main, rundir, schema
 from wyfold.cli.recipe import Recipe
 from wyfold.models import MIXERS, Decoder, DecoderConfig
+from wyfold.models.config import NOT_IN_SHAPES
 from wyfold.parallel import shards
 
 SEED = 26
@@ -64,14 +67,14 @@ def contents(run):
 
 def test_every_damaged_variant_is_refused_by_name_or_goes_through(run, tmp_path, capsys, request):
     draws = request.config.getoption("--draws")
-    told = collections.defaultdict(list)
+    found = collections.defaultdict(list)
     for variant, folder in damage.variants(run, tmp_path / "run", draws or FEW, SEED):
         whole = contents(folder)
         history = read_or_none(folder / "metrics.jsonl")
         for command, words in commands(run, folder).items():
             began = time.perf_counter()
             code, said = in_process(words, capsys) if draws is None else as_process(words)
-            told[variant.kind, command].append((code, time.perf_counter() - began, variant))
+            found[variant.kind, command].append((code, time.perf_counter() - began, variant))
             assert code in (0, 2), (variant, command, code, said)
             assert "Traceback" not in said, (variant, command, said)
             if code == 2:
@@ -83,10 +86,12 @@ def test_every_damaged_variant_is_refused_by_name_or_goes_through(run, tmp_path,
         # What a digest covers, and what a file lies beside, is never taken for what it was.
         untouched = variant.file.endswith("metrics.jsonl")
         if not variant.signed and not untouched:
-            assert [told[variant.kind, command][-1][0] for command in ("generate", "train --resume")] == [2, 2], variant
+            assert [found[variant.kind, command][-1][0] for command in ("generate", "train --resume")] == [2, 2], (
+                variant
+            )
     if draws is not None:
         with capsys.disabled():
-            print_table(told)
+            print_table(found)
 
 
 def read_or_none(file):
@@ -104,9 +109,9 @@ def as_process(words):
     return done.returncode, done.stderr
 
 
-def print_table(told):
+def print_table(found):
     print(f"\n{'kind':12} {'command':15} {'variants':>8} {'exit 0':>6} {'exit 2':>6} {'longest exit 2, s':>18}")
-    for (kind, command), rows in told.items():
+    for (kind, command), rows in found.items():
         refused = [(seconds, variant) for code, seconds, variant in rows if code == 2]
         seconds, variant = max(refused, key=lambda row: row[0], default=(0.0, None))
         counts = f"{len(rows):8} {len(rows) - len(refused):6} {len(refused):6}"
@@ -323,13 +328,82 @@ def test_a_damaged_configuration_is_refused_in_a_library_too(kind, tmp_path, cap
         value, complaint = FIELDS[kind]
         content = json.dumps(fields | {kind: value})
     elif kind == "missing field":
-        content = json.dumps({name: value for name, value in fields.items() if name != "tied"})
-        complaint = "every field must be there, got none of tied"
+        content = json.dumps({name: value for name, value in fields.items() if name != "norm_eps"})
+        complaint = "norm_eps must be given, because no tensor's shape shows what the model was trained with"
     (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=rf"^Decoder.load: {tmp_path}/config.json is damaged: .*{complaint}"):
         Decoder.load(tmp_path)
     code, said = in_process(["generate", str(tmp_path), "--prompt", "x", "--max-bytes", "1"], capsys)
     assert code == 2 and str(tmp_path) in said and "damaged" in said
+
+
+SMALL = {"vocab_size": 16, "hidden_size": 16, "num_layers": 1, "mlp_size": 16}
+UNLIKE_DEFAULTS = {
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "pattern": "attention",
+    "num_heads": 8,
+    "num_v_heads": 8,
+    "head_dim": 32,
+    "head_v_dim": 8,
+    "conv_size": 3,
+    "mlp_size": 16,
+    "tied": False,
+    "norm_eps": 1e-5,
+    "options": {"attention": {"window": 8}},
+}
+
+
+@pytest.mark.parametrize("pattern", ["gdn attention", "attention"])
+def test_fields_missing_beside_weights_are_defaults_or_refused(pattern, tmp_path):
+    """A hand-written file, or one from before a field was added. No field that is left out gives another model."""
+    config = DecoderConfig(**UNLIKE_DEFAULTS | {"pattern": pattern})
+    model = Decoder(config)
+    model.save(tmp_path)
+    ids = torch.randint(16, (1, 20))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    refused = set()
+    for missing in fields:
+        (tmp_path / "config.json").write_text(json.dumps({name: fields[name] for name in fields if name != missing}))
+        try:
+            loaded = Decoder.load(tmp_path)
+        except ValueError:
+            refused.add(missing)
+            continue
+        assert torch.equal(loaded(ids)[0], model(ids)[0]), missing
+    assert {"head_dim", "norm_eps", "options"} <= refused
+    # Value heads are the heads here, and attention has neither value heads nor a convolution.
+    ignored = {"num_v_heads", "head_v_dim", "conv_size"} if pattern == "attention" else {"num_v_heads"}
+    assert fields.keys() - refused == ignored
+
+
+def test_a_configuration_with_defaults_left_out_loads(tmp_path):
+    fields = {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "num_layers": 2, "pattern": "gdn attention"}
+    model = Decoder(DecoderConfig(**fields))
+    model.save(tmp_path)
+    given = fields | {"norm_eps": 1e-6, "options": {}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert Decoder.load(tmp_path).config == model.config
+    assert main(["generate", str(tmp_path), "--prompt", "x", "--max-bytes", "1"]) == 0
+    assert DecoderConfig.from_json("{}") == DecoderConfig()  # beside no weights every field has its default
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_tensors_tell_which_model_it_is_once_three_fields_are_given(mixer):
+    """The reason why `Decoder.load` requires head_dim, norm_eps and options, and nothing else."""
+    settings = {}
+    for H, HV, V, conv in itertools.product((1, 2, 4), (None, 2, 4), (None, 4, 8), (2, 4)):
+        sizes = {"num_heads": H, "num_v_heads": HV, "head_v_dim": V, "conv_size": conv}
+        try:
+            config = DecoderConfig(**SMALL, **sizes, pattern=mixer, head_dim=8)
+        except (TypeError, ValueError):  # value heads that are no multiple of the heads
+            continue
+        with torch.device("meta"):
+            model = Decoder(config)
+        shapes = tuple((name, x.shape) for name, x in model.state_dict().items())
+        kept = {name: value for name, value in vars(model.blocks[0].mixer).items() if isinstance(value, int | float)}
+        assert settings.setdefault(shapes, kept) == kept, sizes
 
 
 @pytest.mark.parametrize("damaged", ["cut", "long", "empty", "length", "garbled", "renamed", "dtype", "layers"])
@@ -365,14 +439,17 @@ def test_nothing_is_built_before_sizes_are_known(tmp_path, monkeypatch):
             Decoder.load(tmp_path)
 
 
-def test_mixers_are_told_apart_by_the_names_of_their_parameters():
+def test_mixers_are_identified_by_the_names_of_their_parameters():
     for mixer in MIXERS:
         assert integrity.mixer_of(DecoderConfig().mixer(mixer).state_dict(), "") == mixer
 
 
 def test_schemas_have_the_fields_of_what_is_written():
     names = {field.name for field in dataclasses.fields(DecoderConfig)}
-    assert {field.name for field in msgspec.structs.fields(schema.Model)} == names
+    model = {field.name: field for field in msgspec.structs.fields(schema.Model)}
+    assert model.keys() == names
+    assert {name for name, field in model.items() if field.default is msgspec.NODEFAULT} == set(NOT_IN_SHAPES)
+    assert all(field.default == getattr(DecoderConfig(), name) for name, field in model.items() if not field.required)
     recipe = [(field.name, field.default is not dataclasses.MISSING) for field in dataclasses.fields(Recipe)]
     settings = msgspec.structs.fields(schema.Settings)
     assert [(field.name, field.default is not msgspec.NODEFAULT) for field in settings] == recipe
@@ -460,7 +537,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("command", ["generate", "train --resume", "report"])
-def test_damage_is_told_before_torch_is_imported(copy, run, command):
+def test_damage_is_reported_before_torch_is_imported(copy, run, command):
     """Importing it takes longer than all that is looked at."""
     flip(newest(copy) / "training.json")
     words = commands(run, copy)[command]
@@ -476,7 +553,7 @@ def test_damage_is_told_before_torch_is_imported(copy, run, command):
         ("gdn*1000000000", "config.json is damaged: DecoderConfig: pattern must have at most 65536 layers"),
     ],
 )
-def test_a_model_of_other_layers_is_told_before_torch_is_imported(run, tmp_path, pattern, complaint):
+def test_a_model_of_other_layers_is_refused_before_torch_is_imported(run, tmp_path, pattern, complaint):
     shutil.copytree(newest(run) / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pattern": pattern}))

@@ -18,20 +18,23 @@ Part = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=4096)]
 
 
-class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`config.json`: the fields of `DecoderConfig`, all of them. What they mean together, that class checks."""
+class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """`config.json`: the fields and defaults of `DecoderConfig`, which checks what they mean together.
 
-    vocab_size: Positive
-    hidden_size: Positive
-    num_layers: Positive
-    pattern: Text
-    num_heads: Positive
-    num_v_heads: Positive | None
+    Fields without a default are those that change results without changing a tensor's name or shape.
+    """
+
+    vocab_size: Positive = 256
+    hidden_size: Positive = 256
+    num_layers: Positive = 4
+    pattern: Text = "gdn*3 attention"
+    num_heads: Positive = 4
+    num_v_heads: Positive | None = None
     head_dim: Positive
-    head_v_dim: Positive | None
-    conv_size: Positive
-    mlp_size: Positive | None
-    tied: bool
+    head_v_dim: Positive | None = None
+    conv_size: Positive = 4
+    mlp_size: Positive | None = None
+    tied: bool = True
     norm_eps: Part
     options: dict[str, dict[str, bool | int | float | str | None]]
 

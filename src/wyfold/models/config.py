@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,9 @@ MIXERS: dict[str, type[nn.Module]] = {
 LARGEST = {"vocab_size": 2**31 - 1, "mlp_size": 2**28}
 WIDEST = 2**24
 """Of all other sizes; no matrix of such sizes has more bytes than 64 bits count."""
+NOT_IN_SHAPES = ("head_dim", "norm_eps", "options")
+"""Fields that change results without changing the name or shape of a tensor; `head_dim`, because attention of 4 heads
+of 64 has the tensors of 8 heads of 32. All others follow from names and shapes once these three are given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +125,18 @@ class DecoderConfig:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> DecoderConfig:
-        """The configuration that `to_json` wrote.
+    def from_json(cls, text: str, *, required: Collection[str] = ()) -> DecoderConfig:
+        """The configuration that `to_json` wrote; a missing field has its default.
+
+        Args:
+            text: A JSON object.
+            required: Fields that have to be given. `Decoder.load` requires head_dim, norm_eps and options: a default in
+                their place could give another model with the same tensors. It compares what follows from the other
+                fields with the names and shapes of the tensors.
 
         Raises:
-            ValueError: no JSON object, a number that is not finite, a field that is missing, given twice or unknown to
-                this version, or a field's value of the wrong type or range.
+            ValueError: no JSON object, a number that is not finite, a required field that is missing, a field given
+                twice or unknown to this version, or a field's value of the wrong type or range.
         """
         try:
             fields = json.loads(
@@ -142,8 +151,11 @@ class DecoderConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := fields.keys() - known:
             raise ValueError(f"DecoderConfig: fields must be known to this version, got {', '.join(sorted(unknown))}")
-        if missing := known - fields.keys():
-            raise ValueError(f"DecoderConfig: every field must be there, got none of {', '.join(sorted(missing))}")
+        if missing := set(required) - fields.keys():
+            raise ValueError(
+                f"DecoderConfig: {', '.join(sorted(missing))} must be given, because no tensor's shape shows what the "
+                "model was trained with; add what is missing to the JSON object"
+            )
         try:
             return cls(**fields)
         except TypeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.models.config import DecoderConfig
+from wyfold.models.config import NOT_IN_SHAPES, DecoderConfig
 from wyfold.runtime import files
 from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
@@ -57,7 +57,8 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
         if not (folder / name).exists():
             raise FileNotFoundError(f"Decoder.load: {folder / name} is missing; give a folder that Decoder.save wrote")
     try:
-        config = DecoderConfig.from_json(files.read_bytes(folder / CONFIG_FILE, LARGEST_CONFIG).decode("utf-8"))
+        text = files.read_bytes(folder / CONFIG_FILE, LARGEST_CONFIG).decode("utf-8")
+        config = DecoderConfig.from_json(text, required=NOT_IN_SHAPES)
     except (ValueError, TypeError) as error:  # bytes that are no UTF-8 are a ValueError too
         raise ValueError(f"Decoder.load: {folder / CONFIG_FILE} is damaged: {error}") from error
     try:
