@@ -336,7 +336,9 @@ class Decoder(nn.Module):
         Args:
             folder: Created if it is missing.
             state_dict: The decoder's tensors, gathered from wherever they are. None: the decoder's own, which have to
-                be ordinary tensors under the decoder's own names: neither sharded nor offloaded nor adapted.
+                be ordinary tensors under the decoder's own names: neither sharded nor offloaded nor adapted. Those of a
+                subclass that is not built from a configuration alone are written under the names they have; its `load`
+                is its own.
 
         Raises:
             ImportError: safetensors is missing.
@@ -419,8 +421,7 @@ class Decoder(nn.Module):
 
     def _loadable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that `load` expects, if they are all there and hold numbers."""
-        with torch.device("meta"):
-            expected = type(self)(self.config).state_dict()
+        expected = self._expected()
         found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of compiled parts
         named = "Decoder.save: state_dict"
         for wrong, what in ((expected.keys() - found.keys(), "hold"), (found.keys() - expected.keys(), "not hold")):
@@ -441,6 +442,19 @@ class Decoder(nn.Module):
                     "pass it as state_dict= from one process"
                 )
         return found
+
+    def _expected(self) -> dict[str, Tensor]:
+        """Tensors that `load` expects, by name: of a new decoder, or those here if the class needs other arguments."""
+        with torch.device("meta"):
+            if type(self).__init__ is Decoder.__init__:
+                return type(self)(self.config).state_dict()
+            try:
+                new = type(self)(self.config)
+            except Exception:  # what a subclass's constructor raises for arguments that it does not know
+                new = None
+        if new is None or new.config != self.config:
+            new = self
+        return {name.replace("_orig_mod.", ""): x for name, x in new.state_dict().items()}
 
 
 class TiedEmbedding(nn.Embedding):
