@@ -197,7 +197,7 @@ def test_mistakes_are_named(mixer, x):
     ):
         mixer(x.bfloat16())
     held = next(iter(cache))
-    with pytest.raises(TypeError, match=rf"^{name}: cache\['{held}'\] must be a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=rf"^LayerCache: '{held}' must be a torch.Tensor, got NoneType"):
         mixer(x, cache=LayerCache({**cache, held: None}))
     with pytest.raises(ValueError, match=rf"^{name}: x must be \[1, T, hidden_size\] = \[1, 39, 24\]"):
         mixer(x, layout=layout)

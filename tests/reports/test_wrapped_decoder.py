@@ -179,7 +179,7 @@ def test_hooks_that_move_parameters_change_nothing(wrapped, pattern, tied, ids, 
 
 
 def test_pools_and_files_of_an_offloaded_decoder(ids, tmp_path):
-    """Pools where it is told to, and files from gathered tensors."""
+    """Pools on a device that is given, and files from gathered tensors."""
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     plain = decoder("gdn kda")
@@ -320,3 +320,114 @@ def test_packed_prompts_under_hooks(ids):
     truth = list(plain.stream(ids[:1], 3, temperature=0, layout=layout))
     found = hooked(copy.deepcopy(plain)).stream(ids[:1], 3, temperature=0, layout=layout)
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+
+
+# --- Subclasses and their files --------------------------------------------------------------------------------------
+
+
+class Buffered(Decoder):
+    def __init__(self, config, *, backend=None):
+        super().__init__(config, backend=backend)
+        self.register_buffer("scale", torch.ones(3))
+
+
+class OfSize(Decoder):
+    """A constructor whose argument is no configuration."""
+
+    def __init__(self, width):
+        super().__init__(DecoderConfig(hidden_size=width, num_layers=1, pattern="gdn", num_heads=2, head_dim=8))
+        self.extra = nn.Linear(width, 2)
+
+
+class Named(Decoder):
+    """A constructor that takes anything first, and gives another model than the one that is saved."""
+
+    def __init__(self, name, width=16):
+        super().__init__(DecoderConfig(hidden_size=width, num_layers=1, pattern="gdn", num_heads=2, head_dim=8))
+
+
+def test_files_of_a_subclass_with_a_buffer(tmp_path):
+    model = Buffered(decoder("gdn").config)
+    model.scale.fill_(7)
+    model.save(tmp_path)
+    assert torch.equal(Buffered.load(tmp_path).scale, model.scale)
+
+
+@pytest.mark.parametrize("build", [lambda: OfSize(32), lambda: Named("mine", 32)], ids=["size", "name"])
+def test_files_of_a_subclass_that_no_configuration_builds(build, tmp_path):
+    """`save` built a second model from the configuration: a TypeError of the subclass's constructor."""
+    from safetensors.torch import load_file
+
+    model = build()
+    model.save(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"^Decoder.save: state_dict must hold norm.weight \(1 such names\)"):
+        model.save(tmp_path, state_dict={name: x for name, x in saved.items() if name != "norm.weight"})
+
+
+# --- LayerCache as a mapping -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_cache_is_made_and_updated_from_mappings():
+    x, y = torch.ones(2, 3), torch.zeros(2, 1)
+    cache = LayerCache({"conv": x})
+    for given in ({"state": y}, LayerCache({"state": y}), [("state", y)]):
+        other = LayerCache(cache)
+        other.update(given)
+        assert other.get("conv") is x and other.get("state") is y and len(cache) == 1
+    del other["conv"]
+    assert list(other) == ["state"]
+    other.clear()
+    assert len(other) == 0
+
+
+def test_a_saved_layer_cache_goes_on(ids, tmp_path):
+    layer = decoder("gdn").blocks[0].mixer
+    x = torch.randn(2, 5, 32)
+    cache = LayerCache()
+    with torch.no_grad():
+        layer(x, cache=cache)
+        torch.save(dict(cache.items()), tmp_path / "cache.pt")
+        loaded = LayerCache(torch.load(tmp_path / "cache.pt"))
+        assert torch.equal(layer(x[:, :1], cache=loaded), layer(x[:, :1], cache=cache))
+
+
+@pytest.mark.parametrize("change", [LayerCache, LayerCache({"conv": torch.ones(2)}).update], ids=["new", "update"])
+@pytest.mark.parametrize(
+    ("given", "error", "complaint"),
+    [
+        ({"state": 3}, TypeError, "LayerCache: 'state' must be a torch.Tensor, got int"),
+        ({3: torch.ones(2)}, TypeError, "LayerCache: names must be str, got int"),
+        ({"state": torch.tensor(3.0)}, ValueError, r"LayerCache: 'state' must be \[N, ...\], a row for each sequence"),
+    ],
+)
+def test_what_a_layer_cache_cannot_hold_is_refused(change, given, error, complaint):
+    with pytest.raises(error, match=f"^{complaint}"):
+        change(given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([0.0, 1.0], "rows must be int32 or int64, got float32"),
+        ([True, False], "rows must be int32 or int64, got bool"),
+        ([0, 2], r"rows must be in \[0, 2\), got 2"),
+        ([-1], r"rows must be in \[0, 2\), got -1"),
+    ],
+)
+def test_rows_that_a_cache_does_not_have_are_refused(rows, complaint):
+    first, second = LayerCache({"state": torch.arange(2.0)}), LayerCache()
+    with pytest.raises(ValueError, match=f"^LayerCache.reorder: {complaint}$"):
+        first.reorder(torch.tensor(rows))
+    with pytest.raises(ValueError, match=f"^DecodingCache.reorder: {complaint}$"):
+        DecodingCache([first, second], 2).reorder(torch.tensor(rows))
+    assert first["state"].tolist() == [0, 1]
+
+
+def test_a_layer_called_by_a_gradient_hook_is_refused_by_that_name():
+    layer, x = decoder("gdn").blocks[0].mixer, torch.ones(1, 2, 32, requires_grad=True)
+    x.register_hook(lambda gradient: layer(gradient, cache=LayerCache()))
+    with pytest.raises(RuntimeError, match=r"a gradient hook that calls a layer has to do so without a cache"):
+        x.sum().backward()

@@ -35,10 +35,13 @@ class LayerCache:
     """What one layer remembers of N sequences: tensors by name, replaced by each call.
 
     Args:
-        tensors: Name -> [N, ...]; None or empty for a fresh start. The mapping is copied, its tensors are not.
+        tensors: Name -> [N, ...], a mapping or another cache; None or empty for a fresh start. The mapping is copied,
+            its tensors are not.
+
+    To save a cache, save `dict(cache.items())`; `LayerCache(tensors)` of what was loaded goes on from there.
 
     Raises:
-        TypeError: tensors is no mapping.
+        TypeError, ValueError: tensors is no mapping, or does not map names to tensors [N, ...].
 
     Example:
         >>> import torch
@@ -47,24 +50,35 @@ class LayerCache:
         >>> _ = layer(torch.randn(3, 5, 32), cache=cache)
         >>> {name: list(x.shape) for name, x in cache.items()}
         {'conv': [3, 96, 3], 'state': [3, 2, 16, 16]}
+        >>> tensors = dict(cache.items())  # for torch.save or safetensors
+        >>> y = layer(torch.randn(3, 1, 32), cache=LayerCache(tensors))
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor] | None = None):
-        if tensors is not None and not isinstance(tensors, Mapping):
+    def __init__(self, tensors: Mapping[str, Tensor] | LayerCache | None = None):
+        if tensors is not None and not isinstance(tensors, Mapping | LayerCache):
             raise TypeError(f"LayerCache: tensors must be a mapping or None, got {type(tensors).__name__}")
-        self._tensors: dict[str, Tensor] = {} if tensors is None else dict(tensors)
+        self._tensors: dict[str, Tensor] = {} if tensors is None else dict(tensors.items())
+        for name, x in self._tensors.items():
+            _check_entry(name, x)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
     def __setitem__(self, name: str, x: Tensor) -> None:
+        _check_entry(name, x)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # A checkpoint runs the layer again from the state that the first run left, which gives wrong gradients.
+            # A checkpoint runs the layer again from the state that the first run left, which gives wrong gradients. A
+            # gradient hook that calls a layer with an unrelated cache cannot be distinguished from that here.
             raise RuntimeError(
                 "LayerCache: a layer must not be called with a cache inside a backward pass, as activation "
-                "checkpointing does; use the checkpoint without a cache, or the cache without a checkpoint"
+                "checkpointing does, and no cache may be changed there; use the checkpoint without a cache, or the "
+                "cache without a checkpoint; a gradient hook that calls a layer has to do so without a cache, or after "
+                "the backward"
             )
         self._tensors[name] = x
+
+    def __delitem__(self, name: str) -> None:
+        del self._tensors[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -97,10 +111,24 @@ class LayerCache:
         """Names and tensors."""
         return self._tensors.items()
 
-    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace several tensors."""
-        for name, x in tensors:
+    def update(self, tensors: Mapping[str, Tensor] | LayerCache | Iterable[tuple[str, Tensor]]) -> None:
+        """Replace several tensors.
+
+        Args:
+            tensors: A mapping, another cache, or pairs of a name and a tensor.
+
+        Raises:
+            TypeError, ValueError: what is given does not map names to tensors [N, ...]; nothing is replaced.
+        """
+        given = dict(tensors.items() if isinstance(tensors, Mapping | LayerCache) else tensors)
+        for name, x in given.items():
+            _check_entry(name, x)
+        for name, x in given.items():
             self[name] = x
+
+    def clear(self) -> None:
+        """Remove every tensor; the next call starts afresh."""
+        self._tensors.clear()
 
     def snapshot(self) -> LayerCache:
         """A second cache with the same tensors; calls replace tensors and write into none, so nothing is copied."""
@@ -110,9 +138,13 @@ class LayerCache:
         """Replace row i by row rows[i], in place.
 
         Args:
-            rows: [N'] int64. Repeats and another length are allowed.
+            rows: [N'] int32 or int64, from 0 to N - 1. Repeats and another length are allowed.
+
+        Raises:
+            TypeError, ValueError: rows is of another type, dtype or shape, or names a row that is not there (on a GPU
+                inside `checked`); no tensor is replaced.
         """
-        check.shapes("LayerCache.reorder", rows=(rows, "N"))
+        _check_rows("LayerCache.reorder", rows, min((x.shape[0] for x in self.values()), default=None))
         self.update([(name, x.index_select(0, rows.to(x.device))) for name, x in self.items()])
         return self
 
@@ -192,9 +224,13 @@ class DecodingCache:
         """Row i becomes what row rows[i] was, in place: beams, finished sequences dropped, a prompt forked.
 
         Args:
-            rows: [N'] int64. Repeats and another length are allowed.
+            rows: [N'] int32 or int64, from 0 to N - 1. Repeats and another length are allowed.
+
+        Raises:
+            TypeError, ValueError: as `LayerCache.reorder`; no layer is reordered.
         """
-        check.shapes("DecodingCache.reorder", rows=(rows, "N"))
+        held = [x.shape[0] for layer in self.layers for x in layer.values()]
+        _check_rows("DecodingCache.reorder", rows, min([self.batch_size, *held]))
         for layer in self.layers:
             layer.reorder(rows)
         self.batch_size = rows.shape[0]
@@ -308,6 +344,29 @@ class DecodingPools:
         return sum(pool.nbytes for pool in self.layers)
 
 
+def _check_entry(name: object, x: object) -> None:
+    """Refuse what is no tensor of rows under a name."""
+    if not isinstance(name, str):
+        raise TypeError(f"LayerCache: names must be str, got {type(name).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"LayerCache: {name!r} must be a torch.Tensor, got {type(x).__name__}")
+    if x.ndim == 0:
+        raise ValueError(
+            f"LayerCache: {name!r} must be [N, ...], a row for each sequence, got a tensor without dimensions"
+        )
+
+
+def _check_rows(op: str, rows: Tensor, count: int | None) -> None:
+    """Refuse rows that are no row numbers of a cache of `count` sequences; None: the cache is empty."""
+    check.shapes(op, rows=(rows, "N"))
+    check.floating(op, (torch.int32, torch.int64), rows=rows)
+    if count is None or rows.numel() == 0 or not check.readable(rows):
+        return
+    least, most = (int(row) for row in rows.aminmax())
+    if least < 0 or most >= count:
+        raise ValueError(f"{op}: rows must be in [0, {count}), got {least if least < 0 else most}")
+
+
 def require_cache(layer: str, cache: object) -> LayerCache:
     """The cache of a layer's call, if it is a `LayerCache`.
 
@@ -405,7 +464,7 @@ def _count(
 def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
     """Refuse an x that PyTorch would, in its own words, once it is multiplied.
 
-    What somebody else has put in the projection's place, with quantized parameters for one, judges for itself.
+    A module that replaces the projection, with quantized parameters for example, checks its input itself.
     """
     if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
         return
