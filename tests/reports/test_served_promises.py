@@ -3,6 +3,7 @@ into segments and `prefill` does not; `decode_packed` had a `lower_bound` and, u
 """
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from tests.compile import aot
 
 import wyfold
 from wyfold import serving
+from wyfold.models import Decoder, DecoderConfig
 from wyfold.ops import serving_call
 from wyfold.parallel import segments
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import check
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 
@@ -98,3 +101,41 @@ def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
     assert seen - {"chunk_grid.triton"} == named
     assert plan.copies == (("v",) if asked == "odd v" else ())
     assert ("scan.gluon" in seen) == (asked in ("plain", "odd v", "odd out"))
+
+
+@pytest.fixture
+def gpu_tensors(monkeypatch: pytest.MonkeyPatch):
+    """Tensors that claim to be on a GPU, whose contents cannot be read: a read raises, as it does in a capture."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    monkeypatch.setattr(check, "Tensor", FakeTensor)
+    with FakeTensorMode():
+        yield lambda *shape: torch.empty(*shape, dtype=torch.int64, device="cuda")
+
+
+def test_a_captured_step_inside_checked_reads_no_contents(gpu_tensors, monkeypatch: pytest.MonkeyPatch):
+    """`stream` captures its second step as a CUDA graph; reading token ids or slots there would end the capture."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(hidden_size=32, num_layers=1, pattern="gdn", num_heads=2, head_dim=16))
+    ids, q = gpu_tensors(2, 1), gpu_tensors(2, 1, 2, 16)
+    slots = SimpleNamespace(
+        has_initial_state=None,
+        num_accepted_tokens=None,
+        state_indices=None,
+        output_state_indices=None,
+        pool=gpu_tensors(2, 2, 16, 16),
+        pad_slot_id=-1,
+        each=False,
+    )
+    reads = (
+        lambda: model._check(ids, None, None),
+        lambda: serving_call._check_distinct("op", q, slots, None, {"N": 2, "T": 1}),
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with wyfold.checked():
+        for read in reads:
+            with pytest.raises(RuntimeError):
+                read()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for read in reads:
+            read()

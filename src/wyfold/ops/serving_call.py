@@ -259,9 +259,9 @@ def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, siz
     is read. What skipped rows name, and columns behind a row's last token, is not looked at."""
     given, accepted, N = slots.has_initial_state, slots.num_accepted_tokens, sizes["N"]
     indices = slots.state_indices, slots.output_state_indices
-    if not all(x is None or check.readable(x) for x in (*indices, given, accepted, cu)):
-        return
     rows = torch.arange(N, device=q.device)
+    if not all(x is None or check.readable(x) for x in (*indices, given, accepted, cu, rows)):
+        return
     source, target = (None if x is None else x.to(torch.int64).view(N, x.shape[1:].numel()) for x in indices)
     source = rows[:, None] if source is None else source
     _check_numbers(op, "state_indices", source, _are_slots(source, slots.pool, slots))
@@ -287,9 +287,9 @@ def _check_distinct_between(
     """That no two states between go to one slot. What skipped rows name, and rows past the last state of a packing, is
     not looked at."""
     source, between, pool = slots.state_indices, slots.checkpoint_indices, slots.checkpoint_pool
-    if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu)):
-        return
     rows = torch.arange(sizes["N"], device=q.device)
+    if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu, rows)):
+        return
     live = _are_slots(rows if source is None else source, slots.pool, slots)
     states = rows * 0 + sizes["T"] // every if cu is None else cu.diff() // every
     of_live = live.repeat_interleave(states)

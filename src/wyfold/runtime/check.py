@@ -47,10 +47,17 @@ def checking_contents() -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether contents of x may be read here: a real CPU tensor, or any real tensor inside `checked`."""
+    """Whether contents of x may be read here: a real CPU tensor, or any real tensor inside `checked`.
+
+    While a CUDA graph is captured no GPU tensor may: waiting for it would end the capture.
+    """
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    return x.device.type == "cpu" or (checking_contents() and x.device.type != "meta")
+    if x.device.type == "cpu":
+        return True
+    if not checking_contents() or x.device.type == "meta":
+        return False
+    return not (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def tensor(op: str, name: str, x: object) -> Tensor:
