@@ -24,7 +24,7 @@ class Variant:
         kind: Of damage.
         file: What was damaged, relative to the run.
         what: In words, for a table or a failure.
-        signed: Whether the digests were made anew, so that only schemas and headers can find it.
+        signed: Whether the digests were computed again, so that only schemas and headers can find it.
     """
 
     kind: str

@@ -24,7 +24,7 @@ def look(x: torch.Tensor) -> torch.Tensor:
 
 
 def stay(x: torch.Tensor) -> torch.Tensor:
-    """A call that lasts until it is told to finish."""
+    """A call that lasts until `finish` is set."""
     started.set()
     assert finish.wait(60)
     return look(x)

@@ -92,7 +92,7 @@ def test_a_dict_with_padding_is_refused_for_packed_documents(qwen: Any):
         qwen(IDS[:1], attention_mask=masks, cu_seq_lens_q=torch.tensor([0, 6, 9], dtype=torch.int32))
 
 
-def test_masks_whose_contents_nobody_can_read_are_refused_for_packed_documents(qwen: Any):
+def test_masks_with_unreadable_contents_are_refused_for_packed_documents(qwen: Any):
     from torch.nn.attention.flex_attention import create_block_mask
 
     block = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 9, 9, device="cpu")
@@ -108,7 +108,7 @@ def test_masks_whose_contents_nobody_can_read_are_refused_for_packed_documents(q
 
 
 def test_positions_beside_padding_without_a_mask_say_what_to_give(qwen: Any):
-    """Nothing tells padding from documents there."""
+    """Such positions are the same for padding and for documents."""
     positions = (PADDED.cumsum(1) - 1).clamp(min=0)
     with patch(qwen), pytest.raises(ValueError, match=r"read from position_ids; .*beside padding, give attention_mask"):
         qwen(IDS, position_ids=positions, use_cache=True)

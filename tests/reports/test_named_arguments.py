@@ -162,7 +162,7 @@ def test_a_decay_per_channel_under_flas_name_is_called_gk(gk: Any, message: str)
 
 
 def test_a_decoder_that_is_divided_already_is_called_that():
-    """It was told that its layers, which it names, are not of the delta family."""
+    """The message said that its layers, which it named, are not of the delta family."""
     from types import SimpleNamespace
 
     from wyfold.integrations.dtensor import Parted, parallelize

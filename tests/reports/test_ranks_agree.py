@@ -172,7 +172,7 @@ def compared(cases):
     """Run the cases of a table."""
 
     def on_each_rank(given, group):
-        wrong = []  # told at the end: the other rank goes on
+        wrong = []  # raised at the end, because the other rank goes on
         for name, (call, complaint) in cases(group.rank() == 1).items():
             said = None
             try:
@@ -203,7 +203,7 @@ def boundaries(given, group):
 
 
 def once(given, group):
-    """A decoder's layers compare nothing of their own, nor does its backward, nor a second call."""
+    """A decoder compares once for its layers; its backward and a second call compare nothing."""
     found = []
     agree = exchange.agree
     exchange.agree = lambda *said: (found.append(said[0]), agree(*said))

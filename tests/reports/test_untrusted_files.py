@@ -1,4 +1,4 @@
-"""A folder that somebody else made runs none of their code.
+"""A folder from another person runs no code.
 
 The index of a sharded checkpoint was a pickle of `torch.distributed.checkpoint`, and `wyfold generate FOLDER` unpickled
 it: a folder passed on as a run could run any command.

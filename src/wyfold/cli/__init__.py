@@ -204,8 +204,8 @@ def _ending(error: BaseException) -> _Ending | None:
         message = f"needs {missing}, which is not installed: pip install {package}"
         return _Ending(FAILED, message) if package else None
     if _out_of_memory(error):
-        told = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
-        return _Ending(FAILED, f"not enough memory for what was asked{told}")
+        reason = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
+        return _Ending(FAILED, f"not enough memory for what was asked{reason}")
     if isinstance(error, OSError):  # a full disk, a folder that may not be written
         return _Ending(FAILED, said)
     return None
@@ -220,7 +220,7 @@ def _together(endings: Sequence[_Ending | None]) -> _Ending | None:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether that is what PyTorch says of a tensor that finds no room, on a GPU or on the CPU."""
+    """Whether PyTorch or Python failed to allocate memory, on a GPU or on the CPU."""
     if isinstance(error, MemoryError):
         return True
     torch = sys.modules.get("torch")

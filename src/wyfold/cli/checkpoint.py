@@ -98,7 +98,7 @@ def save_shards(
         team.most(0)  # all of it is
         if team.leads:
             _finish(partial, step, record)
-        team.most(0)  # nobody goes on, or ends, before it has its name
+        team.most(0)  # no process continues or exits before the folder has its final name
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -42,7 +42,7 @@ MARKS = {
     "gated_delta_net": "decay.weight",
     "delta_net": "beta.weight",
 }
-"""Mixer -> a parameter by which it is told from those after it; softmax attention has none of them."""
+"""Mixer -> a parameter that no mixer after it has; softmax attention has none of them."""
 
 MOST_JSON = {CONFIG_FILE: 2**20, SUMS: 2**24}
 """Bytes that are read of a file; of any other JSON file `LARGEST_JSON`: a history has 200 bytes a step."""
@@ -328,7 +328,7 @@ def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) 
 
 
 def mixer_of(names: Collection[str], prefix: str) -> str:
-    """The mixer whose parameters have these names after a prefix, told apart by `MARKS`."""
+    """The mixer whose parameters have these names after a prefix, found by `MARKS`."""
     return next((mixer for mixer, name in MARKS.items() if prefix + name in names), "attention")
 
 

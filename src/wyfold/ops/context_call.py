@@ -34,8 +34,8 @@ def agreed(
         context: What the caller gave as cp_context.
         x: A tensor of the call, beside which ranks compare; whatever else is wrong with it.
         decide: Checks this rank's arguments.
-        describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that the
-            call goes on with; a refusal is told to the ranks that wait there.
+        describe: Gives what must be equal on all ranks. None: nothing is compared here, but in the operator that is
+            called next; ranks that wait there receive this rank's refusal.
 
     Raises:
         TypeError: no context, or this rank's own refusal.

@@ -141,7 +141,7 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
-    """What is saved for a backward belongs to the autograd function here; nobody reads it of the operator's results."""
+    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
     o, final_state, states = Delta.apply(*t, options._replace(save=True))
     return o, final_state, states, [o.new_empty(0) for _ in walk(options).saved(t, options)]

@@ -293,7 +293,7 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
-    """What is saved for a backward belongs to the autograd function here; nobody reads it of the operator's results."""
+    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
     result = TTT.apply(*t, options._replace(save=True))
     return *result, [t.v.new_empty(0) for _ in _kept(t, options)]

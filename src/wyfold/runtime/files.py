@@ -32,8 +32,8 @@ def replacing(file: Path) -> Iterator[Path]:
     """A path to write to, in the folder of `file`, that takes its place when the block ends without an exception.
 
     The temporary name cannot be predicted and is created exclusively, so a link planted there is not followed; a link
-    at `file` is replaced, not written through. The mode is what the umask leaves, also where the writer makes a file
-    of its own. After an exception the temporary file is removed and `file` is as it was.
+    at `file` is replaced, not written through. The mode is what the umask leaves, also where the writer
+    creates a new file under the name. After an exception the temporary file is removed and `file` is as it was.
     """
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -108,6 +108,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def os_error(error: Exception) -> OSError:
-    """The operating system's error that safetensors reports in words of its own."""
+    """The operating system's error that safetensors reports as text."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))

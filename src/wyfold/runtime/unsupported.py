@@ -1,4 +1,4 @@
-"""The error of a request that no backend can serve; a module of its own so that it can be caught without torch."""
+"""The error of a request that no backend can serve, in a separate module so that it can be caught without torch."""
 
 from collections.abc import Mapping
 

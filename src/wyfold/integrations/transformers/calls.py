@@ -86,7 +86,7 @@ class Calls:
         return result
 
     def _count(self, name: str, outcome: str) -> None:
-        # A number that changes would have the compiler compile anew at every call.
+        # A number that changes would make the compiler recompile at every call.
         if not torch.compiler.is_compiling():
             for report in self.reports:
                 report.calls[self.family.name, name, outcome] += 1

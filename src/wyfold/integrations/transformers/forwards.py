@@ -41,7 +41,7 @@ def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
 
     def remove() -> None:
         interceptor.handlers.remove(handler)
-        # A function that somebody else has assigned since then stays.
+        # A function that other code has assigned since then stays.
         if interceptor.handlers or vars(owner).get("forward") is not interceptor:
             return
         if interceptor.inherited:

@@ -181,7 +181,7 @@ class Installation:
             raise _unknown(version, f"{where} has no parameter {', '.join(missing)}")
 
     def _rebind(self, owner: Any, name: str, ours: object, replaced: Replaced) -> None:
-        """owner.name is ours until `restore`, or until somebody else assigns it."""
+        """Set owner.name to ours until `restore` runs or other code assigns it."""
         own, kept = name in vars(owner), vars(owner).get(name)
 
         def restore() -> None:
