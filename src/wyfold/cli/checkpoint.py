@@ -16,9 +16,11 @@ names given here are ever removed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +100,7 @@ def save_shards(
         team.most(0)  # all of it is
         if team.leads:
             _finish(partial, step, record)
-        team.most(0)  # no process continues or exits before the folder has its final name
+        team.most(0)  # no process continues, or ends, before the checkpoint has its name
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -115,15 +117,43 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def load_model(path: Path, device: torch.device, backend: str | None) -> Decoder:
     """The model that `path` stands for, as `find_model` understands it."""
     folder = find_model(path)
+    try:
+        return _load_folder(folder, device, backend)
+    except (OSError, ValueError, UsageError):
+        if folder.is_dir():
+            raise
+    return _load_folder(find_model(path), device, backend)  # a live run removed the checkpoint while it was read
+
+
+def _load_folder(folder: Path, device: torch.device, backend: str | None) -> Decoder:
+    """The model of a folder that is whole."""
+    import torch
 
     from wyfold.models import Decoder, DecoderConfig
 
     if not (folder.parent / SHARDS).is_dir() or (folder / WEIGHTS_FILE).exists():
         return Decoder.load(folder, device=device, backend=backend)
-    config = DecoderConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = DecoderConfig.from_json(integrity.content(folder / CONFIG_FILE).decode("utf-8"))
+    with torch.device("meta"):
+        described = Decoder(config).state_dict()
+    require_shards(folder.parent, described)
     model = Decoder(config, backend=backend).to(device)
     load_shards(folder.parent, model.state_dict())
     return model
+
+
+def require_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse shards that are not of these tensors, before they are allocated; all processes call this alike.
+
+    Raises:
+        UsageError: as of `load_shards`.
+    """
+    from wyfold.parallel import shards
+
+    try:
+        shards.require(folder / SHARDS, tensors)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -198,7 +228,7 @@ def find_model(path: Path) -> Path:
             whole = integrity.newest_whole(inside.parent, others)
             raise DamagedError(damage.file, damage.reason, inside, whole) from damage
         return inside / MODEL
-    for root in (path / "checkpoint", path):
+    for root in (path / rundir.CHECKPOINTS, path):
         if found := latest(root):
             return found / MODEL
     if not (path / CONFIG_FILE).exists() and not any(path.glob("*.safetensors")):
@@ -209,7 +239,7 @@ def find_model(path: Path) -> Path:
 
 @contextmanager
 def _all_or_nothing(root: Path, step: int) -> Iterator[None]:
-    """Tell what is lost, and what is not, where a checkpoint cannot be written."""
+    """Report which checkpoint is whole where one cannot be written."""
     try:
         yield
     except OSError as error:
@@ -247,6 +277,9 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
     files.write(partial / RECORD, json.dumps({**record, "step": step}, allow_nan=False))
     integrity.write_sums(partial)
     _reach_disk(partial)
+    if os.path.lexists(final) and not _is_ours(final):
+        kept = rundir.rename_aside(final, "kept")
+        print(f"{final} is no checkpoint of this run; kept: {kept}", file=sys.stderr)
     if final.exists():  # a kill between these two renames costs this step, never the checkpoint before it
         _remove(final, replaced_by=partial)
     else:
@@ -265,8 +298,10 @@ def _prune(root: Path, newest: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder has a checkpoint in it and nothing else; a user's own folder may have a checkpoint's name."""
-    names = {path.name for path in folder.iterdir()}
-    return not folder.is_symlink() and RECORD in names and names <= {MODEL, TENSORS, RECORD, SHARDS, SUMS}
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}  # .DS_Store, .nfs000
+    return RECORD in names and names <= {MODEL, TENSORS, RECORD, SHARDS, SUMS}
 
 
 def _remove(folder: Path, replaced_by: Path | None = None) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -34,8 +35,6 @@ CONFIG, WEIGHTS = f"{MODEL}/{CONFIG_FILE}", f"{MODEL}/{WEIGHTS_FILE}"
 RANDOM = "random_state"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-FLOATING = ("F64", "F32", "F16", "BF16")
-
 MARKS = {
     "ttt_linear": "token_step",
     "kda": "decay_down.weight",
@@ -44,7 +43,7 @@ MARKS = {
 }
 """Mixer -> a parameter that no mixer after it has; softmax attention has none of them."""
 
-MOST_JSON = {CONFIG_FILE: 2**20, SUMS: 2**24}
+MOST_JSON = {CONFIG_FILE: files.LARGEST_CONFIG, SUMS: 2**24}
 """Bytes that are read of a file; of any other JSON file `LARGEST_JSON`: a history has 200 bytes a step."""
 LARGEST_JSON = 2**30
 
@@ -52,6 +51,14 @@ Schema = TypeVar("Schema")
 
 STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
 DIGEST = re.compile(r"([0-9a-f]{64})  (\S.*)", re.ASCII)
+
+
+PICKLED = re.compile(rf"{SHARDS}/(\.metadata|[^/]*\.distcp)")
+"""Files of an earlier format, which the reader of shards refuses by its name."""
+
+
+class UnreadableError(UsageError):
+    """This user may not read a file; what is in it may be whole."""
 
 
 class DamagedError(UsageError):
@@ -91,13 +98,17 @@ def newest(root: Path) -> Path | None:
     Raises:
         DamagedError: it is damaged; names the newest one that is whole.
     """
-    found = step_folders(root)
-    if not found:
-        return None
-    try:
-        verify(found[-1])
-    except DamagedError as damage:
-        raise DamagedError(damage.file, damage.reason, found[-1], newest_whole(root, found[:-1])) from damage
+    for listing in range(2):
+        found = step_folders(root)
+        if not found:
+            return None
+        try:
+            verify(found[-1])
+        except DamagedError as damage:
+            if not listing and not found[-1].exists():
+                continue  # a live run removed it after it was listed
+            raise DamagedError(damage.file, damage.reason, found[-1], newest_whole(root, found[:-1])) from damage
+        break
     return found[-1]
 
 
@@ -106,7 +117,7 @@ def newest_whole(root: Path, among: Collection[Path] | None = None) -> Path | No
     for folder in reversed(list(step_folders(root) if among is None else among)):
         try:
             verify(folder)
-        except DamagedError:
+        except (DamagedError, UnreadableError):
             continue
         return folder
     return None
@@ -128,21 +139,28 @@ def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
         _verify_digest(folder, RECORD, sums)
     if not tensors:
         return record
+    sharded = not (folder / WEIGHTS).exists() and (folder / SHARDS).is_dir()
+    shards = [f"{SHARDS}/{path.name}" for path in sorted((folder / SHARDS).glob("*.safetensors"))] if sharded else []
+    names = shards if sharded else [WEIGHTS, TENSORS]
+    for name in (CONFIG, *names):
+        _require_regular(folder, name)
+    for name in sums or ():
+        # What is hashed has to be known before: an unknown file may have no end.
+        if name not in (RECORD, CONFIG, *names) and not PICKLED.fullmatch(name):
+            reason = "is missing" if name.startswith(f"{SHARDS}/") else "is no file of a checkpoint"
+            raise DamagedError(folder / SUMS, f"it names {shortened(name)}, which {reason}")
     model = _decode(folder / CONFIG, Model)
     _compare_recipe(folder, record["recipe"], model)
-    sharded = not (folder / WEIGHTS).exists() and (folder / SHARDS).is_dir()
     if sharded:
-        names = [f"{SHARDS}/{path.name}" for path in sorted((folder / SHARDS).glob("*.safetensors"))]
         _compare_shards(folder / SHARDS, model, [_header(folder / name) for name in names])
     else:
-        names = [WEIGHTS, TENSORS]
         infos = _header(folder / WEIGHTS)
         _compare_weights(folder / WEIGHTS, model, infos)
         _compare_moments(folder / TENSORS, infos, _header(folder / TENSORS), begun=record["step"] > 0)
     if sums is None:
         _verify_sizes(folder, record["files"])
     else:
-        for name in dict.fromkeys((CONFIG, *names, *sums)):
+        for name in dict.fromkeys((CONFIG, *names)):
             _verify_digest(folder, name, sums)
     return record
 
@@ -173,12 +191,18 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def write_sums(folder: Path) -> None:
     """Write the digest of every file in a checkpoint that is otherwise complete."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.as_posix() for path in found if not path.name.startswith("."))  # .DS_Store
     files.write(folder / SUMS, "".join(f"{digest(folder / name)}  {name}\n" for name in names))
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """SHA-256 of a regular file's content, in hexadecimal.
+
+    Raises:
+        ValueError: the reason why it cannot be read, without the file's name.
+        OSError: it is missing, or this user may not look at it.
+    """
     found = file.stat()
     if time.time_ns() - found.st_mtime_ns < SETTLED:
         _digest.cache_clear()
@@ -192,7 +216,7 @@ SETTLED = 2 * 10**9
 @functools.lru_cache(maxsize=4096)
 def _digest(file: Path, *version: int) -> str:
     # A checkpoint is looked at more than once before it is loaded; a file of the same version is read once.
-    with file.open("rb") as stream:
+    with files.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -205,7 +229,14 @@ def content(file: Path) -> bytes:
     try:
         return files.read_bytes(file, MOST_JSON.get(file.name, LARGEST_JSON))
     except ValueError as error:
-        raise DamagedError(file, str(error)) from error
+        raise _refusal(file, error) from error
+
+
+def _refusal(file: Path, error: ValueError) -> UsageError:
+    """What a file is refused by that `files` does not read."""
+    if isinstance(error.__cause__, PermissionError):
+        return UnreadableError(f"{file} cannot be read ({error.__cause__.strerror}): give this user the right to read")
+    return DamagedError(file, str(error))
 
 
 def _decode(file: Path, kind: type[Schema]) -> Schema:
@@ -234,7 +265,7 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     try:
         return files.read_header(file)
     except ValueError as error:
-        raise DamagedError(file, str(error)) from error
+        raise _refusal(file, error) from error
 
 
 def _misnamed(folder: Path, step: int) -> str:
@@ -247,6 +278,10 @@ def _sums(folder: Path, record: Mapping[str, Any]) -> dict[str, str] | None:
     file = folder / SUMS
     if "files" in record and not os.path.lexists(file):
         return None
+    if not os.path.lexists(file):
+        tensors = f"{SHARDS}/*.safetensors" if (folder / SHARDS).is_dir() else f"{WEIGHTS} {TENSORS}"
+        again = f"cd {shlex.quote(str(folder))} && sha256sum {CONFIG} {RECORD} {tensors} > {SUMS}"
+        raise DamagedError(file, f"it is missing. If the other files are as they were written, make it: {again}")
     sums: dict[str, str] = {}
     for number, line in enumerate(content(file).decode("utf-8", "replace").splitlines(keepends=True), 1):
         found = DIGEST.fullmatch(line.removesuffix("\n"))
@@ -259,20 +294,25 @@ def _sums(folder: Path, record: Mapping[str, Any]) -> dict[str, str] | None:
 def _verify_digest(folder: Path, name: str, sums: Mapping[str, str]) -> None:
     if name not in sums:
         raise DamagedError(folder / SUMS, f"it has no digest of {name}")
-    _content_of(folder, name)
+    _require_regular(folder, name)
     try:
         found = digest(folder / name)
+    except ValueError as error:
+        raise _refusal(folder / name, error) from error
     except OSError as error:
         raise DamagedError(folder / name, f"it cannot be read ({error.strerror})") from error
     if found != sums[name]:
         raise DamagedError(folder / name, f"its SHA-256 is {found[:12]}..., {SUMS} has {sums[name][:12]}...")
 
 
-def _content_of(folder: Path, name: str) -> None:
-    """A digest is compared of files inside the checkpoint alone, and of regular ones: others may have no end."""
+def _require_regular(folder: Path, name: str) -> None:
+    """Refuse a file outside of the checkpoint, a link and what is no regular file: reading it may have no end."""
     file = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(folder / SUMS, f"it names {name}, outside of the checkpoint")
+    for path in (file, *file.parents[: len(Path(name).parts) - 1]):
+        if path.is_symlink():
+            raise DamagedError(path, "it is a symbolic link")
     if not file.exists():
         raise DamagedError(file, "it is missing")
     if not file.is_file():
@@ -281,7 +321,7 @@ def _content_of(folder: Path, name: str) -> None:
 
 def _verify_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
-        _content_of(folder, name)
+        _require_regular(folder, name)
         found = (folder / name).stat().st_size
         if found != size:
             raise DamagedError(folder / name, f"it has {found:,} bytes, {size:,} were written")
@@ -323,7 +363,7 @@ def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) 
             held = "none" if found is None else list(found.shape)
             raise DamagedError(file, f"{name} must be {list(shape)} as in {CONFIG_FILE}, got {held}")
     for name, info in infos.items():
-        if info.dtype not in FLOATING:
+        if info.dtype not in files.FLOATING:
             raise DamagedError(file, f"{name} must be in floating point, got {info.dtype}")
 
 
@@ -361,7 +401,7 @@ def _compare_moments(
             weight = weights.get(parameter)
             shape = () if moment == "step" else weight and weight.shape
             named = weight is not None and moment in ("step", *MOMENTS)
-            fits = named and info.shape == shape and info.dtype in FLOATING
+            fits = named and info.shape == shape and info.dtype in files.FLOATING
         if not fits:
             raise DamagedError(file, f"{name} {list(info.shape)} belongs to no parameter in {WEIGHTS}")
     wanted = [RANDOM, *(f"{name}/{moment}" for name in weights for moment in ("step", *MOMENTS) if begun)]

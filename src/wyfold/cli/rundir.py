@@ -1,9 +1,11 @@
-"""The folder of a run: whose it is, and the lock that keeps it to one process. Imports no torch."""
+"""The folder of a run: refuse other folders, and lock it for one process. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,13 +18,23 @@ CHECKPOINTS, HISTORY, CURVE, RESULT = "checkpoint", "metrics.jsonl", "curve.png"
 MARK = ".wyfold-run"
 """Lies in every run's folder: says that the folder is a run's, and is locked while a process writes into it."""
 
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.part", re.ASCII)
+"""Temporary names of `files.replacing`."""
+UNLOCKABLE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Errors of flock where a file system has no locks."""
+
 
 def require_run_or_empty(folder: Path) -> None:
-    """Refuse a folder that holds anything but a run of `wyfold train`.
+    """Refuse a folder that holds anything but a run of `wyfold train`, or a run that cannot be written to.
 
     Raises:
         UsageError: naming what lies there.
     """
+    try:
+        str(folder).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--out {folder}: its name must be UTF-8, which safetensors needs to open a file") from error
+    _require_own_files(folder)
     if not folder.is_dir() or (folder / MARK).is_file() or integrity.step_folders(folder / CHECKPOINTS):
         return
     other = min((path.name for path in folder.iterdir()), default=None)
@@ -31,6 +43,24 @@ def require_run_or_empty(folder: Path) -> None:
             f"--out {folder}: is no run of `wyfold train`, and not empty: there is {other}. Give a folder that is new "
             "or empty; nothing in this one was touched"
         )
+
+
+def _require_own_files(folder: Path) -> None:
+    """Refuse links that would lead a writer out of the run, and other things in the place of what a run writes."""
+    root = folder / CHECKPOINTS
+    steps = [path for path in root.iterdir() if integrity.STEP.fullmatch(path.name)] if root.is_dir() else []
+    for path in (folder / MARK, root, *sorted(steps)):
+        if path.is_symlink():
+            raise UsageError(
+                f"--out {folder}: {path} is a symbolic link, through which `wyfold train` does not write; "
+                "remove the link, or give another --out"
+            )
+    for path in (root, *sorted(steps)):
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--out {folder}: {path} must be a folder, got a file; rename it, or give another --out")
+    for path in (folder / HISTORY, folder / CURVE, folder / RESULT):
+        if path.is_dir():
+            raise UsageError(f"--out {folder}: {path} must be a file, got a folder; rename it, or give another --out")
 
 
 def rename_aside(path: Path, ending: str) -> Path:
@@ -48,13 +78,17 @@ def rename_aside(path: Path, ending: str) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Keep a run's folder, made if missing, to this process; removed at the end if nothing else was written into it.
 
+    Files that a killed process left under temporary names are removed.
+
     Raises:
-        UsageError: another process has it, or no folder can be made there.
+        UsageError: another process has it, the file system has no locks, or no folder can be made there.
     """
+    _require_own_files(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / MARK, is_singleton=False)
+        # A soft lock is the existence of its file, and this file stays in the run after every process.
+        lock = FileLock(folder / MARK, is_singleton=False, fallback_to_soft=False)
         lock.acquire(blocking=False)
     except Timeout as error:
         raise UsageError(
@@ -62,8 +96,16 @@ def locked(folder: Path) -> Iterator[None]:
             "or give another --out"
         ) from error
     except OSError as error:
+        if error.errno in UNLOCKABLE:
+            raise UsageError(
+                f"--out {folder}: its file system has no file locks ({error.strerror}), without which two processes "
+                "could write into one run; give an --out on another file system"
+            ) from error
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from error
     try:
+        for path in folder.iterdir():
+            if UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                path.unlink()
         yield
     finally:
         if {path.name for path in folder.iterdir()} <= {MARK}:

@@ -317,6 +317,9 @@ class Trainer:
         record, tensors = checkpoint.load(found)
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
         if (found / SHARDS).is_dir():
+            with torch.device("meta"):
+                described = build(self.recipe, self.backend, self.lesson.vocabulary).state_dict()
+            checkpoint.require_shards(found, described)
             self._start(build(self.recipe, self.backend, self.lesson.vocabulary))
             tensors = {RANDOM: torch.get_rng_state()}
             for name, parameter in self.model.named_parameters() if self.step else ():

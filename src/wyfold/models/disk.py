@@ -15,12 +15,6 @@ from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "read", "read_header", "write", "write_tensors"]
 
-LARGEST_CONFIG = 2**20
-"""Bytes of a configuration that is read; one has about a thousand."""
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What parameters may be stored in, by safetensors' names."""
-
 
 def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
     """Both files, each whole or not at all."""
@@ -57,7 +51,7 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
         if not (folder / name).exists():
             raise FileNotFoundError(f"Decoder.load: {folder / name} is missing; give a folder that Decoder.save wrote")
     try:
-        text = files.read_bytes(folder / CONFIG_FILE, LARGEST_CONFIG).decode("utf-8")
+        text = files.read_bytes(folder / CONFIG_FILE, files.LARGEST_CONFIG).decode("utf-8")
         config = DecoderConfig.from_json(text, required=NOT_IN_SHAPES)
     except (ValueError, TypeError) as error:  # bytes that are no UTF-8 are a ValueError too
         raise ValueError(f"Decoder.load: {folder / CONFIG_FILE} is damaged: {error}") from error
@@ -86,15 +80,24 @@ def require_same(folder: Path, infos: Mapping[str, TensorInfo], expected: Mappin
         found = infos.get(name)
         if found is None or found.shape != tuple(x.shape):
             raise _difference(folder, f"{name} {list(x.shape)}", found and list(found.shape))
-        if found.dtype not in DTYPES:
+        if found.dtype not in files.FLOATING:
             raise _difference(folder, f"{name} in floating point", found.dtype)
     for name in infos.keys() - expected.keys():
         raise _difference(folder, f"no {name}", list(infos[name].shape))
 
 
 def read(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors of the weights' file, on `device`."""
-    found: dict[str, Tensor] = _safetensors().load_file(folder / WEIGHTS_FILE, device=str(device))
+    """The tensors of the weights' file, on `device`.
+
+    Raises:
+        ValueError: the file cannot be read; names it.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        found: dict[str, Tensor] = _safetensors().load_file(folder / WEIGHTS_FILE, device=str(device))
+    except (SafetensorError, UnicodeEncodeError) as error:
+        raise ValueError(f"Decoder.load: {folder / WEIGHTS_FILE} cannot be read ({error})") from error
     return found
 
 

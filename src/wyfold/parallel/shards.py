@@ -61,12 +61,8 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
     import torch.distributed as dist
     from torch.distributed import checkpoint
 
+    require(folder, tensors)
     alone = not dist.is_initialized()
-    fault = _fault(folder, tensors)
-    if not alone:
-        fault = next(filter(None, _told(fault)), "")
-    if fault:
-        raise ValueError(f"shards: {fault}")
     storage = checkpoint.HuggingFaceStorageReader(str(folder))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # alone is what was meant
@@ -77,6 +73,24 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"shards: rank {rank} cannot read {folder}: {reason}") from error
 
 
+def require(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse a folder that does not hold these tensors, which may be on the meta device; nothing is allocated.
+
+    Args:
+        folder, tensors: As of `read`.
+
+    Raises:
+        ValueError: as of `read`.
+    """
+    import torch.distributed as dist
+
+    fault = _fault(folder, tensors)
+    if dist.is_initialized():
+        fault = next(filter(None, _gathered(fault)), "")
+    if fault:
+        raise ValueError(f"shards: {fault}")
+
+
 def _require_shared(folder: Path) -> None:
     """Refuse a folder in which a process does not see what another one wrote."""
     import torch.distributed as dist
@@ -84,13 +98,13 @@ def _require_shared(folder: Path) -> None:
     own = sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
     sizes = [
         (rank, name, size)
-        for rank, files in enumerate(_told([(x.name, x.stat().st_size) for x in own]))
+        for rank, files in enumerate(_gathered([(x.name, x.stat().st_size) for x in own]))
         for name, size in files
     ]
-    missing = next((said for said in sizes if not _is_there(folder / said[1], said[2])), None)
-    for rank, said in enumerate(_told(missing)):
-        if said is not None:
-            writer, name, _ = said
+    missing = next((entry for entry in sizes if not _is_there(folder / entry[1], entry[2])), None)
+    for rank, entry in enumerate(_gathered(missing)):
+        if entry is not None:
+            writer, name, _ = entry
             raise OSError(
                 f"shards: rank {rank} does not see {name} in {folder}, which rank {writer} wrote; "
                 "all processes of a run must share its folder"
@@ -104,13 +118,13 @@ def _is_there(file: Path, size: int) -> bool:
         return False
 
 
-def _told(said: Any) -> list[Any]:
-    """What every process of the run says, by rank."""
+def _gathered(value: Any) -> list[Any]:
+    """All-gather of a value, by rank."""
     import torch.distributed as dist
 
-    heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, said)
-    return heard
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:

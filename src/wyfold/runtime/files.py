@@ -8,11 +8,17 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 """What `Decoder.save` writes."""
+LARGEST_CONFIG = 2**20
+"""Bytes of a configuration that is read; one has about a thousand."""
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""What parameters may be stored in, by safetensors' names."""
+PART = 2**20
 
 
 class TensorInfo(NamedTuple):
@@ -32,8 +38,8 @@ def replacing(file: Path) -> Iterator[Path]:
     """A path to write to, in the folder of `file`, that takes its place when the block ends without an exception.
 
     The temporary name cannot be predicted and is created exclusively, so a link planted there is not followed; a link
-    at `file` is replaced, not written through. The mode is what the umask leaves, also where the writer
-    creates a new file under the name. After an exception the temporary file is removed and `file` is as it was.
+    at `file` is replaced, not written through. The mode is what the umask leaves, also where the writer replaces
+    the temporary file. After an exception the temporary file is removed and `file` is as it was.
     """
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -70,15 +76,34 @@ def read_bytes(file: Path, most: int) -> bytes:
     Raises:
         ValueError: the reason why it cannot be read, without the file's name.
     """
+    content = bytearray()
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        # The size is no limit: the file may grow meanwhile, and files of /proc have size 0.
+        while size <= most and len(content) <= most:
+            part = stream.read(min(PART, most + 1 - len(content)))
+            if not part:
+                return bytes(content)
+            content += part
+    raise ValueError(f"it has {max(size, len(content)):,} bytes or more, at most {most:,} are read")
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[BufferedReader]:
+    """A regular file, opened for reading; a pipe or a device is not waited for.
+
+    Raises:
+        ValueError: the reason why it cannot be read, without the file's name.
+    """
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no regular file")
-        if found.st_size > most:
-            raise ValueError(f"it has {found.st_size:,} bytes, at most {most:,} are read")
-        return file.read_bytes()
+        with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ValueError("it is no regular file")
+            yield stream
     except FileNotFoundError:
         raise ValueError("it is missing") from None
+    except IsADirectoryError:
+        raise ValueError("it is no regular file") from None
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
 
@@ -108,6 +133,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def os_error(error: Exception) -> OSError:
-    """The operating system's error that safetensors reports as text."""
+    """The operating system's error that safetensors reports as text only."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
