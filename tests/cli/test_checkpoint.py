@@ -33,12 +33,17 @@ def moments():
     return found
 
 
+def taken(step):
+    """What the history keeps of a step."""
+    return {"step": step, "loss": 0.1, "gradient_norm": 0.5, "lr": 0.01, "tokens_per_second": 100}
+
+
 def save(root, step, *, elapsed=1.0, save_model=None, tensors=None):
     record = {
         "recipe": dataclasses.asdict(RECIPE),
         "cursor": step,
         "elapsed": elapsed,
-        "history": [{"step": step, "loss": 0.1}],
+        "history": [taken(number + 1) for number in range(step)],
         "torch": torch.__version__,
     }
     return checkpoint.save(root, step, record, tensors or moments(), save_model or model().save)
@@ -48,7 +53,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     shared = torch.arange(6.0)
     tensors = moments() | {"norm.weight/exp_avg": shared[:3], "norm.weight/exp_avg_sq": shared[1:]}
     record, tensors = checkpoint.load(save(tmp_path, 7, tensors=tensors))
-    assert (record["step"], record["history"]) == (7, [{"step": 7, "loss": 0.1}])
+    assert (record["step"], record["history"]) == (7, [taken(number) for number in range(1, 8)])
     assert torch.equal(tensors["norm.weight/exp_avg"], torch.tensor([0.0, 1, 2]))
     assert torch.equal(tensors["norm.weight/exp_avg_sq"], torch.tensor([1.0, 2, 3, 4, 5]))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from wyfold.cli import UsageError, main, scaling, tables
 from wyfold.cli.cases import Case
+from wyfold.cli.catalog import OVER_RANKS
 from wyfold.parallel.team import Ranks
 from wyfold.reference.shapes import Shape
 
@@ -29,7 +30,7 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert file.with_suffix(".png").stat().st_size > 1000
-    assert record["kind"] == tables.OVER_RANKS and record["processes"] == 2
+    assert record["kind"] == OVER_RANKS and record["processes"] == 2
     rows = record["rows"]
     wanted = {(op, mode, ranks) for op in ("gdn", "ttt") for mode in ("fwd", "fwdbwd") for ranks in (1, 2)}
     assert {(row["op"], row["mode"], row["ranks"]) for row in rows} == wanted

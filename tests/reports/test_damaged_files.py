@@ -242,7 +242,8 @@ def test_metrics_that_are_not_those_of_the_checkpoint_are_named(copy, run, capsy
         "\n".join([*lines[:2], "{", *lines[3:]]) + "\n": "line 3: it is no whole JSON file",
         "\n".join(lines[:3]) + "\n": "it ends after 3 entries, the newest checkpoint has 7",
         "\n".join([json.dumps(first | {"step": 1}), *lines[1:]]) + "\n": "line 1 is not what the newest checkpoint",
-        "\n".join([*lines, '{"step": 1, "loss": 0.5}']) + "\n": "entry 8 of the history is of step 1, out of order",
+        "\n".join([*lines, json.dumps(first | {"step": 1})])
+        + "\n": "entry 8 of the history is of step 1, out of order",
         "\n".join([*lines, '{"step": 5, "loss": 1e999}']) + "\n": "line 8: it has another form: Number out of range",
         "\n".join([*lines, '{"step": 5, "loss": 0.5, "x": 1}']) + "\n": "line 8: it has another form: Object contains",
     }.items():

@@ -34,6 +34,9 @@ MODEL = "model"
 NO_GATE = "none"
 
 OURS = "wyfold"
+
+OVER_RANKS = "bench-ranks"
+"""Kind of a record of a race over ranks."""
 """Among the implementations that `bench` runs."""
 BURST = 3
 """Calls of one turn of `bench` on a GPU."""

@@ -1,6 +1,6 @@
 """Sections of a report: what a stored record says, as charts and tables in HTML.
 
-A record is told by its keys, as the verbs write them: a run of `train`, the results of `tasks`, `bench` and `verify`.
+A record is a dict of the fields of its schema in `wyfold.cli.records`: every field that has a default is there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, tables, tasks
+from wyfold.cli import curve, records, tables, tasks
 
 Record = dict[str, Any]
 Part: TypeAlias = Any
@@ -25,7 +25,7 @@ OURS = "wyfold"
 def of_run(run: Record) -> Iterator[Part]:
     """A run of `train`: loss at every step, what was held out, speed."""
     history, recipe = run["history"], run["recipe"]
-    unit, nats = ("nats per answer", 1.0) if recipe.get("task") else ("bits per byte", math.log(2))
+    unit, nats = ("nats per answer", 1.0) if recipe["task"] else ("bits per byte", math.log(2))
     losses = [(step, loss / nats) for step, loss in curve.points(history, "loss")]
     figure = _figure(f"loss, {unit}", "step")
     _line(figure, "every step", losses, opacity=0.3, width=1)
@@ -64,7 +64,7 @@ def of_tasks(record: Record) -> Iterator[Part]:
 
 def of_bench(record: Record) -> Iterator[Part]:
     """A race of `bench`: time and memory of each contender, errors beside them."""
-    timed = [row for row in record["rows"] if row.get("milliseconds")]
+    timed = [row for row in record["rows"] if row["milliseconds"]]
     labels = [_case(row) for row in timed]
     time = _figure("median ms, whiskers at the quartiles", "ms")
     memory = _figure("peak MiB above the inputs", "MiB")
@@ -81,7 +81,7 @@ def of_bench(record: Record) -> Iterator[Part]:
         medians = [span["median"] for span in spans]
         bars = {"orientation": "h", "y": names, "name": contender}
         time.add_bar(x=medians, error_x=whiskers, hovertext=hover, **bars)
-        memory.add_bar(x=[(row.get("peak") or {}).get("above_inputs_mib") for _, row in own], **bars)
+        memory.add_bar(x=[row["peak"] and row["peak"]["above_inputs_mib"] for _, row in own], **bars)
     time.update_xaxes(type="log")  # contenders differ by orders
     for figure in (time, memory):
         figure.update_layout(barmode="group", height=max(320, 90 + 34 * len(timed)))
@@ -158,21 +158,16 @@ def of_anything(record: Record) -> Iterator[Part]:
 HEAD = ("date", "command", "hardware", "versions", "commit", "modified", "gpu", "driver", "torch", "triton", "kind")
 
 
-def kind_of(record: Record) -> Callable[[Record], Iterator[Part]]:
-    """The section for a record."""
-    rows = record.get("rows")
-    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-    if record.get("kind") == "run":
-        return of_run
-    if record.get("kind") == "tasks":
-        return of_tasks
-    if record.get("kind") == tables.OVER_RANKS:
-        return of_ranks
-    if "operators" in record:
-        return of_errors
-    if "promise" in first:
-        return of_promises
-    return of_bench if "contender" in first else of_anything
+DRAWN: dict[type[records.Head], Callable[[Record], Iterator[Part]]] = {
+    records.Run: of_run,
+    records.Tasks: of_tasks,
+    records.Ranks: of_ranks,
+    records.Errors: of_errors,
+    records.Promises: of_promises,
+    records.Bench: of_bench,
+    records.Head: of_anything,
+}
+"""Schema of a record -> its section."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -207,32 +202,33 @@ def _line(
 
 
 def _case(row: Record) -> str:
-    size = row.get("name") or ",".join(map(str, row["shape"].values()))
+    size = row["name"] or ",".join(map(str, row["shape"].values()))
     return " ".join([row["op"], row["gate"], row["mode"], size])
 
 
 def _bench_row(row: Record) -> list[str]:
-    if not row.get("milliseconds"):
-        return [_case(row), row["ran"], row.get("refused") or "wrong", "", "", ""]
-    ms, peak = row["milliseconds"], row.get("peak") or {}
+    if not row["milliseconds"]:
+        return [_case(row), row["ran"], row["refused"] or "wrong", "", "", ""]
+    ms, peak = row["milliseconds"], row["peak"]
     return [
         _case(row),
         row["ran"],
         f"{ms['median']:.3f}",
         f"{ms['quartile1']:.3f} - {ms['quartile3']:.3f}",
         f"{float(row['worst_error']):.1e} {row['worst_tensor']}",
-        _plain(peak.get("above_inputs_mib", "")),
+        _plain(peak["above_inputs_mib"]) if peak else "",
     ]
 
 
 def _ranks_row(row: Record) -> list[str]:
     head = [_case(row), row["ran"], str(row["ranks"])]
-    if not row.get("milliseconds"):
+    if not row["milliseconds"]:
         return [*head, row["refused"] or "wrong", *[""] * 4]
-    found = row["times_one_rank"], (row["peak"] or {}).get("above_inputs_mib"), (row["sent"] or {}).get("bytes")
-    times, peak, sent = ("" if value is None else _plain(value) for value in found)
+    peak, sent = row["peak"], row["sent"]
+    found = row["times_one_rank"], peak and peak["above_inputs_mib"], sent and sent["bytes"]
+    cells = ["" if value is None else _plain(value) for value in found]
     error = f"{float(row['worst_error']):.1e} {row['worst_tensor']}"
-    return [*head, f"{row['milliseconds']['median']:.3f}", times, error, peak, sent]
+    return [*head, f"{row['milliseconds']['median']:.3f}", cells[0], error, *cells[1:]]
 
 
 def _plain(value: Any) -> str:

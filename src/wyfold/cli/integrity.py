@@ -182,11 +182,16 @@ def read_record(folder: Path) -> dict[str, Any]:
         DamagedError: it is no such file.
     """
     file = folder / RECORD
-    stored = content(file)
-    decoded = decode(file, stored, Record)
+    decoded = _decode(file, Record)
     if reason := decoded.fault() or ("" if STEP.fullmatch(folder.name) is None else _misnamed(folder, decoded.step)):
         raise DamagedError(file, reason)
-    return decode(file, stored, dict[str, Any])
+    return builtins(decoded)
+
+
+def builtins(decoded: msgspec.Struct) -> dict[str, Any]:
+    """A decoded struct as a dict, with the defaults of missing fields; keys are strings, as in JSON."""
+    fields: dict[str, Any] = msgspec.to_builtins(decoded, str_keys=True)
+    return fields
 
 
 def write_sums(folder: Path) -> None:
@@ -252,13 +257,28 @@ def decode(file: Path, stored: bytes, kind: type[Schema]) -> Schema:
     try:
         return msgspec.json.decode(stored, type=kind)
     except msgspec.ValidationError as error:
-        raise DamagedError(file, f"it has another form: {error}") from error
+        raise DamagedError(file, f"{OTHER_FORM}{error}") from error
     except msgspec.DecodeError as error:
         raise DamagedError(file, f"it is no whole JSON file ({error})") from error
     except UnicodeDecodeError as error:
         raise DamagedError(file, f"it is no text in UTF-8 ({error.reason})") from error
     except RecursionError as error:
         raise DamagedError(file, "its brackets are nested too deeply") from error
+
+
+OTHER_FORM = "it has another form: "
+
+
+def convert(file: Path, fields: dict[str, Any], kind: type[Schema]) -> Schema:
+    """A decoded JSON object of a file as a value of a schema.
+
+    Raises:
+        DamagedError: it is no such value; says where.
+    """
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise DamagedError(file, f"{OTHER_FORM}{error}") from error
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:

@@ -1,25 +1,25 @@
 """Stored results and runs as `report` and `tasks` read them: decoded by schemas, before torch or plotly is imported.
 
-A schema names what is drawn, with its types; other fields are let through, since a record keeps more than is drawn.
+A schema names what is drawn, with its types. What a record says besides is kept as it is. A field is null only where
+its type says so; one that may be missing has a default, or is absent from what is returned.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from wyfold.cli import integrity, rundir
+from wyfold.cli.catalog import OVER_RANKS
 from wyfold.cli.integrity import DamagedError
 from wyfold.cli.schema import Count, Entry, Part, Positive, Settings, history_fault
 
-Schema = TypeVar("Schema")
 Number = float | Literal["nan", "inf", "-inf"]
 """As `results.write` spells it."""
 
-OVER_RANKS = "bench-ranks"
 DEEPEST = 64
 """Levels of brackets in a record; those of the verbs have eight."""
 
@@ -27,10 +27,17 @@ DEEPEST = 64
 class Head(msgspec.Struct):
     """Where a record comes from."""
 
-    date: str | None = None
-    command: str | None = None
-    commit: str | None = None
-    kind: str | None = None
+    date: str | UnsetType = UNSET
+    command: str | UnsetType = UNSET
+    commit: str | UnsetType | None = UNSET
+    kind: str | UnsetType = UNSET
+
+
+class Run(Head, kw_only=True):
+    """A run of `train`, which is a folder: see `read_run`."""
+
+    recipe: Settings
+    history: list[Entry]
 
 
 class Task(Head, kw_only=True):
@@ -41,7 +48,12 @@ class Task(Head, kw_only=True):
     seconds: float
     step: Count
     accuracy: Part
-    accuracy_at: dict[Count, Part] | None = None
+    accuracy_at: dict[Count, Part] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuse the recipe of a run that learned a text."""
+        if self.recipe.task is None:
+            raise ValueError("the recipe must name a task, got null")
 
 
 class Tasks(Head, kw_only=True):
@@ -61,13 +73,13 @@ class Milliseconds(msgspec.Struct):
 class Memory(msgspec.Struct):
     """Peak memory."""
 
-    above_inputs_mib: float | None = None
+    above_inputs_mib: float
 
 
 class Bytes(msgspec.Struct):
-    """What a rank sends."""
+    """Bytes that a rank sends."""
 
-    bytes: Count | None = None
+    bytes: Count
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -81,10 +93,16 @@ class Row(msgspec.Struct, kw_only=True):
     ran: str
     name: str | None = None
     refused: str | None = None
-    milliseconds: dict[str, float] | None = None
+    milliseconds: Milliseconds | None = None
     worst_error: Number | None = None
     worst_tensor: str | None = None
     peak: Memory | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse times without the error that is drawn beside them."""
+        if self.milliseconds is not None and (self.worst_error is None or self.worst_tensor is None):
+            raise ValueError("a row with milliseconds must have worst_error and worst_tensor")
 
 
 class RankedRow(Row, kw_only=True):
@@ -147,39 +165,48 @@ class Promises(Head, kw_only=True):
     rows: list[Promise]
 
 
-def read(file: Path, kind: type[Schema]) -> dict[str, Any]:
-    """A record of a known kind.
+class Stored(NamedTuple):
+    """What a file or a folder holds.
+
+    Attributes:
+        kind: Its schema, which also says how it is drawn (`figures.DRAWN`).
+        fields: Its fields: those of the schema, defaults among them, and whatever else is in the file.
+    """
+
+    kind: type[Head]
+    fields: dict[str, Any]
+
+
+def read(file: Path, kind: type[Head]) -> dict[str, Any]:
+    """Fields of a record of a known kind.
 
     Raises:
-        DamagedError: it is none; says where.
+        DamagedError: the file holds no such record.
     """
-    content = integrity.content(file)
-    integrity.decode(file, content, kind)
-    return integrity.decode(file, content, dict[str, Any])
+    return _checked(file, integrity.decode(file, integrity.content(file), dict[str, Any]), kind)
 
 
-def read_any(file: Path) -> dict[str, Any]:
-    """A record of whatever kind its keys say; one of no known kind only has to be an object.
+def read_any(file: Path) -> Stored:
+    """A record of the kind that its keys say; one of no known kind only has to be an object.
 
     Raises:
-        DamagedError: it is none; says where.
+        DamagedError: the file holds no such record.
     """
-    content = integrity.content(file)
-    record = integrity.decode(file, content, dict[str, Any])
+    record = integrity.decode(file, integrity.content(file), dict[str, Any])
     if _depth(record) > DEEPEST:
         raise DamagedError(file, "its brackets are nested too deeply")
     if record.get("kind") == "run":
         raise DamagedError(file, "it says to be a run, which is a folder")
-    schema = kind_of(record)
-    decoded = integrity.decode(file, content, schema)
-    rows = decoded.rows if isinstance(decoded, Bench | Ranks) else ()
-    for number, row in enumerate(rows):
-        _check_row(file, number, row)
-    return record
+    kind = _kind_of(record)
+    return Stored(kind, _checked(file, record, kind))
 
 
-def kind_of(record: dict[str, Any]) -> type[Head]:
-    """The schema for a record."""
+def _checked(file: Path, record: dict[str, Any], kind: type[Head]) -> dict[str, Any]:
+    return record | integrity.builtins(integrity.convert(file, record, kind))
+
+
+def _kind_of(record: dict[str, Any]) -> type[Head]:
+    """Schema of a record."""
     rows = record.get("rows")
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     if record.get("kind") == "tasks":
@@ -193,7 +220,7 @@ def kind_of(record: dict[str, Any]) -> type[Head]:
     return Bench if "contender" in first else Head
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
+def read_run(folder: Path) -> Stored | None:
     """A run as its newest checkpoint has it, with what it recorded since; None before the first checkpoint.
 
     Raises:
@@ -210,48 +237,39 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     history = _history(folder / rundir.HISTORY, record["history"])
     result = folder / rundir.RESULT
     origin = read(result, Task) if result.exists() else {}
-    return {
-        **{key: origin[key] for key in ORIGIN if key in origin},
-        "kind": "run",
-        "recipe": record["recipe"],
-        "history": history,
-    }
+    return Stored(
+        Run,
+        {
+            **{key: origin[key] for key in ORIGIN if key in origin},
+            "kind": "run",
+            "recipe": record["recipe"],
+            "history": history,
+        },
+    )
 
 
 ORIGIN = ("date", "command", "hardware", "versions", "commit", "modified")
 
 
 def _history(file: Path, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a run recorded: what its checkpoint has, and what came after it."""
+    """Entries that a run recorded: those of its checkpoint, and those after it."""
     if not file.exists():
         return saved
     lines = integrity.content(file).split(b"\n")[:-1]  # a run may be in the middle of its last line
-    history = []
+    entries, history = [], []
     for number, line in enumerate(lines, 1):
         try:
-            integrity.decode(file, line, Entry)
-            history.append(integrity.decode(file, line, dict[str, Any]))
+            entries.append(integrity.decode(file, line, Entry))
         except DamagedError as damage:
             raise DamagedError(file, f"line {number}: {damage.reason}") from damage
+        history.append(integrity.builtins(entries[-1]))
         if number <= len(saved) and history[-1] != saved[number - 1]:
             raise DamagedError(file, f"line {number} is not what the newest checkpoint has in its history")
     if len(history) < len(saved):
         raise DamagedError(file, f"it ends after {len(history)} entries, the newest checkpoint has {len(saved)}")
-    if reason := history_fault([msgspec.convert(entry, Entry) for entry in history]):
+    if reason := history_fault(entries):
         raise DamagedError(file, reason)
     return history
-
-
-def _check_row(file: Path, number: int, row: Row) -> None:
-    """Times come whole, with the error they were judged by."""
-    if not row.milliseconds:
-        return
-    try:
-        msgspec.convert(row.milliseconds, Milliseconds)
-    except msgspec.ValidationError as error:
-        raise DamagedError(file, f"it has another form: {error} - in `$.rows[{number}].milliseconds`") from error
-    if row.worst_error is None or row.worst_tensor is None:
-        raise DamagedError(file, f"it has another form: times without worst_error - at `$.rows[{number}]`")
 
 
 def _depth(value: Any) -> int:

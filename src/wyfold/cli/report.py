@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.cli import figures
 
     sections, contents = [], []
-    for number, (name, record) in enumerate(found.items()):
+    for number, (name, (kind, record)) in enumerate(found.items()):
         parts = [f'<section id="s{number}"><h2>{html.escape(printable(name))}</h2>', _origin(record)]
-        for part in figures.kind_of(record)(record):
+        for part in figures.DRAWN[kind](record):
             drawn = isinstance(part, figures.go.Figure)
             responsive = {"responsive": True, "displaylogo": False}
             parts.append(to_html(part, include_plotlyjs=False, full_html=False, config=responsive) if drawn else part)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _found(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _found(paths: Sequence[Path]) -> Iterator[tuple[str, records.Stored]]:
     """Name and record of everything there is to draw, in the order of paths and names."""
     for path in paths:
         if path.is_file():
@@ -120,7 +120,7 @@ def _found(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield str(file), records.read_any(file)
 
 
-def _run(folder: Path) -> dict[str, Any] | None:
+def _run(folder: Path) -> records.Stored | None:
     try:
         return records.read_run(folder)
     except DamagedError as damage:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import wyfold
-from wyfold.cli import UsageError
+from wyfold.cli import UsageError, printable
 from wyfold.runtime import files
 
 
@@ -112,7 +112,11 @@ def say(line: str) -> None:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on the screen: drawn by rich where it is installed, in plain text elsewhere."""
+    """Print a table: drawn by rich where it is installed and stdout is a terminal, in plain text elsewhere.
+
+    A cell is one line, and shows control characters as escapes: it may come from a file.
+    """
+    columns, rows = _cells(columns), [_cells(row) for row in rows]
     if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
         _draw(title, columns, rows)
         return
@@ -120,6 +124,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     widths = [max(map(len, column)) for column in zip(columns, *rows)]
     for row in (columns, ["-" * width for width in widths], *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _cells(row: Sequence[str]) -> list[str]:
+    return [printable(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row]
 
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

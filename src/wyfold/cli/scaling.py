@@ -23,7 +23,7 @@ from torch import Tensor
 
 from wyfold.cli import DONE, FAILED, Failure, UsageError, results, tables, timing
 from wyfold.cli.cases import Case
-from wyfold.cli.catalog import OURS
+from wyfold.cli.catalog import OURS, OVER_RANKS
 from wyfold.cli.contenders import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
 from wyfold.cli.peers import Peer
 from wyfold.cli.race import give_back, said, wait
@@ -115,7 +115,7 @@ def run(
             raise UsageError(f"OP: over several processes there are {', '.join(OPERATORS)}, got {case.op}")
     if args.cold or args.also or "graph" in args.mode:
         raise UsageError("--cold, --also and --mode graph are of one process")
-    record |= {"kind": tables.OVER_RANKS, "method": METHOD, "processes": team.processes, "rows": []}
+    record |= {"kind": OVER_RANKS, "method": METHOD, "processes": team.processes, "rows": []}
     record["command"] = f"torchrun --nproc-per-node {team.processes} -m {record['command']}"
     stem = f"{stem}-ranks{team.processes}"
     for peer in peers if team.leads else ():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+
+from wyfold.runtime import pattern
 
 MOST = 2**63 - 1
 
@@ -40,7 +42,7 @@ class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The recipe of a run, `wyfold.cli.recipe.Recipe`; what was no option at first may be missing."""
+    """The recipe of a run, `wyfold.cli.recipe.Recipe`; a field that older versions did not write has a default."""
 
     data: Text
     layers: Text
@@ -75,21 +77,42 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     eval_lengths: tuple[Positive, ...] = ()
     kda_lower_bound: Annotated[float, Meta(ge=-5, lt=0)] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse layers that are no pattern: they are printed as well as built."""
+        pattern.parse(self.layers)
+
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One line of a run's history: a step, or a look at what was held out."""
+    """One line of a run's history: a step, or a measurement on held-out data. A field is missing, never null."""
 
     step: Count
-    loss: float | None = None
-    gradient_norm: Rate | None = None
-    lr: Rate | None = None
-    tokens_per_second: Count | None = None
-    mfu: Rate | None = None
-    validation_bits_per_byte: Rate | None = None
-    accuracy: Part | None = None
-    whole_rows: Part | None = None
-    accuracy_at: dict[str, Part] | None = None
-    last: bool | None = None
+    loss: float | UnsetType = UNSET
+    gradient_norm: Rate | UnsetType = UNSET
+    lr: Rate | UnsetType = UNSET
+    tokens_per_second: Count | UnsetType = UNSET
+    mfu: Rate | UnsetType = UNSET
+    validation_bits_per_byte: Rate | UnsetType = UNSET
+    accuracy: Part | UnsetType = UNSET
+    whole_rows: Part | UnsetType = UNSET
+    accuracy_at: dict[Count, Part] | UnsetType = UNSET
+    last: bool | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Refuse an entry that is neither a step nor a measurement, or lacks a field that every such entry has."""
+        present = [name for name in REQUIRED if getattr(self, name) is not UNSET]
+        if len(present) != 1:
+            raise ValueError(f"an entry must have one of {', '.join(REQUIRED)}, got {' and '.join(present) or 'none'}")
+        missing = [name for name in REQUIRED[present[0]] if getattr(self, name) is UNSET]
+        if missing:
+            raise ValueError(f"an entry with {present[0]} must have {', '.join(missing)}")
+
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "loss": ("gradient_norm", "lr", "tokens_per_second"),
+    "validation_bits_per_byte": (),
+    "accuracy": ("whole_rows",),
+}
+"""Field that says what an entry is -> the fields that every entry with it has."""
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -101,10 +124,10 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     history: list[Entry]
     torch: Text
     step: Count
-    files: dict[str, Count] | None = None
+    files: dict[str, Count] | UnsetType = UNSET
 
     def fault(self) -> str:
-        """What contradicts itself; empty where nothing does."""
+        """First contradiction between the fields, or an empty string."""
         recipe = self.recipe
         if (recipe.steps is None) == (recipe.minutes is None):
             return "its recipe must have either steps or minutes"
@@ -118,24 +141,24 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def shortened(value: object) -> str:
-    """A value of a file in a message: it may be as long as the file."""
+    """`repr` of a value for a message, cut to 80 characters: a value of a file may be as long as the file."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def history_fault(history: list[Entry], last: int | None = None) -> str:
-    """Why these are not the entries of a run in their order; empty where they are.
+    """First entry that is out of order, in words, or an empty string: every step is recorded once, in order.
 
     Args:
         history: Entries.
-        last: Of the steps; None leaves it open.
+        last: Number of the last step; None leaves it open.
     """
-    before = 0
+    step = before = 0
     for number, entry in enumerate(history, 1):
-        if entry.step < before or (last is not None and entry.step > last):
+        trained = entry.loss is not UNSET
+        if entry.step < before or (last is not None and entry.step > last) or (trained and entry.step != step + 1):
             return f"entry {number} of the history is of step {entry.step}, out of order"
-        before = entry.step
-        values = (entry.loss, entry.validation_bits_per_byte, entry.accuracy)
-        if sum(value is not None for value in values) != 1:
-            return f"entry {number} of the history is neither a step nor a measurement"
+        before, step = entry.step, step + trained
+    if last is not None and step != last:
+        return f"the history ends at step {step}, the checkpoint is of step {last}"
     return ""

@@ -13,9 +13,6 @@ from wyfold.runtime import files
 
 Row = dict[str, Any]
 
-OVER_RANKS = "bench-ranks"
-"""Kind of a record of a race over ranks."""
-
 LEAST = 1e-3
 """MiB that a chart of logarithms shows for nothing."""
 

@@ -121,7 +121,7 @@ COLUMNS = ("task", "layers", "eigenvalues", "seed", "parameters", "steps", "seco
 
 
 def _result(file: Path) -> dict[str, Any]:
-    """What a finished run wrote."""
+    """Fields of the result of a finished run."""
     try:
         return records.read(file, records.Task)
     except DamagedError as damage:
@@ -131,7 +131,7 @@ def _result(file: Path) -> dict[str, Any]:
 def row(found: dict[str, Any]) -> tuple[str, ...]:
     """A run's result as cells of the table."""
     recipe = found["recipe"]
-    own, bound = str(recipe["length"]), recipe.get("kda_lower_bound")
+    own, bound = str(recipe["length"]), recipe["kda_lower_bound"]
     gate = "" if bound is None else f", gate above {bound:g}"
     others = {length: part for length, part in found.get("accuracy_at", {}).items() if length != own}
     return (
