@@ -2,7 +2,8 @@
 
 Softmax attention, the layers, the decoder and `unshard` compared nothing: with other boundaries on one rank, or shapes
 of as many bytes, the numbers were wrong without a word; what else differed ended in an abort of the process or in a
-wait for the group's timeout.
+wait for the group's timeout. Later a refusal was announced in the first call of an operator only: in a call of another
+kind the other ranks compared, and waited for the timeout.
 """
 
 import re
@@ -10,6 +11,7 @@ import re
 import torch
 from tests.parallel.ranks import Case, refusals
 
+import wyfold
 from wyfold import layers
 from wyfold.cp import build_cp_context
 from wyfold.models import Decoder, DecoderConfig
@@ -234,19 +236,102 @@ def alone(given, group):
     mixer, model = layers.KimiDeltaAttention(WIDTH, 1, head_dim=8), decoder()
     for call, argument in ((mixer, rows), (attention(), rows), (model, tokens)):
         call(argument(context), cp_context=context)
-        if group.rank() == 1:
+        wrong = {
+            "T = 20, this rank's share, got T = 21": argument(context, extra=1),
+            "with boundaries must come with a batch of B = 1, got B = 2": torch.cat([argument(context)] * 2),
+        }
+        if argument is rows:
+            wrong["x must be [B, T, 16], got [1, 20, 17]"] = rows(context, width=17)
+        for complaint, x in wrong.items() if group.rank() == 1 else ():
             try:
-                call(argument(context, extra=1), cp_context=context)
+                call(x, cp_context=context)
             except ValueError as error:
-                assert "T = 20, this rank's share, got T = 21" in str(error)
+                assert complaint in str(error)
             else:
                 raise AssertionError("not refused")
     assert context.gather(torch.tensor([group.rank()])).tolist() == [[0], [1]]
 
 
+def new_kinds(given, group):
+    """What rank 1 refuses in the first call of another kind is refused on both ranks, as in the very first call."""
+
+    def rule(c, B, wrong, heads=1, dtype=torch.float32):
+        q, k, v = (torch.ones(B, c.tokens, heads, 8, dtype=dtype) for _ in range(3))
+        return wyfold.chunk_delta_rule(q, k, v, torch.ones(B, c.tokens, heads + wrong), cp_context=c)
+
+    def ttt(c, B, wrong):
+        q, k, v = (torch.ones(B, c.tokens, 1, 8) for _ in range(3))
+        return wyfold.chunk_ttt_linear(q, k, v, torch.ones(1, 8 + wrong), torch.ones(1, 8), eta=0.1, cp_context=c)
+
+    def conv(c, B, wrong):
+        return wyfold.causal_conv1d(torch.ones(B, c.tokens, 8), torch.ones(8 + wrong, 4), cp_context=c)
+
+    def model(c, B, wrong, labels=True, depth=1):
+        torch.manual_seed(0)
+        config = DecoderConfig(hidden_size=8, num_layers=depth, pattern="attention", num_heads=1, head_dim=8)
+        ids = torch.ones(B, c.tokens, dtype=torch.int64)
+        return Decoder(config)(ids + 400 * wrong, ids if labels else None, cp_context=c)
+
+    def unshard(c, B, wrong, width=4):
+        return c.unshard(torch.ones(B, c.tokens + wrong, width))
+
+    def layer(make):
+        mixer = make()
+        return lambda c, B, wrong: mixer(torch.ones(B, c.tokens + wrong, WIDTH), cp_context=c)
+
+    calls = {
+        "delta rule": (rule, [{"B": 2}, {"B": 1, "heads": 2}, {"B": 1, "dtype": torch.bfloat16}]),
+        "ttt": (ttt, [{"B": 2}]),
+        "conv": (conv, [{"B": 2}]),
+        "decoder": (model, [{"B": 2}, {"B": 1, "labels": False}, {"B": 1, "depth": 2}]),
+        "unshard": (unshard, [{"B": 2}, {"B": 1, "width": 5}]),
+        "attention": (layer(attention), [{"B": 2}]),
+        "layer": (layer(lambda: layers.KimiDeltaAttention(WIDTH, 1, head_dim=8)), [{"B": 2}]),
+    }
+    wrong = []  # told at the end: the other rank goes on
+    for name, (call, kinds) in calls.items():
+        for kind in kinds:
+            context = build_cp_context(None, group, total_tokens=32)
+            call(context, 1, 0)
+            try:
+                call(context, wrong=int(group.rank() == 1), **kind)
+                said = "nothing"
+            except (TypeError, ValueError) as error:
+                said = str(error)
+            if ("rank 1 of the group refused its arguments" in said) is not (group.rank() == 0) or said == "nothing":
+                wrong.append(f"{name} {kind}: {said}")
+    assert not wrong, "\n".join(wrong)
+
+
+def new_modes(given, group):
+    """So is a refusal in the first call with gradients after one without."""
+    context = build_cp_context(BOUNDS, group)
+    mixer = attention()
+    with torch.no_grad():
+        mixer(rows(context), cp_context=context)
+    try:
+        mixer(rows(context, extra=group.rank()), cp_context=context)
+    except ValueError as error:
+        assert re.search(by_rank_1("SoftmaxAttention: x must be"), str(error)), str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+def kinds_that_differed(given, group):
+    """A call that was refused because ranks differ has not been compared: the next refusal is announced as well."""
+    context, mixer = build_cp_context(BOUNDS, group), attention(window=8 + group.rank())
+    for extra, complaint in ((0, "window must be the same on all ranks"), (group.rank(), "x must be")):
+        try:
+            mixer(rows(context, extra=extra), cp_context=context)
+        except ValueError as error:
+            assert complaint in str(error), str(error)
+        else:
+            raise AssertionError("not refused")
+
+
 TABLES = (attention_cases, layer_cases, decoder_cases, unshard_cases)
 CASES = {table.__name__: Case(lambda: None, compared(table)) for table in TABLES}
-CASES |= {run.__name__: Case(lambda: None, run) for run in (once, alone)}
+CASES |= {run.__name__: Case(lambda: None, run) for run in (once, alone, new_kinds, new_modes, kinds_that_differed)}
 BOUNDARIES = {"boundaries": Case(lambda: None, boundaries)}
 
 

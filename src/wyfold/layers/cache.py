@@ -405,7 +405,7 @@ def sequences(
         cache: Tensors [N, ...], or empty, or None.
         holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
         cp_context: In the place of layout and cache; N are then the sequences that begin on this rank. What one rank
-            refuses is refused on all.
+            refuses in the first call of a kind is refused on all.
         alike: Gives what must be equal on all ranks. None: the layer's operators compare it.
 
     Raises:
@@ -418,7 +418,7 @@ def sequences(
 
     if cp_context is None:
         return count()
-    return agreed(layer, cp_context, x, count, None if alike is None else lambda _: alike(x))
+    return agreed(layer, cp_context, x, count, None if alike is None else lambda _: alike(x), module=())
 
 
 def _count(

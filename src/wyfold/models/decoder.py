@@ -109,8 +109,9 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: arguments that do not fit together; on the CPU, or inside `checked`, ids and labels that are no
-                tokens, and places beyond a row. With a cp_context it is raised on all ranks: what one of them refuses,
-                and what differs between them.
+                tokens, and places beyond a row. With a cp_context, what one rank refuses and what differs between ranks
+                is raised on all of them in the first call of each kind; later by the rank that refuses alone, unless
+                the context was made with check="always".
         """
         if cp_context is None:
             self._check_call(ids, labels, layout, cache, cp_context, places)
@@ -170,7 +171,8 @@ class Decoder(nn.Module):
         def check_call() -> None:
             self._check_call(ids, labels, layout, cache, cp_context, places)
 
-        agreed("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels))
+        kind = repr(self.config), labels is not None
+        agreed("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels), module=kind)
         if torch.compiler.is_compiling():
             return self._hidden(ids, None, None, cp_context)
         with cp_context.compared():

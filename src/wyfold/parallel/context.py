@@ -8,7 +8,7 @@ boundaries alone and is the same everywhere, an empty share included.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -103,7 +103,7 @@ class ContextParallel:
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
         self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
-        self._passed: set[str] = set()  # operators that have been called with these boundaries
+        self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that were not refused
         self._made: dict[tuple[object, ...], Tensor] = {}
         self._lists: dict[tuple[Any, ...], tuple[list[int], Counts]] = {}
 
@@ -170,6 +170,7 @@ class ContextParallel:
             device,
             lambda: self._expect("unshard", x, dim, self.tokens),
             lambda _: self._alike_on_ranks(x, dim % x.dim()),
+            kind=_kind_of_unshard(x, dim),
         )
         return self.unshard_compared(x, dim)
 
@@ -285,6 +286,8 @@ class ContextParallel:
         device: torch.device,
         decide: Callable[[], Decision],
         describe: Callable[[Decision], Mapping[str, object]] | None = None,
+        *,
+        kind: Hashable = None,
     ) -> Decision:
         """What `decide` says, once all ranks are known to do the same.
 
@@ -294,6 +297,8 @@ class ContextParallel:
             decide: Checks this rank's arguments.
             describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that
                 the call goes on with; a refusal is told to the ranks that wait there.
+            kind: Metadata that can be read before the checks, and that the compared metadata differ with. A refusal is
+                announced in the first call of a kind, because the other ranks compare there. None: any kind.
 
         Raises:
             TypeError, ValueError: this rank's own refusal.
@@ -304,19 +309,22 @@ class ContextParallel:
         try:
             decision = decide()
         except (TypeError, ValueError) as refusal:
-            # Once they have compared this operator the others go on to its own collective, in which a refusal would be
-            # taken for numbers: then it is this rank's alone.
-            if not self._compared and (self.check == "always" or op not in self._passed):
+            # Once they have compared this kind of call the others go on to the operator's own collective, in which a
+            # refusal would be taken for numbers: then it is raised on this rank alone.
+            known = (op, None if kind is None else (kind, torch.is_grad_enabled())) in self._passed
+            if not self._compared and (self.check == "always" or not known):
                 exchange.agree(op, refusal, device, self.group)
             raise
-        self._passed.add(op)
+        passed = {(op, None), (op, (kind, torch.is_grad_enabled()))}
         if describe is None:
+            self._passed |= passed
             return decision
         said = {"the operator": op, **describe(decision), "the cut": self._told}
         told = tuple(said.values())
         if not self._compared and (self.check == "always" or told not in self._agreed):
             exchange.agree(op, said, device, self.group)
         self._agreed.add(told)
+        self._passed |= passed
         return decision
 
     @contextmanager
@@ -362,6 +370,13 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         return context.shard_checked(exchange.total(dy, context.group), ctx.dim), None, None
+
+
+def _kind_of_unshard(x: object, dim: int) -> Hashable:
+    """Shape but for the tokens, and dtype; None of what has no such dimension."""
+    if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+        return None
+    return (*x.shape[: dim % x.dim()], -1, *x.shape[dim % x.dim() + 1 :]), x.dtype
 
 
 def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
