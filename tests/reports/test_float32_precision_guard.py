@@ -4,6 +4,8 @@ call overwrote what another thread had set meanwhile.
 """
 
 import os
+import select
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -68,8 +70,12 @@ def in_a_fork() -> list[str]:
         os.write(writer, " ".join([*found, seen[-1], products.fp32_precision]).encode())
         os._exit(0)
     os.close(writer)
-    os.waitpid(child, 0)
     with os.fdopen(reader) as stream:
+        said, _, _ = select.select([stream], [], [], 60)
+        if not said:
+            os.kill(child, signal.SIGKILL)  # it waits for a lock that its parent held
+        os.waitpid(child, 0)
+        assert said, "the child of the fork did not finish within 60 s"
         return stream.read().split()
 
 

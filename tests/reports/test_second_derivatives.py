@@ -25,6 +25,7 @@ CASES = [
     for name, x in subject.arguments(SHAPE, torch.float64, 0).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]
+SENTENCE = "^wyfold operators are once differentiable: .* Take it of wyfold.reference"
 REFUSED = "once differentiable|double backward"
 
 
@@ -165,3 +166,18 @@ def test_asking_for_the_graph_changes_no_gradient(subject: Subject, name: str):
     (with_graph,) = torch.autograd.grad(run(x), x, create_graph=True)
     assert torch.equal(plain, with_graph.detach())
     assert with_graph.requires_grad
+
+
+@pytest.mark.parametrize("batched", ["is_grads_batched", "vmap"])
+@pytest.mark.parametrize(("subject", "name"), CASES)
+def test_batches_of_gradients_that_are_to_be_differentiated(subject: Subject, name: str, batched: str):
+    """They ended in PyTorch's words, or in advice about an operator that the user never called."""
+    arguments = subject.arguments(SHAPE, torch.float64, 0)
+    x = arguments[name].requires_grad_()
+    y = subject.ours(arguments | {name: x})[0]
+    dy = torch.ones(2, *y.shape, dtype=y.dtype, requires_grad=True)
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        if batched == "vmap":
+            torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, create_graph=True)[0])(dy)
+        else:
+            torch.autograd.grad(y, x, dy, is_grads_batched=True, create_graph=True)

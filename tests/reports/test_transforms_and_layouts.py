@@ -53,6 +53,18 @@ def test_a_batch_of_incoming_gradients(subject: Subject, name: str):
     assert torch.equal(in_functorch, one_by_one)
 
 
+@pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
+@pytest.mark.parametrize("members", [0, 3])
+def test_a_batch_along_another_dimension(subject: Subject, name: str, members: int):
+    run, x = of_one(subject, name)
+    x.requires_grad_()
+    y = run(x)[0]
+    dy = torch.randn(members, *y.shape, dtype=y.dtype)
+    one_by_one = [torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in dy]
+    batched = torch.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0], in_dims=2)(dy.movedim(0, 2))
+    assert torch.equal(batched, torch.stack(one_by_one) if one_by_one else x.new_empty(0, *x.shape))
+
+
 @pytest.mark.parametrize("name", ["l2norm", "chunk_delta_rule", "causal_conv1d", "chunk_ttt_linear"])
 def test_a_vectorized_jacobian(name: str):
     subject = SUBJECTS[name]

@@ -64,20 +64,23 @@ _implementations: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 def _one_by_one(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     """An operator's results for every member of a batch, and where the batch is in them."""
+    size = info.batch_size
 
     def member(n: int, x: Any, dim: Any) -> Any:
         if isinstance(x, list | tuple):
             dims = dim if isinstance(dim, list | tuple) else [dim] * len(x)
             return [member(n, y, d) for y, d in zip(x, dims, strict=True)]
-        return x if dim is None or not isinstance(x, Tensor) else x.select(dim, n)
+        if dim is None or not isinstance(x, Tensor):
+            return x
+        return x.select(dim, n) if size else x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :])
 
+    # An empty batch has the shapes of a member's results, so one of zeros is computed and left out.
     found = [
-        operator(*(member(n, x, dim) for x, dim in zip(arguments, in_dims, strict=True)))
-        for n in range(info.batch_size)
+        operator(*(member(n, x, dim) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(max(1, size))
     ]
     if isinstance(found[0], Tensor):
-        return torch.stack(found), 0
-    stacked = [torch.stack(members) for members in zip(*found, strict=True)]
+        return torch.stack(found)[:size], 0
+    stacked = [torch.stack(members)[:size] for members in zip(*found, strict=True)]
     return stacked, [0] * len(stacked)
 
 
@@ -322,6 +325,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         node = _Unpacked(ctx)
+        if not torch.compiler.is_compiling() and _transforming() is not None:  # which `_Refusing` cannot be under
+            raise RuntimeError(_ONCE)
         with torch.no_grad():
             found = backward(node, *gradients)
         return _Refusing.apply(found, *node.saved_tensors, *gradients)
@@ -341,6 +346,8 @@ def _batched(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...])
     size = torch._remove_batch_dim(first, level, 1, 0).shape[0]
     members = [[None] * size if dx is None else torch._remove_batch_dim(dx, level, size, 0) for dx in gradients]
     node = _Unpacked(ctx)
+    if torch.is_grad_enabled() and _requires_gradient((*node.saved_tensors, *gradients)):
+        raise RuntimeError(_ONCE)
     found = [backward(node, *member) for member in zip(*members, strict=True)]
     return tuple([None if dxs[0] is None else torch._add_batch_dim(torch.stack(dxs), 0, level) for dxs in zip(*found)])
 
@@ -355,6 +362,13 @@ class _Unpacked:
         return getattr(self._ctx, name)
 
 
+_ONCE = (
+    "wyfold operators are once differentiable: a gradient of their gradients was asked for (a gradient penalty, a "
+    "Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave the operator out of what "
+    "is differentiated twice, by detach()"
+)
+
+
 class _Refusing(torch.autograd.Function):
     """Gradients as a function of the tensors they were computed from, without a derivative."""
 
@@ -364,11 +378,7 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError(
-            "wyfold operators are once differentiable: a gradient of their gradients was asked for (a gradient "
-            "penalty, a Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave "
-            "the operator out of what is differentiated twice, by detach()"
-        )
+        raise RuntimeError(_ONCE)
 
 
 def refuse_transforms(op: str, *tensors: Any) -> None:
