@@ -364,8 +364,8 @@ class _Unpacked:
 
 _ONCE = (
     "wyfold operators are once differentiable: a gradient of their gradients was asked for (a gradient penalty, a "
-    "Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave the operator out of what "
-    "is differentiated twice, by detach()"
+    "Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave the operator out of "
+    "what is differentiated twice, by detach()"
 )
 
 
