@@ -138,7 +138,7 @@ def test_the_library_refuses_by_name(given: dict, said: str, model: Path):
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
-NAMES = ("$x$", r"$\frac{$", "\udcff", "a\nb\x1b[2J", "%s{}", "😀\u202e", "[bold][/x]", "-")
+NAMES = ("$x$", r"$\frac{$", "a\nb\x1b[2J", "%s{}", "😀\u202e", "[bold][/x]", "-")
 TINY = (
     "--layers gdn --depth 1 --width 16 --heads 1 --head-dim 8 --length 16 --batch 2 --eval-bytes 32 --steps 1".split()
 )
@@ -152,11 +152,18 @@ def test_a_run_may_have_any_name_that_a_folder_may_have(name: str, tmp_path: Pat
     assert {"curve.png", "metrics.jsonl", "checkpoint"} <= {path.name for path in (tmp_path / name).iterdir()}
 
 
+def test_a_name_that_safetensors_cannot_open_is_refused_before_any_work(tmp_path: Path, capsys):
+    (tmp_path / "text").write_bytes(b"some text to learn " * 40)
+    assert main(["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / "\udcff")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "\udcff").exists()
+
+
 def test_a_page_has_runs_of_any_name(tmp_path: Path, capsys):
     pytest.importorskip("plotly", reason="plotly is not installed")
     (tmp_path / "text").write_bytes(b"some text to learn " * 40)
-    for name in ("$x$", "\udcff<b>"):
+    for name, later in (("$x$", "$x$"), ("plain", "\udcff<b>")):
         assert main(["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / name)]) == 0
+        (tmp_path / name).rename(tmp_path / later)
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "\ud800 $x$"]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert r"\udcff&lt;b&gt;" in page and "$x$" in page
