@@ -62,7 +62,7 @@ def test_the_last_two_are_kept(tmp_path):
     for step in (5, 40, 300, 2000):
         save(tmp_path, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000300", "step-00002000"]
-    assert checkpoint.latest(tmp_path).name == "step-00002000"
+    assert integrity.newest(tmp_path).name == "step-00002000"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -80,7 +80,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, save_model=die)
-    assert checkpoint.latest(tmp_path).name == "step-00000001"
+    assert integrity.newest(tmp_path).name == "step-00000001"
     save(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_that_is_whole(tmp_path, dam
         length = {"cut short": len(content) - 1, "empty": 0}.get(kind, len(content))
         file.write_bytes(content[:length] + (b"\n" if kind == "longer" else b""))
     with pytest.raises(DamagedError, match="is damaged: ") as caught:
-        checkpoint.latest(tmp_path)
+        integrity.newest(tmp_path)
     assert caught.value.whole == whole and caught.value.folder == tmp_path / "step-00000002"
     if damage != SUMS:  # where a digest was changed, it is the file that differs from it
         assert caught.value.file == file
@@ -122,7 +122,7 @@ def test_a_record_that_is_no_record_is_named(tmp_path):
     for content in ("[]", "null", json.dumps({"files": None}), "{}", "{", "[" * 100_000, '{"step": NaN}'):
         (folder / RECORD).write_text(content)
         with pytest.raises(DamagedError, match=r"training\.json is damaged: ") as caught:
-            checkpoint.latest(tmp_path)
+            integrity.newest(tmp_path)
         assert caught.value.whole is None
 
 
@@ -132,15 +132,15 @@ def test_a_checkpoint_without_digests_is_held_to_its_sizes_and_headers(tmp_path)
     record = json.loads((folder / RECORD).read_text())
     (folder / SUMS).unlink()
     with pytest.raises(DamagedError, match=f"{SUMS} is damaged: it is missing"):
-        checkpoint.latest(tmp_path)
+        integrity.newest(tmp_path)
     names = ("model/config.json", "model/model.safetensors", TENSORS)
     record["files"] = {name: (folder / name).stat().st_size for name in names}
     (folder / RECORD).write_text(json.dumps(record))
-    assert checkpoint.latest(tmp_path) == folder
+    assert integrity.newest(tmp_path) == folder
     with (folder / TENSORS).open("ab") as stream:
         stream.write(b"\0")
     with pytest.raises(DamagedError, match=TENSORS):
-        checkpoint.latest(tmp_path)
+        integrity.newest(tmp_path)
 
 
 def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
@@ -149,7 +149,7 @@ def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
     (tmp_path / "step-00000002" / RECORD).write_text("{}")
     (tmp_path / "step-00000002.damaged").mkdir()
     assert [path.name for path in checkpoint.set_aside_damaged(tmp_path)] == ["step-00000002.damaged1"]
-    assert checkpoint.latest(tmp_path).name == "step-00000001"
+    assert integrity.newest(tmp_path).name == "step-00000001"
     assert checkpoint.set_aside_damaged(tmp_path) == []
 
 

@@ -109,7 +109,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     file = folder / TENSORS
     try:
-        return record(folder), load_file(file) if file.exists() else {}
+        return integrity.read_record(folder), load_file(file) if file.exists() else {}
     except SafetensorError as error:
         raise DamagedError(file, f"it cannot be read ({error})") from error
 
@@ -170,24 +170,6 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise UsageError(str(error)) from error
 
 
-def record(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run.
-
-    Raises:
-        DamagedError: it says nothing that can be understood.
-    """
-    return integrity.read_record(folder)
-
-
-def latest(root: Path) -> Path | None:
-    """The newest checkpoint below `root`, None if there is none.
-
-    Raises:
-        DamagedError: it is damaged; names the newest one that is whole.
-    """
-    return integrity.newest(root)
-
-
 def set_aside_damaged(root: Path) -> list[Path]:
     """Rename every checkpoint that is damaged and newer than the newest whole one; nothing is removed.
 
@@ -229,7 +211,7 @@ def find_model(path: Path) -> Path:
             raise DamagedError(damage.file, damage.reason, inside, whole) from damage
         return inside / MODEL
     for root in (path / rundir.CHECKPOINTS, path):
-        if found := latest(root):
+        if found := integrity.newest(root):
             return found / MODEL
     if not (path / CONFIG_FILE).exists() and not any(path.glob("*.safetensors")):
         raise UsageError(f"{path}: no checkpoint and no saved model in this folder; {asked}")

@@ -314,7 +314,7 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
         UsageError: the folder holds something else, or a run whose newest checkpoint is damaged; no run where one is to
             be resumed, an option that the source has no use for, or a curriculum that leaves no step for whole rows.
     """
-    from wyfold.cli import checkpoint
+    from wyfold.cli import integrity
     from wyfold.cli.recipe import begun
 
     folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
@@ -322,7 +322,7 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
     found = _newest_checkpoint(args, folder)
     if found is None and args.resume:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
-    before = None if found is None else begun(checkpoint.record(found)["recipe"])
+    before = None if found is None else begun(integrity.read_record(found)["recipe"])
     if before and args.resume and args.task is None and args.data is None:
         args.task = before["task"]
     kept = settle(args, before if before and before["task"] == args.task else None)
@@ -334,13 +334,13 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
     """The checkpoint to continue from, None where a run begins; damaged ones are passed over only if that is asked."""
-    from wyfold.cli import checkpoint
+    from wyfold.cli import integrity
     from wyfold.cli.integrity import DamagedError
 
     if args.resume and args.if_damaged == "restart":
         raise UsageError("--resume: starts nothing new, and --if-damaged restart does: give one of them")
     try:
-        return checkpoint.latest(folder / CHECKPOINTS)
+        return integrity.newest(folder / CHECKPOINTS)
     except DamagedError as damage:
         if args.if_damaged == ("restart" if damage.whole is None else "older"):
             return damage.whole

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wyfold.cli import Failure, UsageError, checkpoint, speed
+from wyfold.cli import Failure, UsageError, checkpoint, integrity, speed
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.curve import points
 from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
@@ -75,10 +75,10 @@ class Trainer:
         self.recipe, self.folder, self.backend, self.recompute = recipe, folder, backend, recompute
         self.team = Team(device) if team is None else team
         self.device = self.team.device
-        found = checkpoint.latest(folder / CHECKPOINTS)
+        found = integrity.newest(folder / CHECKPOINTS)
         if found is not None:
             # First: what makes no sense in another recipe is not what is to be said of it.
-            recipe.check_same(checkpoint.record(found)["recipe"], folder)
+            recipe.check_same(integrity.read_record(found)["recipe"], folder)
         self.lesson = lesson_of(source, recipe)
         asked = None if self.team.sharded else self.lesson.at(0).places
         answers = None if asked is None else asked.shape[1]

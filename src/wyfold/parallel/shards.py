@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.runtime import files
+
 PATTERN = "*.safetensors"
 PICKLED = (".metadata", "*.distcp")
 """What torch.distributed.checkpoint's usual storage writes, which Wyfold used at first: its index is a pickle."""
@@ -98,8 +100,8 @@ def _require_shared(folder: Path) -> None:
     own = sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
     sizes = [
         (rank, name, size)
-        for rank, files in enumerate(_gathered([(x.name, x.stat().st_size) for x in own]))
-        for name, size in files
+        for rank, written in enumerate(_gathered([(x.name, x.stat().st_size) for x in own]))
+        for name, size in written
     ]
     missing = next((entry for entry in sizes if not _is_there(folder / entry[1], entry[2])), None)
     for rank, entry in enumerate(_gathered(missing)):
@@ -135,12 +137,14 @@ def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:
             "its author, so it is not read. Train again, or, if you trust the author, continue it with the version "
             "that wrote it, in one process: its next checkpoint has no shards"
         )
-    files = sorted(folder.glob(PATTERN))
-    if not files:
+    shards = sorted(folder.glob(PATTERN))
+    if not shards:
         return f"{folder} holds no shards ({PATTERN})"
-    for file in files:
-        if reason := _damage(file):
-            return f"{file} is damaged: {reason}"
+    for shard in shards:
+        try:
+            files.read_header(shard)
+        except ValueError as error:
+            return f"{shard} is damaged: {error}"
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
@@ -153,17 +157,6 @@ def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:
         if reason := _difference(written[name], x):
             return f"{name} {reason}, in {folder}"
     return ""
-
-
-def _damage(file: Path) -> str:
-    """Why a file is no safetensors file; empty where it is one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt"):
-            return ""
-    except (SafetensorError, OSError) as error:
-        return str(error)
 
 
 def _difference(written: Any, x: Tensor) -> str:
