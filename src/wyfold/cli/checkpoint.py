@@ -207,8 +207,7 @@ def find_model(path: Path) -> Path:
             integrity.verify(inside)
         except DamagedError as damage:
             others = [folder for folder in integrity.step_folders(inside.parent) if folder.name != inside.name]
-            whole = integrity.newest_whole(inside.parent, others)
-            raise DamagedError(damage.file, damage.reason, inside, whole) from damage
+            raise damage.of_run(inside, others) from damage
         return inside / MODEL
     for root in (path / rundir.CHECKPOINTS, path):
         if found := integrity.newest(root):

@@ -75,6 +75,10 @@ class DamagedError(UsageError):
         super().__init__(f"{file} is damaged: {reason}")
         self.file, self.reason, self.folder, self.whole = file, reason, folder, whole
 
+    def of_run(self, folder: Path, others: Collection[Path]) -> DamagedError:
+        """The same refusal for a checkpoint of a run, with the newest whole one among the run's others."""
+        return DamagedError(self.file, self.reason, folder, newest_whole(folder.parent, others))
+
     def advice(self, whole: str, otherwise: str) -> UsageError:
         """The same refusal with what to do: where another checkpoint of the run is whole, and where none is."""
         if self.whole is not None:
@@ -107,7 +111,7 @@ def newest(root: Path) -> Path | None:
         except DamagedError as damage:
             if not listing and not found[-1].exists():
                 continue  # a live run removed it after it was listed
-            raise DamagedError(damage.file, damage.reason, found[-1], newest_whole(root, found[:-1])) from damage
+            raise damage.of_run(found[-1], found[:-1]) from damage
         break
     return found[-1]
 

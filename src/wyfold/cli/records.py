@@ -232,8 +232,7 @@ def read_run(folder: Path) -> Stored | None:
     try:
         record = integrity.verify(steps[-1], tensors=False)
     except DamagedError as damage:
-        whole = integrity.newest_whole(folder / rundir.CHECKPOINTS, steps[:-1])
-        raise DamagedError(damage.file, damage.reason, steps[-1], whole) from damage
+        raise damage.of_run(steps[-1], steps[:-1]) from damage
     history = _history(folder / rundir.HISTORY, record["history"])
     result = folder / rundir.RESULT
     origin = read(result, Task) if result.exists() else {}
