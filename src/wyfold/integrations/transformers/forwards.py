@@ -81,8 +81,7 @@ class ForwardInterceptor:
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Forward:
         if module is None:
             return self._of_class
-        # Past `__getattribute__`, in which the compiler of PyTorch 2.11 comes back here, without an end.
-        own = object.__getattribute__(module, "__dict__").get("forward")
+        own = module.__dict__.get("forward")
         if own is not None:
             return types.MethodType(self._over(own), module)
         if torch.compiler.is_compiling():
