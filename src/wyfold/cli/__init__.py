@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from wyfold.runtime.unsupported import UnsupportedError
 
-__all__ = ["Failure", "UsageError", "described", "main", "printable"]
+__all__ = ["Failure", "UsageError", "described", "main", "out_of_memory", "printable", "say"]
 
 DONE, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
@@ -101,6 +101,11 @@ def printable(text: str) -> str:
         else character
         for character in text
     )
+
+
+def say(text: str, *, flush: bool = False) -> None:
+    """Print a line that quotes names; on a terminal with the escapes of `printable`."""
+    print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text, flush=flush)
 
 
 def described(error: BaseException) -> str:
@@ -203,7 +208,7 @@ def _ending(error: BaseException) -> _Ending | None:
         package = "torch" if missing == "torch" else f'"wyfold[{EXTRAS[missing]}]"' if missing in EXTRAS else ""
         message = f"needs {missing}, which is not installed: pip install {package}"
         return _Ending(FAILED, message) if package else None
-    if _out_of_memory(error):
+    if out_of_memory(error):
         reason = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
         return _Ending(FAILED, f"not enough memory for what was asked{reason}")
     if isinstance(error, OSError):  # a full disk, a folder that may not be written
@@ -219,7 +224,7 @@ def _together(endings: Sequence[_Ending | None]) -> _Ending | None:
     return _Ending(max(ending.code for ending in known), "; ".join(dict.fromkeys(ending.message for ending in known)))
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch or Python failed to allocate memory, on a GPU or on the CPU."""
     if isinstance(error, MemoryError):
         return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from wyfold.cli import UsageError, curve, synthetic
+from wyfold.cli import UsageError, curve, out_of_memory, synthetic
 from wyfold.cli.corpus import Batch, Corpus, Packs, Windows
 from wyfold.cli.recipe import Recipe
 from wyfold.models import IGNORED
@@ -38,6 +38,13 @@ class Lesson(Protocol):
 
     def at(self, index: int) -> Batch:
         """Batch number `index`, counted from the first of the run."""
+
+    def rehearse(self, run: Trainer) -> None:
+        """Run the model once on what it is examined on at the end of the run and on nothing before.
+
+        Raises:
+            UsageError: there is not enough memory for it.
+        """
 
     def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
         """What the model knows of what was held out; at the end of a run, all there is to say."""
@@ -69,6 +76,9 @@ class Text:
 
     def at(self, index: int) -> Batch:
         return self.batches.at(index)
+
+    def rehearse(self, run: Trainer) -> None:
+        """Nothing: every look reads the same bytes."""
 
     def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
         """Bits per byte of the held-out part, or of its first `eval_bytes` bytes."""
@@ -113,6 +123,21 @@ class Known:
     def at(self, index: int) -> Batch:
         return self.batches.at(index)
 
+    def rehearse(self, run: Trainer) -> None:
+        """Read one batch of each length whose rows have more tokens than the batches of training."""
+        own, *others = self.held_out
+        for rows in others:
+            if rows.batch * rows.length <= own.batch * own.length:
+                continue
+            try:
+                run.read(rows.at(0))
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise UsageError(
+                    f"--eval-lengths {rows.length}: not enough memory for one row of so many tokens: give shorter ones"
+                ) from error
+
     def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
         """Parts of the answers, and of the rows, that are all right; at the end also of rows of other lengths."""
         answers, rows = self._right(run, self.held_out[0])
@@ -137,16 +162,19 @@ class Known:
         return curve.sketch((), curve.points(history, self.measure), legend="answers that are right")
 
     def _right(self, run: Trainer, rows: synthetic.Rows) -> tuple[float, float]:
-        """Parts of the answers and of the rows that are right."""
-        sums = torch.zeros(4)
+        """Parts of the answers and of the rows that are right; NaN where a loss is not finite."""
+        sums, total = torch.zeros(4), 0.0
         for batch in rows.in_order(self.looked_at):
-            logits, _, labels = run.read(batch)
+            logits, loss, labels = run.read(batch)
+            total += run.team.mean(loss).item()
             asked = labels != IGNORED
             right = (logits.argmax(-1) == labels) & asked
             # Per row, since a row may lie on several processes.
             missed, counted = (run.team.mean(x.sum(1).double()).cpu() for x in (asked & ~right, asked))
             parts = (counted - missed, counted, (missed == 0).double(), torch.ones_like(missed))
             sums += torch.stack([part.sum() for part in parts])
+        if not math.isfinite(total):  # logits that are NaN have a largest one all the same
+            return math.nan, math.nan
         return (sums[0] / sums[1]).item(), (sums[2] / sums[3]).item()
 
 

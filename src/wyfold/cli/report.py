@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import DONE, UsageError, printable, records, results, rundir
+from wyfold.cli import DONE, UsageError, printable, records, results, rundir, say
 from wyfold.cli.integrity import DamagedError
 from wyfold.runtime import files
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold half a character, and so may a title of the command line.
     files.write(args.out, page.encode("utf-8", "backslashreplace").decode("utf-8"))
-    print(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
+    say(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
     return DONE
 
 

@@ -107,8 +107,8 @@ def _plain(value: Any) -> Any:
 
 
 def say(line: str) -> None:
-    """A line about the work in progress, apart from its results."""
-    print(line, file=sys.stderr, flush=True)
+    """A line about the work in progress, apart from its results; on a terminal with the escapes of `printable`."""
+    print(printable(line) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

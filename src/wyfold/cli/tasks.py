@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wyfold.cli import DONE, UsageError, records, results, rundir, train
+from wyfold.cli import DONE, UsageError, records, results, rundir, say, train
 from wyfold.cli.arguments import add_backend, device, found_device, gate_bound, seed_number
 from wyfold.cli.integrity import DamagedError
 from wyfold.cli.settings import TASKS
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     for number, cell in enumerate(cells, 1):
         folder = args.out / cell.name
         words = [*cell.words(), *where, "--out", str(folder)]
-        print(f"\n[{number}/{len(cells)}] wyfold train {shlex.join(words)}", flush=True)
+        say(f"\n[{number}/{len(cells)}] wyfold train {shlex.join(words)}", flush=True)
         code = train.run(_parsed(words))
         if code != DONE:
             return code
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         # After every run, so that an interruption leaves the table of what there is.
         file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
     results.show("known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs])
-    print(f"\ntable: {file}")
+    say(f"\ntable: {file}")
     return DONE
 
 

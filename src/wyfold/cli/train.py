@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir
+from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir, say
 from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, gate_bound, seed_number, whole
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
 from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
@@ -259,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
             if team.cp * team.replicas > 1:
                 about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
             if team.leads and kept:
-                print(f"{folder}: as this run was begun, {shlex.join(kept)}")
+                say(f"{folder}: as this run was begun, {shlex.join(kept)}")
             if team.leads:
                 code = finish(trainer, args.save_every, about)
             else:
@@ -393,7 +393,7 @@ def _set_aside(args: argparse.Namespace, folder: Path) -> None:
     if renamed and args.if_damaged == "restart" and (folder / rundir.HISTORY).exists():
         renamed.append(rundir.rename_aside(folder / rundir.HISTORY, "before-restart"))
     for path in renamed:
-        print(f"kept: {path}")
+        say(f"kept: {path}")
 
 
 def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) -> list[str]:
@@ -422,6 +422,9 @@ def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) ->
             f"--batch {args.batch} x --length {args.length}: must be at most {MOST_TOKENS} together; "
             "--grad-accum makes steps of several batches"
         )
+    for length in args.eval_lengths:
+        if length > MOST_TOKENS:
+            raise UsageError(f"--eval-lengths {length}: must be at most {MOST_TOKENS}")
     if before is None and args.task == "mqar" and args.steps is not None and args.curriculum >= args.steps:
         raise UsageError(
             f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"
@@ -471,40 +474,40 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     """Train to the end or to the first interruption, and say what became of it."""
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
-    print(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
+    say(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
     if recipe.curriculum:
         of = "" if recipe.steps is None else f" of {recipe.steps:,}"
-        print(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
+        say(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
     if trainer.complete:
-        print(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
+        say(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
         if recipe.task is not None and not (trainer.folder / RESULT).exists():
             looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
-            print(f"result: {_write_result(trainer, size, looks[-1])}")
+            say(f"result: {_write_result(trainer, size, looks[-1])}")
         return DONE
     if trainer.step:
-        print(f"continuing {trainer.folder} from step {trainer.step}")
+        say(f"continuing {trainer.folder} from step {trainer.step}")
     finished = trainer.train(save_every)
     if not finished:
-        print(f"\nstopped after step {trainer.step}; all of it is saved in {trainer.folder}")
-        print("to continue, give the same command again")
+        say(f"\nstopped after step {trainer.step}; all of it is saved in {trainer.folder}")
+        say("to continue, give the same command again")
         return INTERRUPTED
     looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
-    print(trainer.lesson.sketch(trainer.history))
-    print(
+    say(trainer.lesson.sketch(trainer.history))
+    say(
         f"validation: {trainer.lesson.verdict(looks[0])} at step {looks[0]['step']}, "
         f"{trainer.lesson.verdict(looks[-1])} at step {looks[-1]['step']}, after {trainer.elapsed:.0f} s of training"
     )
     if recipe.curriculum and trainer.step <= recipe.curriculum:
-        print(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
+        say(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
     steps = [entry for entry in trainer.history if "loss" in entry]
     speed = f"speed: {statistics.median(entry['tokens_per_second'] for entry in steps):,.0f} tokens/s"
     shares = [entry["mfu"] for entry in steps if "mfu" in entry]
-    print(f"{speed}{f', MFU {statistics.median(shares):.1%}' if shares else ''}, medians of the steps")
-    print(f"curve: {trainer.folder / CURVE}")
+    say(f"{speed}{f', MFU {statistics.median(shares):.1%}' if shares else ''}, medians of the steps")
+    say(f"curve: {trainer.folder / CURVE}")
     if recipe.task is None:
-        print(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
+        say(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
     else:
-        print(f"result: {_write_result(trainer, size, looks[-1])}")
+        say(f"result: {_write_result(trainer, size, looks[-1])}")
     return DONE
 
 

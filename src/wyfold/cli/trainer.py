@@ -19,11 +19,12 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
 from wyfold.parallel.team import Team
 from wyfold.runtime import files
+
+Looked = TypeVar("Looked")
 
 
 class Trainer:
@@ -118,6 +121,8 @@ class Trainer:
 
     def train(self, save_every: int) -> bool:
         """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
+        if not self.finished:
+            self._look(self.lesson.rehearse)
         self._rewrite_history()
         with _stop_on_signal(self), Display(self.recipe.steps, self.step, quiet=not self.team.leads) as display:
             saved = self.step
@@ -128,6 +133,7 @@ class Trainer:
                 full = self.step - saved >= save_every
                 if due or full or self.stopping:
                     self._show(display, self._read_behind())
+                    self._refuse_spoilt_parameters()
                 while due and not self.stopping and not self._examined(last=self.finished):
                     display.say(f"step {self.step}: validation {self.lesson.verdict(self.examine())}")
                 if self.stopping or self.finished:
@@ -143,21 +149,26 @@ class Trainer:
     def examine(self) -> dict[str, Any]:
         """What the history keeps of a look at what was held out."""
         last = self.finished
-        self.model.eval()
-        with torch.no_grad():
-            found = self.lesson.examine(self, last=last)
-        self.model.train()
-        self.team.reshard(self.model)
-        if not math.isfinite(found[self.lesson.measure]):
-            raise Failure(
-                f"step {self.step}: {self.lesson.measure} is {found[self.lesson.measure]}. What is in "
-                f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
-            )
+        found = self._look(partial(self.lesson.examine, last=last))
+        figures = {self.lesson.measure: found[self.lesson.measure]}
+        figures |= {f"accuracy of rows of {length}": part for length, part in found.get("accuracy_at", {}).items()}
+        for name, figure in figures.items():
+            if not math.isfinite(figure):
+                raise Failure(f"step {self.step}: {name} is {figure}. {self._advice}")
         entry = {"step": self.step, **found}
         if last:
             entry["last"] = True
         self._record(entry)
         return entry
+
+    def _look(self, look: Callable[[Trainer], Looked]) -> Looked:
+        """What `look` finds with the model as it is used after training."""
+        self.model.eval()
+        with torch.no_grad():
+            found = look(self)
+        self.model.train()
+        self.team.reshard(self.model)
+        return found
 
     def examinations(self) -> list[tuple[float, float]]:
         """(step, what tells how far the run has come), of every look."""
@@ -248,9 +259,19 @@ class Trainer:
         if not (math.isfinite(mean) and math.isfinite(norm)):
             # Before the update: the parameters in memory and the checkpoint on disk are both still good.
             raise Failure(
-                f"step {figures.number}: loss {mean}, gradient norm {norm}; nothing was updated. What is in "
-                f"{self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
+                f"step {figures.number}: loss {mean}, gradient norm {norm}; nothing was updated. {self._advice}"
             )
+
+    def _refuse_spoilt_parameters(self) -> None:
+        """End the run where an update made parameters infinite or NaN: the loss before it was still finite."""
+        self.team.reshard(self.model)
+        finite = [self.team.held(x).isfinite().all() for x in self.model.parameters()]
+        if self.team.most(not torch.stack(finite).all()) > 0:
+            raise Failure(f"step {self.step}: parameters are infinite or NaN after the update. {self._advice}")
+
+    @property
+    def _advice(self) -> str:
+        return f"What is in {self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
 
     def _known(self, figures: Figures) -> dict[str, Any]:
         """Record a step that was taken."""

@@ -96,6 +96,10 @@ class Team:
         """All of a tensor that is sharded."""
         return x
 
+    def held(self, x: Tensor) -> Tensor:
+        """This process's part of a tensor that is sharded."""
+        return x
+
     def like(self, x: Tensor, parameter: Tensor) -> Tensor:
         """x [..] sharded as a parameter of its shape is."""
         return x.to(self.device)
@@ -179,6 +183,10 @@ class Ranks(Team):
     def whole(self, x: Tensor) -> Tensor:
         full: Any = getattr(x, "full_tensor", None)
         return x if full is None else full()
+
+    def held(self, x: Tensor) -> Tensor:
+        local: Any = getattr(x, "to_local", None)
+        return x if local is None else local()
 
     def like(self, x: Tensor, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, distribute_tensor
