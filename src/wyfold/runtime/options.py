@@ -67,16 +67,16 @@ class DeltaOptions(NamedTuple):
 def gradient_unit(scale: float, dtype: torch.dtype) -> float:
     """What gradients are counted in on their way through the states of kernels: a part of `scale`.
 
-    float32 and float16: a power of two. A state's gradient that leaves one call and enters the next keeps its bits, so
-    that a split call has the gradients of the whole; the rest of the scale multiplies do in float32.
+    float32: a power of two. A state's gradient that leaves one call and enters the next keeps its bits, so that a split
+    call has the gradients of the whole; the rest of the scale multiplies do.
 
-    bfloat16: all of the scale. do is a product's operand as it came then, which a factor would round once more.
+    bfloat16, float16: all of the scale. do is a product's operand as it came then; a factor would round it once more.
 
     1 if what is times or divided by the unit might leave float32.
     """
     if not 2.0**-40 <= abs(scale) <= 2.0**40:
         return 1.0
-    return scale if dtype == torch.bfloat16 else 2.0 ** (math.frexp(scale)[1] - 1)
+    return 2.0 ** (math.frexp(scale)[1] - 1) if dtype == torch.float32 else scale
 
 
 DELTA_SCHEMA = (

@@ -35,7 +35,7 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
         eps: Added to the squared length.
         out: [n, W], any float.
     """
-    tile = _tiles("l2norm", x)
+    tile = _tiles("l2norm", x, out)
     if tile.tiles:
         launched(
             wyfold_l2norm_triton, tile.tiles, x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch()

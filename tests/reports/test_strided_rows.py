@@ -1,0 +1,54 @@
+"""`l2norm` of every second row of a tensor wrote its result to wrong places: kernels count distances between rows in a
+common divisor of all tensors, and the output had no part in it. Rows of 7 numbers 14 apart gave a divisor of 2, in which
+the output's distance of 7 is no integer. The operators of rows are tried here with inputs that lie apart."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import wyfold
+
+ODD = 7  # numbers of a row
+
+
+def every_second(x: Tensor) -> Tensor:
+    """The values of x [n, ...], each row as far from the next as two."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], 1).flatten(0, 1)[::2]
+
+
+OPERATORS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
+    "l2norm": (lambda x, **o: wyfold.l2norm(x, **o), {"x": (6, ODD)}),
+    "rms_norm_gated": (
+        lambda x, g, **o: wyfold.rms_norm_gated(x, g, torch.ones_like(x[0]), **o),
+        {"x": (6, ODD), "g": (6, ODD)},
+    ),
+    "fused_gdn_gate": (lambda g, **o: wyfold.fused_gdn_gate(g, **o), {"g": (6, ODD)}),
+    "fused_kda_gate": (lambda g, **o: wyfold.fused_kda_gate(g, **o), {"g": (6, 3, ODD)}),
+    "fused_beta_sigmoid": (lambda x, **o: wyfold.fused_beta_sigmoid(x, **o), {"x": (6, ODD)}),
+    "causal_conv1d": (
+        lambda x, **o: wyfold.causal_conv1d(x, torch.ones(ODD, 4, device=x.device), **o)[0],
+        {"x": (6, 5, ODD)},
+    ),
+}
+
+
+@pytest.mark.parametrize("apart", ["inputs", "gradient", "both"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_rows_that_lie_apart(name: str, apart: str, device: torch.device):
+    operator, shapes = OPERATORS[name]
+    torch.manual_seed(0)
+    given = {argument: torch.randn(shape, device=device) for argument, shape in shapes.items()}
+    dy = torch.randn_like(operator(**given, backend="eager"))
+
+    def results(lay: bool, lay_gradient: bool, backend: str) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in given.values()]
+        laid = [every_second(x) if lay else x for x in leaves]
+        y = operator(**dict(zip(given, laid, strict=True)), backend=backend)
+        return [y, *torch.autograd.grad(y, leaves, every_second(dy) if lay_gradient else dy)]
+
+    expected = results(False, False, "eager")
+    got = results(apart != "gradient", apart != "inputs", "triton")
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
