@@ -81,8 +81,9 @@ class ForwardInterceptor:
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Forward:
         if module is None:
             return self._of_class
-        own = module.__dict__.get("forward")
-        if own is not None:
+        if "forward" in module.__dict__:
+            # Dynamo of PyTorch 2.11 reads `module.__dict__["forward"]` as `module.forward`, which is this function again.
+            own = object.__getattribute__(module, "__dict__")["forward"]
             return types.MethodType(self._over(own), module)
         if torch.compiler.is_compiling():
             return functools.partial(self._of_class, module)  # Dynamo does not trace the making of a bound method
