@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.extras import need_plotly
 
 from wyfold.cli import UsageError, main, scaling, tables
 from wyfold.cli.cases import Case
@@ -43,6 +44,7 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
         each = 2 * 8 * (8 + 8) * 4 if row["op"] == "gdn" else 2 * (8 * 8 + 8) * 4
         assert row["sent"]["bytes"] == collectives * each
     assert done.stdout.count("over ranks") == 1  # one process speaks
+    need_plotly()
     page = tmp_path / "page.html"
     assert main(["report", str(file), "--out", str(page)]) == 0
     assert "times as fast as ours on one rank" in page.read_text()

@@ -9,6 +9,7 @@ import json
 import shutil
 
 import pytest
+from tests.extras import need_plotly
 
 from wyfold.cli import integrity, main, results
 
@@ -121,6 +122,7 @@ def test_a_null_in_a_table_of_tasks_is_named(field, finished, tmp_path, capsys):
 
 
 def test_fields_that_older_versions_did_not_write_have_defaults(finished, tmp_path):
+    need_plotly()
     found = json.loads((finished / "result.json").read_text())
     del found["accuracy_at"], found["recipe"]["neg_eigval"], found["recipe"]["kda_lower_bound"]
     assert report({"kind": "tasks", "runs": [found]}, tmp_path) == 0
@@ -134,6 +136,7 @@ TIMES = {"milliseconds": {"median": 1.0, "quartile1": 0.9, "quartile3": 1.1}, "w
 
 @pytest.mark.parametrize("row", [CASE, CASE | TIMES])
 def test_rows_over_ranks_may_lack_what_has_a_default(row, tmp_path):
+    need_plotly()
     assert report({"kind": "bench-ranks", "rows": [row]}, tmp_path) == 0
 
 

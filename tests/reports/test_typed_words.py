@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.extras import need_plotly
 
 from wyfold import cli
 from wyfold.cli import bench, cases, catalog, generate, main
@@ -159,7 +160,7 @@ def test_a_name_that_safetensors_cannot_open_is_refused_before_any_work(tmp_path
 
 
 def test_a_page_has_runs_of_any_name(tmp_path: Path, capsys):
-    pytest.importorskip("plotly", reason="plotly is not installed")
+    need_plotly()
     (tmp_path / "text").write_bytes(b"some text to learn " * 40)
     for name, later in (("$x$", "$x$"), ("plain", "\udcff<b>")):
         assert main(["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / name)]) == 0

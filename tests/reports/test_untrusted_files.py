@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.extras import need_plotly
 from tests.parallel.ranks import Case, refusals
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -187,7 +188,7 @@ def test_a_payload_in_the_place_of_a_file_never_runs(run, mark, file, kind):
 def test_a_payload_handed_to_a_verb_never_runs(run, mark, words, kind, monkeypatch):
     monkeypatch.chdir(run)
     if words[0] == "report":
-        pytest.importorskip("plotly", reason="plotly, with which a report is drawn, is not installed")
+        need_plotly()
     for name in ("payload", "payload.json", "run/result.json"):
         (run / name).write_bytes(hostile(mark)[kind])
     assert main(words) in (0, 2)

@@ -82,7 +82,7 @@ class ForwardInterceptor:
         if module is None:
             return self._of_class
         if "forward" in module.__dict__:
-            # Dynamo of PyTorch 2.11 reads `module.__dict__["forward"]` as `module.forward`, which is this function again.
+            # Dynamo of PyTorch 2.11 reads `module.__dict__["forward"]` as `module.forward`, and calls this again.
             own = object.__getattribute__(module, "__dict__")["forward"]
             return types.MethodType(self._over(own), module)
         if torch.compiler.is_compiling():
