@@ -99,24 +99,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @functools.cache
 def interpreting() -> bool:
     """Whether this process runs kernels in Triton's interpreter."""
-    from wyfold.runtime import launch
+    from wyfold.runtime import kernel_configs
 
-    return launch.can_interpret()
+    return kernel_configs.can_interpret()
 
 
 @functools.cache
 def no_kernels() -> str:
     """Why no kernel can run in this process; empty if kernels do."""
-    from wyfold.runtime import launch
+    from wyfold.runtime import kernel_configs
 
     if interpreting():
         return ""
-    refusal = launch.support(torch.device("cuda")).refusal
+    refusal = kernel_configs.support(torch.device("cuda")).refusal
     return refusal and f"{refusal}, and the process was not started with TRITON_INTERPRET=1"
 
 
 def offered_backends(fixtures: Iterable[str]) -> tuple[str, ...]:
-    """The levels of `stages/table.py` that a test with these fixtures runs for in this process, lowest first."""
+    """The levels of `kernels/table.py` that a test with these fixtures runs for in this process, lowest first."""
     if "device" not in fixtures or no_kernels():
         return ("eager",)
     return ("triton",) if interpreting() else ("eager", "triton")
@@ -171,9 +171,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 @pytest.fixture(autouse=True)
 def fresh_process_state():
     """Seed, threads, default dtype and no call remembered, as every test expects it, whatever the test before did."""
-    from wyfold.runtime import recall
+    from wyfold.runtime import replay_cache
 
-    recall.forget()  # a test may plant what no call depends on by value
+    replay_cache.forget()  # a test may plant what no call depends on by value
     random.seed(SEED)
     # `torch.manual_seed` keeps, of every kind of device that is not there yet, the stack it was called from.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(SEED)
@@ -243,13 +243,15 @@ def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | Non
 
     No kernel runs there.
     """
-    from wyfold.ops import decisions
-    from wyfold.runtime import launch
-    from wyfold.stages import table
+    from wyfold.kernels import table
+    from wyfold.ops import plan_cache
+    from wyfold.runtime import kernel_configs
 
     calls, plan = [], table.plan
-    monkeypatch.setattr(decisions, "_decisions", {})  # none that was taken where tensors lie
-    monkeypatch.setattr(launch, "support", lambda device: launch.Support("", "", "", "no kernel is wanted"))
+    monkeypatch.setattr(plan_cache, "_decisions", {})  # none that was taken where tensors lie
+    monkeypatch.setattr(
+        kernel_configs, "support", lambda device: kernel_configs.Support("", "", "", "no kernel is wanted")
+    )
 
     def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):
         calls.append((operator, backend))

@@ -73,6 +73,11 @@ def files(folder: Path) -> list[File]:
     return [File(p.relative_to(ROOT), p.read_text(encoding="utf-8")) for p in sorted(folder.rglob("*.py"))]
 
 
+def joins_ranks(file: File) -> bool:
+    """Whether a file may use `torch.distributed`."""
+    return file.room == "context_parallel" or file.path.stem in ("distributed", "sharded_checkpoint")
+
+
 def holds_kernels(path: Path) -> bool:
     """`triton.py`, or a file of the package `triton` where one file would be long; gluon likewise."""
     return path.stem in LANGUAGES or path.parent.name in LANGUAGES
@@ -129,11 +134,11 @@ def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
         last = name.rpartition(".")[2]
         if last in loaders or name in ("torch.export.load", "torch.jit.load"):
             yield call
-        elif last in exchanges and file.room != "parallel":
+        elif last in exchanges and not joins_ranks(file):
             yield call
         elif any(keyword.arg in keywords for keyword in call.keywords):
             yield call
-        elif name in ("checkpoint.load", "checkpoint.save") and file.room == "parallel":
+        elif name in ("checkpoint.load", "checkpoint.save") and file.path.stem == "sharded_checkpoint":
             if not any(keyword.arg in ("storage_reader", "storage_writer") for keyword in call.keywords):
                 yield call
 
@@ -157,9 +162,9 @@ def clocks(file: File) -> Iterator[ast.AST]:
 
 
 def torch_distributed(file: File) -> Iterator[ast.AST]:
-    """Only `parallel` and `integrations` know that there are other ranks."""
+    """Only `context_parallel`, `integrations` and two files of `cli` know that there are other ranks."""
     for node, module in file.imports():
-        if f"{module}.".startswith("torch.distributed.") and file.room not in ("parallel", "integrations"):
+        if f"{module}.".startswith("torch.distributed.") and not (joins_ranks(file) or file.room == "integrations"):
             yield node
 
 
@@ -207,7 +212,7 @@ def gate_kind(file: File) -> Iterator[ast.AST]:
     `layers` have recurrences and projections of their own. Everything between hands the gate on. That none was given
     may be asked, as of any optional tensor; its rank, or anything else about it that decides what is done, may not.
     """
-    if file.room not in ("pipelines", "parallel", "stages", "tile") or "decay" in file.path.parts:
+    if file.room not in ("context_parallel", "autograd", "kernels", "tile") or "decay" in file.path.parts:
         return
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("dim", "ndim") and is_gate(node.value):
@@ -335,18 +340,18 @@ TEST_RULES = (switches, typed_in_tolerances, loose_ends)
 
 PLANTED = {
     environment: ("runtime/plan.py", "import os\nflag = os.environ.get('X')"),
-    atomics_and_tuning: ("stages/scan/triton.py", "tl.atomic_add(p, x)"),
+    atomics_and_tuning: ("kernels/scan/triton.py", "tl.atomic_add(p, x)"),
     pickle_shell_network: ("layers/cache.py", "state = torch.load(path)"),
-    libraries_that_unpickle: ("parallel/shards.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
+    libraries_that_unpickle: ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
     star_imports: ("ops/kda.py", "from wyfold.runtime.check import *"),
-    clocks: ("runtime/launch.py", "from time import perf_counter"),
-    torch_distributed: ("pipelines/delta.py", "import torch.distributed as dist"),
+    clocks: ("runtime/kernel_configs.py", "from time import perf_counter"),
+    torch_distributed: ("autograd/delta.py", "import torch.distributed as dist"),
     strangers: ("models/disk.py", "import safetensors.torch"),
     keyword_sinks: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
     asserts: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
     undocumented: ("tile/dot/eager.py", "x = 1"),
-    gate_kind: ("stages/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
-    nameless_results: ("stages/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
+    gate_kind: ("kernels/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
+    nameless_results: ("kernels/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
     loose_ends: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
     switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
     typed_in_tolerances: ("tests/ops/test_kda.py", "assert torch.allclose(a, b)"),
@@ -363,11 +368,11 @@ def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
 @pytest.mark.parametrize(
     ("path", "text", "refused"),
     [
-        ("parallel/shards.py", "checkpoint.load(tensors)", True),
-        ("parallel/shards.py", "checkpoint.load(tensors, storage_reader=safetensors_storage)", False),
-        ("parallel/shards.py", "metadata = checkpoint.FileSystemReader(folder).read_metadata()", True),
-        ("parallel/shards.py", "from torch.distributed.checkpoint import FileSystemReader as Reader", True),
-        ("parallel/team.py", "dist.all_gather_object(heard, said)", False),
+        ("cli/sharded_checkpoint.py", "checkpoint.load(tensors)", True),
+        ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, storage_reader=safetensors_storage)", False),
+        ("cli/sharded_checkpoint.py", "metadata = checkpoint.FileSystemReader(folder).read_metadata()", True),
+        ("cli/sharded_checkpoint.py", "from torch.distributed.checkpoint import FileSystemReader as Reader", True),
+        ("cli/distributed.py", "dist.all_gather_object(heard, said)", False),
         ("cli/trainer.py", "dist.all_gather_object(heard, said)", True),
         ("cli/corpus.py", "numpy.load(path, allow_pickle=True)", True),
         ("cli/corpus.py", "numpy.load(path)", False),
@@ -400,7 +405,7 @@ def test_results_that_torch_or_users_shape_need_no_name():
         ("def cells() -> tuple[str, ...]:\n    return a, b, c, d", False),
         ("def three() -> tuple[Tensor, Tensor, Tensor]:\n    return x, y, z", False),
     ]:
-        assert bool(list(nameless_results(File(Path("src/wyfold/pipelines/delta.py"), text)))) is refused, text
+        assert bool(list(nameless_results(File(Path("src/wyfold/autograd/delta.py"), text)))) is refused, text
 
 
 def broken(rule: Callable[[File], Iterator[ast.AST]], folder: Path) -> list[str]:
@@ -429,7 +434,7 @@ def folders(room: str) -> list[Path]:
 WITHOUT_A_TWIN = {HOUSE / "tile" / "dot"}
 
 
-@pytest.mark.parametrize("room", ["stages", "tile"])
+@pytest.mark.parametrize("room", ["kernels", "tile"])
 def test_every_step_has_an_eager_file_and_a_test_of_its_name(room: str):
     for folder in set(folders(room)) - WITHOUT_A_TWIN:
         assert (folder / "eager.py").exists(), f"{folder} has no eager.py"
@@ -475,7 +480,7 @@ def test_file_names_say_what_is_inside():
 
 
 def test_operators_are_named_in_ops_and_above():
-    below = ("pipelines", "parallel", "stages", "tile", "runtime")
+    below = ("context_parallel", "autograd", "kernels", "tile", "runtime")
     operators = ("delta_rule", "delta_net", "gdn", "kda")
     for path in (p for room in below for p in (HOUSE / room).rglob("*.py")):
         assert not any(name in path.relative_to(HOUSE).as_posix() for name in operators), path

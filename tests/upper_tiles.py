@@ -1,4 +1,4 @@
-"""Upper triangular tiles as `stages.records.Prepared` keeps them, three quarters each, and whole."""
+"""Upper triangular tiles as `kernels.records.Prepared` keeps them, three quarters each, and whole."""
 
 import torch
 from torch import Tensor

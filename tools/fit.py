@@ -17,8 +17,8 @@ from unittest import mock
 
 from tests.compile import aot
 
-from wyfold.runtime import launch
-from wyfold.runtime.launch import Config
+from wyfold.runtime import kernel_configs
+from wyfold.runtime.kernel_configs import Config
 
 MEASURED = "sm_90"
 SPARE = 256
@@ -52,7 +52,7 @@ def table_text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def general(row: str) -> str:
     """The words of a key that say what a kernel takes of a card: dtype, tiles, chunk and gate."""
-    words = [launch._tile(word) for word in row.split()]
+    words = [kernel_configs._tile(word) for word in row.split()]
     return " ".join(word for word in words if word not in ("AF", "EF"))
 
 
@@ -73,17 +73,17 @@ class Card:
     """One architecture and the table that is made for it."""
 
     def __init__(self, architecture: str):
-        self.architecture, self.table = architecture, launch.shipped(architecture)
+        self.architecture, self.table = architecture, kernel_configs.shipped(architecture)
 
     def write(self) -> None:
         (CONFIGS / f"{self.architecture}.json").write_text(table_text(self.table))
-        for cached in (launch._table, launch.row):
+        for cached in (kernel_configs._table, kernel_configs.row):
             cached.cache_clear()
 
     def costs(self, call: aot.Call, only: str = "") -> dict[Lookup, Cost]:
         """Launch -> what it takes, of every kernel of a call, or of one alone; the worst of several."""
         lookups: list[Lookup] = []
-        usual, found = launch.row, {}
+        usual, found = kernel_configs.row, {}
 
         def row(where: str, kernel: str, key: str) -> str:
             lookups.append(Lookup(kernel, key))
@@ -95,17 +95,17 @@ class Card:
                 cost = Cost(usage.shared > aot.SHARED[self.architecture], usage.spilled)
                 found[lookups[-1]] = max(cost, found.get(lookups[-1], cost))
 
-        with mock.patch.object(launch, "row", row), aot.pretending(self.architecture, compiled):
+        with mock.patch.object(kernel_configs, "row", row), aot.pretending(self.architecture, compiled):
             call.run()
         return found
 
     def improve(self, call: aot.Call, lookup: Lookup) -> None:
         """A row for launches like this one, if some candidate is better than the row it gets."""
         name, kernel = general(lookup.key), lookup.kernel
-        row = launch.row(self.architecture, kernel, lookup.key)
+        row = kernel_configs.row(self.architecture, kernel, lookup.key)
         tried = []
-        for config in candidates(launch._table(self.architecture)[kernel][row]):
-            with launch.trying(self.architecture, kernel, name, config):
+        for config in candidates(kernel_configs._table(self.architecture)[kernel][row]):
+            with kernel_configs.trying(self.architecture, kernel, name, config):
                 tried.append((self.costs(call, kernel)[lookup], config))
         best, config = min(tried, key=lambda pair: pair[0])
         print(f"{self.architecture} {kernel} {name}: {tried[0][0]} -> {best} {config}", flush=True)

@@ -1,6 +1,6 @@
 """Context parallelism: one buffer of tokens over the ranks of a group."""
 
-from wyfold.parallel.context import ContextParallel, build_cp_context
-from wyfold.parallel.watch import RankLost, Watch
+from wyfold.context_parallel.context import ContextParallel, build_cp_context
+from wyfold.context_parallel.watchdog import RankLost, Watch
 
 __all__ = ["ContextParallel", "RankLost", "Watch", "build_cp_context"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.runtime import launch
+from wyfold.runtime import kernel_configs
 
 NANS = 0x7FC07FC0
 """A word that is a NaN in float32, and two in bfloat16."""
@@ -15,7 +15,7 @@ NANS = 0x7FC07FC0
 
 def sink(device: torch.device) -> Tensor:
     """Where the programs of `fill` leave something: two of them for each multiprocessor."""
-    return torch.zeros(2 * launch.processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(2 * kernel_configs.processors(device), dtype=torch.int32, device=device)
 
 
 def fill(sink: Tensor, word: int) -> None:

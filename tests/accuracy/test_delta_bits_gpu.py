@@ -16,11 +16,10 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.parallel import segments
-from wyfold.pipelines import delta_launches
+from wyfold.autograd import delta_chunk
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import recall
+from wyfold.runtime import replay_cache, segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -159,12 +158,12 @@ def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monk
         torch.cuda.current_stream().wait_stream(own)
         return got
 
-    recall.forget()  # or calls would be repeated as they were made before
-    with segments.forced(5):
+    replay_cache.forget()  # or calls would be repeated as they were made before
+    with segment_rule.forced(5):
         with monkeypatch.context() as patch:
-            patch.setattr(delta_launches, "beside", lambda device: contextlib.nullcontext(contextlib.nullcontext()))
+            patch.setattr(delta_chunk, "beside", lambda device: contextlib.nullcontext(contextlib.nullcontext()))
             wanted = run(a, fed)
-        recall.forget()
+        replay_cache.forget()
         for got in itertools.chain((on_its_own(),), (run(a, fed) for _ in range(10)), (on_its_own(),)):
             assert all(torch.equal(got[name], x) for name, x in wanted.items())
         graph = torch.cuda.CUDAGraph()
@@ -177,7 +176,7 @@ def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monk
 @pytest.mark.parametrize("B", [1, 2])
 def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     """By `summary` in Gluon, which Triton's does not do: for heads and segments that forget soon, late, or never."""
-    from wyfold.stages.summary import gluon, triton
+    from wyfold.kernels.summary import gluon, triton
 
     a = placed(inputs.draw("random", "gated_delta_rule", Shape(B, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
     a["g"][:] = -torch.tensor([2.0, 0.33, 0.06, 1e-3], device=a["g"].device)
@@ -193,10 +192,10 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
         found.append((H.clone(), M.clone(), *others))
 
     monkeypatch.setattr(gluon, "summary", both)
-    recall.forget()
-    with segments.forced(5), torch.no_grad():
+    replay_cache.forget()
+    with segment_rule.forced(5), torch.no_grad():
         wyfold.chunk_gated_delta_rule(**a)
-    recall.forget()
+    replay_cache.forget()
     if not found:
         pytest.skip("summary is not launched in Gluon on this card")
     H, M, others_H, others_M = found[-1]

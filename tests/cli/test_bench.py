@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import wyfold
-from wyfold.cli import bench, cases, catalog, contenders, main, memory, peers, race, tables, timing
+from wyfold.cli import bench, cases, catalog, implementations, main, memory, peers, runner, tables, timing
 from wyfold.cli.cases import Case
-from wyfold.cli.contenders import Contender, Judge
+from wyfold.cli.implementations import Contender, Judge
+from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
-from wyfold.stages.scan import eager as scan_stage
 
 CASE = Case("gdn", Shape(1, 40, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 PEAK = {"above_inputs_mib": 2.0, "process_mib": 300.0, "method": "a stand-in"}
@@ -34,7 +34,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ours(case: Case = CASE) -> Contender:
-    return contenders.contenders(case, [])[0]
+    return implementations.contenders(case, [])[0]
 
 
 def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[peers.Adapter, ...]:
@@ -48,13 +48,13 @@ def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = T
 def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, monkeypatch):
     """Ours in place; a peer's token form makes new states of the same ones. Neither has a backward here."""
     pool_of: list[int] = []
-    decode = contenders.serving.decode
+    decode = implementations.serving.decode
 
     def decoded(**given):
         pool_of.append(given["pool"].data_ptr())
         return decode(**given)
 
-    monkeypatch.setattr(contenders.serving, "decode", decoded)
+    monkeypatch.setattr(implementations.serving, "decode", decoded)
     case = dataclasses.replace(CASE, op="decode_kda", shape=Shape(3, 1, 1, 2, 8, 8), mode="fwd")
     arguments = case.arguments()
     states = arguments["initial_state"].clone()
@@ -62,20 +62,20 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     peer = peers.Peer(
         "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
     )
-    track = race.Track(1, 3, graph=False, cold=False)
-    (rows,) = race.race([case], [peer], [], track)
+    track = runner.Track(1, 3, graph=False, cold=False)
+    (rows,) = runner.race([case], [peer], [], track)
     assert [row["ran"] for row in rows] == ["wyfold.serving.decode", "token form"]
     assert all(row["correct"] and row["milliseconds"] for row in rows)
     assert rows[0]["launches"]["forward"] == (
-        "prepare (wyfold.stages.prepare.eager)",
-        "recurrent (wyfold.stages.recurrent.eager)",
+        "prepare (wyfold.kernels.prepare.eager)",
+        "recurrent (wyfold.kernels.recurrent.eager)",
     )
     assert len(set(pool_of)) > 1, "what is checked is not what is timed"
     assert torch.equal(arguments["initial_state"], states)
     read = sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor))
     assert rows[0]["floor"]["bytes"] == read + arguments["v"].nbytes + states.nbytes
     both = dataclasses.replace(case, mode="fwdbwd")
-    (rows,) = race.race([both], [], [], race.Track(1, 1, graph=False, cold=False))
+    (rows,) = runner.race([both], [], [], runner.Track(1, 1, graph=False, cold=False))
     assert rows[0]["refused"] == "has no backward"
 
 
@@ -397,7 +397,7 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
             arguments = case.arguments()
             judge = Judge(case, arguments)
             others = [peers.PEERS[name] for name in ("fla", "flash-qla", "cudnn", "flashinfer")]
-            for contender in contenders.contenders(case, others)[1:]:
+            for contender in implementations.contenders(case, others)[1:]:
                 found = judge.finding(contender, False, ours=True)
                 assert found.within, (op, gate, contender.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
@@ -457,8 +457,8 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 
 
 def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(monkeypatch):
-    monkeypatch.setattr(contenders, "CHECKED", 20)
-    monkeypatch.setattr(contenders, "CHECKED_FORWARD", 20)
+    monkeypatch.setattr(implementations, "CHECKED", 20)
+    monkeypatch.setattr(implementations, "CHECKED_FORWARD", 20)
     judge = Judge(CASE, CASE.arguments())
     assert judge.finding(ours(), True, ours=True).within
     peeking = dataclasses.replace(ours(), call=lambda a: ours().call(a) + 1e-9 * a["v"].flip(1))
@@ -498,8 +498,8 @@ def test_a_wrong_row_among_many_is_wrong_for_peers_too():
 
 
 def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypatch, tmp_path, capsys):
-    usual = contenders.judge
-    monkeypatch.setattr(contenders, "judge", lambda *x, **names: usual(*x, **names | {"target": 6e-8}))
+    usual = implementations.judge
+    monkeypatch.setattr(implementations, "judge", lambda *x, **names: usual(*x, **names | {"target": 6e-8}))
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -539,7 +539,7 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
     judge = Judge(case, case.arguments(), heads=3)
     assert judge.picked == [0, 4, 7]
     assert "key heads [0, 4, 7] of 8" in judge.by
-    mine = contenders.contenders(case, [])[0]
+    mine = implementations.contenders(case, [])[0]
     found = judge.finding(mine, True, ours=True)
     assert found.within
     assert {verdict.name for verdict in found.verdicts} == {"o", "dq", "dk", "dv", "dg", "dbeta"}
@@ -563,12 +563,12 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
 @pytest.mark.parametrize("op", ["gdn", "kda", "ttt", "conv", "kkt"])
 def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
     monkeypatch.setattr(cases, "SHORT_LENGTHS", (3, 40, 1, 26))
-    monkeypatch.setattr(contenders, "CHECKED", 50)  # ends inside the last sequence
+    monkeypatch.setattr(implementations, "CHECKED", 50)  # ends inside the last sequence
     gate = "mid" if op in ("gdn", "kda") else "none"
     mode = "fwd" if op == "kkt" else "fwdbwd"
     case = kind(op, Shape(1, 70, 2, 2, 8, 8), gate, "float32", mode, 0, name="short", norm="outside")
     judge = Judge(case, case.arguments())
-    mine = contenders.contenders(case, [])[0]
+    mine = implementations.contenders(case, [])[0]
     assert judge.finding(mine, case.backward, ours=True).within
     dense = dataclasses.replace(mine, call=lambda a: mine.call({n: x for n, x in a.items() if n != "cu_seqlens"}))
     assert not judge.finding(dense, False, ours=True).right
@@ -614,9 +614,9 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
         "some", "some", "", {"chunk_gated_delta_rule": adapters(("some.rule", mine.call), ("some.other", failing))}
     )
     first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")
-    track = race.Track(2, 4, graph=True, cold=False)
+    track = runner.Track(2, 4, graph=True, cold=False)
     both = dataclasses.replace(first, mode="fwdbwd")
-    rows = [row for found in race.race([first, both], [library], [], track) for row in found]
+    rows = [row for found in runner.race([first, both], [library], [], track) for row in found]
     assert [(row["mode"], row["ran"], row["correct"]) for row in rows] == [
         (mode, ran, right)
         for mode in ("fwd", "fwdbwd")
@@ -645,14 +645,14 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
 
 
 def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeypatch, tmp_path, capsys):
-    usual = race.race
+    usual = runner.race
 
     def one_lost(group, *rest):
         if group[0].op == "gdn":
             raise torch.OutOfMemoryError("no memory left")
         return usual(group, *rest)
 
-    monkeypatch.setattr(race, "race", one_lost)
+    monkeypatch.setattr(runner, "race", one_lost)
     words = "bench gdn norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -665,7 +665,7 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
 
 
 def test_what_is_measured_is_written_before_the_next_case_begins(no_children, monkeypatch, tmp_path):
-    usual, kept = race.race, []
+    usual, kept = runner.race, []
 
     def cut_off(group, *rest):
         yield next(iter(usual(group, *rest)))
@@ -673,7 +673,7 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
         kept.append(json.loads(file.read_text()))
         raise RuntimeError("the card fell over")
 
-    monkeypatch.setattr(race, "race", cut_off)
+    monkeypatch.setattr(runner, "race", cut_off)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -693,7 +693,7 @@ def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_
         raise RuntimeError("the card fell over")
         yield
 
-    monkeypatch.setattr(race, "race", fell_over)
+    monkeypatch.setattr(runner, "race", fell_over)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -734,11 +734,11 @@ def test_the_floor_of_a_gram_counts_its_own_result():
 
 def test_flags_of_ours_are_contenders_where_they_mean_something():
     kda = dataclasses.replace(CASE, op="kda")
-    names = [c.ran for c in contenders.contenders(kda, [], ["disable_recompute", "safe_gate"])]
+    names = [c.ran for c in implementations.contenders(kda, [], ["disable_recompute", "safe_gate"])]
     assert names == ["wyfold.chunk_kda", "wyfold.chunk_kda, disable_recompute", "wyfold.chunk_kda, safe_gate"]
     forward = dataclasses.replace(CASE, mode="fwd")
-    assert len(contenders.contenders(forward, [], ["disable_recompute", "safe_gate"])) == 1
-    whole = contenders.contenders(forward, [], ["batch_invariant"])[1]
+    assert len(implementations.contenders(forward, [], ["disable_recompute", "safe_gate"])) == 1
+    whole = implementations.contenders(forward, [], ["batch_invariant"])[1]
     assert whole.ran == "wyfold.chunk_gated_delta_rule, batch_invariant"
 
 
@@ -778,10 +778,10 @@ def test_a_first_call_does_not_count_what_pytorch_imports(mode: str, before: int
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: seen.append("grad") or usual(*a, **k))
     monkeypatch.setattr(memory, "seconds", lambda call, finish: {"seconds": float(seen.count("grad"))})
     case = dataclasses.replace(CASE, mode=mode)
-    (first, *_) = contenders.contenders(case, [], [])
+    (first, *_) = implementations.contenders(case, [], [])
     request = {**dataclasses.asdict(case), "ran": first.ran, "contender": first.name, "what": "first call"}
     request["threads"] = torch.get_num_threads()
-    assert race.measure(request)["seconds"] == before
+    assert runner.measure(request)["seconds"] == before
 
 
 def test_both_forms_get_the_same_tensors():

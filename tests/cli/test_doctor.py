@@ -7,7 +7,7 @@ import torch
 
 import wyfold
 from wyfold.cli import main
-from wyfold.stages import table
+from wyfold.kernels import table
 
 
 def test_json_says_everything_the_report_holds(capsys, tmp_path):

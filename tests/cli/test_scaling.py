@@ -16,7 +16,7 @@ from tests.extras import need_plotly
 from wyfold.cli import UsageError, main, scaling, tables
 from wyfold.cli.cases import Case
 from wyfold.cli.catalog import OVER_RANKS
-from wyfold.parallel.team import Ranks
+from wyfold.cli.distributed import Ranks
 from wyfold.reference.shapes import Shape
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
@@ -151,7 +151,7 @@ def test_ranks_that_nobody_started_are_refused(capsys):
     ],
 )
 def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
-    monkeypatch.setattr("wyfold.parallel.team.launched", lambda: True)
-    monkeypatch.setattr("wyfold.parallel.team.Ranks", lambda device, cp: SimpleNamespace(leads=True))
+    monkeypatch.setattr("wyfold.cli.distributed.launched", lambda: True)
+    monkeypatch.setattr("wyfold.cli.distributed.Ranks", lambda device, cp: SimpleNamespace(leads=True))
     assert main(["bench", *words, "--peers", "none"]) == 2
     assert refusal in capsys.readouterr().err

@@ -7,15 +7,15 @@ import torch
 
 from wyfold.cli import scorecard
 from wyfold.cli.catalog import SCORECARD_ROWS
+from wyfold.cli.operators import SUBJECTS
 from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS, ROWS, bits, contract, run_row
 from wyfold.cli.scorecard.accuracy import written_last
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
-from wyfold.cli.scorecard.house import unsafe
+from wyfold.cli.scorecard.installation import unsafe
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal, right_arguments
-from wyfold.cli.subjects import SUBJECTS
-from wyfold.ops import decisions
+from wyfold.kernels.scan import eager as scan_stage
+from wyfold.ops import plan_cache
 from wyfold.runtime import check
-from wyfold.stages.scan import eager as scan_stage
 
 QUICK = Scope(seed=3, quick=True)
 
@@ -171,7 +171,7 @@ def test_rounding_to_less_is_found(monkeypatch):
 
 def test_a_check_left_out_is_found(monkeypatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
-    monkeypatch.setattr(decisions, "_decisions", {})  # what is decided without the check is forgotten with it
+    monkeypatch.setattr(plan_cache, "_decisions", {})  # what is decided without the check is forgotten with it
     record = run_row(17, Scope())
     assert record.outcome == FAIL
     assert any("use_qk_l2norm_in_kernel" in line for line in record.broken)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 
 from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
+from wyfold.cli.distributed import Ranks, Team
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.trainer import Trainer
-from wyfold.parallel.team import Ranks, Team
 
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
@@ -433,7 +433,7 @@ def test_replicas_of_ranks_take_the_steps_of_one_process(tmp_path):
 
 
 def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys):
-    from wyfold.cli import speed
+    from wyfold.cli import mfu
 
     words = ["--steps", 2, "--eval-every", 10, "--peak-tflops", 0.001, "--recompute", "blocks", "--grad-accum", 2]
     assert train(data, tmp_path / "run", *words, layers="delta_net") == 0
@@ -446,7 +446,7 @@ def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys)
     mixer = model.blocks[0].mixer
     rule, conv = 6 * mixer.value_size * mixer.head_dim, 2 * mixer.conv.weight.numel()
     tokens = 2 * of_run.batch * of_run.length
-    assert speed.step_flops(of_run, 256) == 3 * tokens * (products + of_run.depth * (rule + conv))
+    assert mfu.step_flops(of_run, 256) == 3 * tokens * (products + of_run.depth * (rule + conv))
     # Where 5 places of a row are asked for, the others are not multiplied with the vocabulary.
     spared = 2 * model.embedding.weight.numel() * 2 * of_run.batch * (of_run.length - 5)
-    assert speed.step_flops(of_run, 256, 5) == speed.step_flops(of_run, 256) - 3 * spared
+    assert mfu.step_flops(of_run, 256, 5) == mfu.step_flops(of_run, 256) - 3 * spared

@@ -9,14 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
-from wyfold.cli import main, subjects, verify
+from wyfold.cli import main, operators, verify
+from wyfold.cli.operators import SUBJECTS, incoming, judged, measured
 from wyfold.cli.scorecard import ROWS
 from wyfold.cli.scorecard.finding import Finding, Row
-from wyfold.cli.subjects import SUBJECTS, incoming, judged, measured
+from wyfold.kernels.gradients import eager as gradients_stage
+from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
-from wyfold.stages.gradients import eager as gradients_stage
-from wyfold.stages.scan import eager as scan_stage
+from wyfold.runtime import kernel_configs
 
 SMALL = Shape(1, 40, 1, 2, 8, 8)
 FEW = ("chunk_delta_rule", "l2norm", "solve_tril")
@@ -25,7 +25,7 @@ FEW = ("chunk_delta_rule", "l2norm", "solve_tril")
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only three operators, one without a backward."""
-    monkeypatch.setattr(subjects, "SUBJECTS", {name: SUBJECTS[name] for name in FEW})
+    monkeypatch.setattr(operators, "SUBJECTS", {name: SUBJECTS[name] for name in FEW})
 
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch, size: float = 1e-4) -> None:
@@ -131,16 +131,16 @@ def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch)
     arguments = subject.arguments(SMALL, torch.float32, 0)
     played = subject.ours(arguments)
     monkeypatch.setattr(wyfold, subject.operator, lambda **given: called.append(given) or played)
-    monkeypatch.setattr(subjects.Subject, "backend", lambda self, moved: "gluon")
+    monkeypatch.setattr(operators.Subject, "backend", lambda self, moved: "gluon")
     assert all(map(torch.equal, subject.ours_on(torch.device("meta"), arguments), played))
     assert called[0].keys() == {*arguments, "backend"} and called[0]["backend"] == "gluon"
     assert {x.device.type for x in called[0].values() if isinstance(x, torch.Tensor)} == {"meta"}
 
 
 def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
-    monkeypatch.setattr(launch, "support", lambda device: launch.judged("sm_90", "3.6.0"))
-    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(kernel_configs, "support", lambda device: kernel_configs.judged("sm_90", "3.6.0"))
+    monkeypatch.setattr(kernel_configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
     kernels = ("chunk_kda", "chunk_ttt_linear", "fused_recurrent_kda")
     for name in (*kernels, "fused_recurrent_ttt_linear"):
         backend = "triton" if name in kernels else "eager"

@@ -39,14 +39,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.subjects import SUBJECTS
+from wyfold.cli.operators import SUBJECTS
 from wyfold.cp import build_cp_context
+from wyfold.kernels import table
 from wyfold.ops import serving_call
-from wyfold.parallel import segments
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
-from wyfold.stages import table
+from wyfold.runtime import kernel_configs, segment_rule
 
 if importlib.util.find_spec("triton") is not None:
     from triton.runtime import driver
@@ -95,7 +94,7 @@ class Call:
     """One call of an operator: what a user would ask for, small.
 
     Attributes:
-        subject: Of `wyfold.cli.subjects`: the operator, and the way to use it.
+        subject: Of `wyfold.cli.operators`: the operator, and the way to use it.
         dtype: Of the inputs, by torch's name.
         K, V: Widths.
         options: Keywords beside the drawn arguments.
@@ -166,7 +165,7 @@ class Call:
 
     def cut(self) -> contextlib.AbstractContextManager[None]:
         """Within, the sequence is cut."""
-        return contextlib.nullcontext() if self.segments == 1 else segments.forced(self.segments)
+        return contextlib.nullcontext() if self.segments == 1 else segment_rule.forced(self.segments)
 
 
 @dataclass(frozen=True)
@@ -319,7 +318,7 @@ def pretending(architecture: str, launched: Callable[..., None], code_of: str = 
     with (
         mock.patch.object(driver, "_active", PretendDriver(code_of or architecture)),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(launch, "architecture", lambda device: architecture),
+        mock.patch.object(kernel_configs, "architecture", lambda device: architecture),
         mock.patch.object(table, "_where", lambda device, demand: ""),
     ):
         yield
@@ -376,7 +375,7 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
 
 def keeps_modules() -> bool:
     """Whether this Triton's passes are those that `read_once` and `accesses_laid_out_once` were written for."""
-    return launch.version().startswith(f"{RECORDED}.")
+    return kernel_configs.version().startswith(f"{RECORDED}.")
 
 
 def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = UNNAMED) -> Any:
@@ -386,7 +385,7 @@ def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, n
     """
     from triton._C.libtriton import ir
 
-    kept = CACHE / f"{hashlib.sha256(f'{launch.version()} {source}'.encode()).hexdigest()}.{kind}"
+    kept = CACHE / f"{hashlib.sha256(f'{kernel_configs.version()} {source}'.encode()).hexdigest()}.{kind}"
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(f".{os.getpid()}")
@@ -468,14 +467,14 @@ def accesses_laid_out_once() -> Iterator[None]:
 
 def rows_of(call: Call | Served | Share, architecture: str) -> set[tuple[str, str]]:
     """(kernel, row) of every configuration that a call takes; nothing is compiled."""
-    found, usual = set(), launch.row
+    found, usual = set(), kernel_configs.row
 
     def row(architecture: str, kernel: str, key: str) -> str:
         name = usual(architecture, kernel, key)
         found.add((kernel, name))
         return name
 
-    with mock.patch.object(launch, "row", row), pretending(architecture, lambda *_, **__: None):
+    with mock.patch.object(kernel_configs, "row", row), pretending(architecture, lambda *_, **__: None):
         call.run()
     return found
 
@@ -533,7 +532,7 @@ def allowances() -> dict[str, dict[str, dict[str, int]]]:
 def complaints(call: Call | Served | Share, architecture: str, found: list[Usage]) -> list[str]:
     """What is wrong with a call's kernels; empty if they fit."""
     recorded = allowances()
-    minor = ".".join(launch.version().split(".")[:2])
+    minor = ".".join(kernel_configs.version().split(".")[:2])
     allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED, {}).get(architecture, {})
     wrong = []
     for u in found:
@@ -769,7 +768,7 @@ def main() -> int:
     parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
     args = parser.parse_args()
     architectures, wrong, allowed = args.architecture or list(SHARED), [], allowances()
-    minor = ".".join(launch.version().split(".")[:2])
+    minor = ".".join(kernel_configs.version().split(".")[:2])
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
         for architecture, found in zip(
             architectures, workers.map(partial(looked_at, word=args.call, wide=not args.narrow), architectures)

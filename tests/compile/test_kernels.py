@@ -7,7 +7,7 @@ import pytest
 from tests.compile import aot
 
 import wyfold
-from wyfold.runtime import launch
+from wyfold.runtime import kernel_configs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -26,7 +26,7 @@ ONE_CODE = (
 @pytest.mark.parametrize("one, other", TWINS.items())
 def test_twins_have_one_table(one: str, other: str):
     """What is compiled for one is compiled for both; `make compile` does it twice."""
-    assert launch.shipped(one) == launch.shipped(other)
+    assert kernel_configs.shipped(one) == kernel_configs.shipped(other)
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_no_configuration_is_left_out(architecture: str):
     taken = {
         (kernel, row) for call in calls for kernel, row in aot.rows_of(call, architecture) if aot.wanted(call, kernel)
     }
-    shipped = {(kernel, row) for kernel, rows in launch._table(architecture).items() for row in rows}
+    shipped = {(kernel, row) for kernel, rows in kernel_configs._table(architecture).items() for row in rows}
     assert not shipped - taken
 
 
@@ -152,7 +152,7 @@ def test_explain_names_whose_kernels_are_launched():
     there = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan": "gluon"}
     back = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan_bwd": "gluon"}
     for launches, wanted in ((plan.forward, there), (plan.backward, back)):
-        assert {f"{stage} (wyfold.stages.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
+        assert {f"{stage} (wyfold.kernels.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
 
 
 def test_what_is_over_is_told(monkeypatch):
@@ -160,6 +160,6 @@ def test_what_is_over_is_told(monkeypatch):
     monkeypatch.setattr(aot, "allowances", dict)
     assert len(aot.complaints(call, "sm_89", [usage])) == 5
     assert len(aot.complaints(call, "sm_90", [usage])) == 4
-    minor = ".".join(launch.version().split(".")[:2])
+    minor = ".".join(kernel_configs.version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
     assert len(aot.complaints(call, "sm_90", [usage])) == 3

@@ -17,7 +17,7 @@ import torch
 from tests.compile import aot
 
 import wyfold
-from wyfold.runtime import launch
+from wyfold.runtime import kernel_configs
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -62,7 +62,7 @@ def kernels(
 ) -> dict[str, tuple[collections.Counter[str], ...]]:
     """Of forward and backward in chunks of 64, for sm_90; `gradients` is Triton's where that is named."""
     found: dict[str, tuple[collections.Counter[str], ...]] = {}
-    offers = launch.offers
+    offers = kernel_configs.offers
     left_out = "gradients.gluon" if "wyfold_gradients_triton" in names else ""
 
     def look(kernel, *arguments, **options) -> None:
@@ -73,7 +73,7 @@ def kernels(
     with (
         aot.pretending("sm_90", look),
         mock.patch.object(
-            launch,
+            kernel_configs,
             "offers",
             lambda where, kernel, key: kernel != left_out and offers(where, kernel, key),
         ),

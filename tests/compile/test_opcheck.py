@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import wyfold
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 

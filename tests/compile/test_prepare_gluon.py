@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 from tests.compile.machine_code import overtaken, read
 
-from wyfold.stages.prepare.gluon import wyfold_prepare_channel_gluon, wyfold_prepare_gluon
+from wyfold.kernels.prepare.gluon import wyfold_prepare_channel_gluon, wyfold_prepare_gluon
 
 NAMES = ("wyfold_prepare_triton", "wyfold_prepare_gluon", "wyfold_prepare_channel_gluon")
 

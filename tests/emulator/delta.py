@@ -15,9 +15,9 @@ from tests.upper_tiles import in_quarters, whole
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.options import DeltaOptions, gradient_unit
-from wyfold.stages.records import Prepared
 
 C = 64
 PACKED = [0, 1, 65, 129, 129, 300, 517]

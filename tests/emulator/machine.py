@@ -37,8 +37,8 @@ from tests.emulator.value import Pointer, Value
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wyfold.runtime.bound import launched
-from wyfold.runtime.launch import Config, processors, tuned
+from wyfold.runtime.kernel_configs import Config, processors, tuned
+from wyfold.runtime.kernel_launch import launched
 
 
 class Machine:
@@ -82,7 +82,7 @@ class Machine:
             yield
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
-        """Run every program of a grid. Takes the arguments of `wyfold.runtime.bound.launched`."""
+        """Run every program of a grid. Takes the arguments of `wyfold.runtime.kernel_launch.launched`."""
         from tests.emulator.language import bind  # imports this module
 
         function = bind(kernel, self)

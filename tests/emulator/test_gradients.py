@@ -13,12 +13,12 @@ from tests.emulator.machine import Machine
 from torch import Tensor
 
 from wyfold import reference
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid
-from wyfold.runtime.launch import Config
+from wyfold.kernels.gradients import gluon
+from wyfold.kernels.gradients.gluon import channel
+from wyfold.kernels.records import TokenBorders, TokenGradients
+from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
+from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.gradients import gluon
-from wyfold.stages.gradients.gluon import channel
-from wyfold.stages.records import TokenBorders, TokenGradients
 from wyfold.tile.decay.eager import log_gate_floor
 
 K = V = 128

@@ -12,10 +12,10 @@ from tests.emulator.machine import Machine
 from tests.upper_tiles import whole
 from torch import Tensor
 
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid
-from wyfold.runtime.launch import Config
+from wyfold.kernels.prepare.gluon import channel
+from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
+from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.options import DeltaOptions
-from wyfold.stages.prepare.gluon import channel
 from wyfold.tile.decay.eager import log_gate_floor
 
 K = 128

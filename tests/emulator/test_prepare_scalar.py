@@ -10,9 +10,9 @@ from tests.emulator.machine import Machine
 from tests.upper_tiles import whole
 from torch import Tensor
 
-from wyfold.runtime.chunks import chunk_grid
-from wyfold.runtime.launch import Config
-from wyfold.stages.prepare.gluon import scalar
+from wyfold.kernels.prepare.gluon import scalar
+from wyfold.runtime.chunk_layout import chunk_grid
+from wyfold.runtime.kernel_configs import Config
 
 K = 128
 CALLS = [

@@ -6,10 +6,10 @@ from tests.emulator.compare import BFLOAT16, require_close
 from tests.emulator.delta import options
 from tests.emulator.machine import Machine
 
-from wyfold.runtime.chunks import chunk_grid
-from wyfold.runtime.launch import Config
-from wyfold.stages.records import Slots
-from wyfold.stages.recurrent import gluon
+from wyfold.kernels.records import Slots
+from wyfold.kernels.recurrent import gluon
+from wyfold.runtime.chunk_layout import chunk_grid
+from wyfold.runtime.kernel_configs import Config
 
 N, H, HV, K, V, SLOTS = 4, 1, 2, 128, 128, 9
 SCALE = 0.25

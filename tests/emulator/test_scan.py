@@ -8,9 +8,9 @@ from tests.emulator.delta import PACKED, Call, draw, heads, options, rounded
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.runtime.launch import Config
-from wyfold.stages.records import Slots
-from wyfold.stages.scan import gluon
+from wyfold.kernels.records import Slots
+from wyfold.kernels.scan import gluon
+from wyfold.runtime.kernel_configs import Config
 
 SCALE = 0.25
 CONFIGS = [

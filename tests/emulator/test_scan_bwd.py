@@ -7,9 +7,9 @@ from tests.emulator.delta import PACKED, C, Call, Chunk, draw, heads, options, r
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.runtime.launch import Config
-from wyfold.stages.scan_bwd import gluon
-from wyfold.stages.scan_bwd.triton import token_borders
+from wyfold.kernels.scan_bwd import gluon
+from wyfold.kernels.scan_bwd.triton import token_borders
+from wyfold.runtime.kernel_configs import Config
 
 SCALE = 0.25
 CONFIGS = [

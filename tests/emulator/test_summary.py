@@ -11,9 +11,9 @@ from tests.emulator.delta import C, Call, draw, options, rounded
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.runtime.chunks import Cut, Segments, segment_grid
-from wyfold.runtime.launch import Config
-from wyfold.stages.summary.gluon import backward, forward
+from wyfold.kernels.summary.gluon import backward, forward
+from wyfold.runtime.chunk_layout import Cut, Segments, segment_grid
+from wyfold.runtime.kernel_configs import Config
 
 SCALE = 0.25
 UNWRITTEN = 7.0

@@ -10,9 +10,9 @@ from tests.emulator.delta import PACKED
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.runtime.chunks import chunk_grid
-from wyfold.runtime.launch import Config
-from wyfold.stages.ttt import Borders, States, Tokens, gluon
+from wyfold.kernels.ttt import Borders, States, Tokens, gluon
+from wyfold.runtime.chunk_layout import chunk_grid
+from wyfold.runtime.kernel_configs import Config
 
 C, SEGMENT, D, EPS = 16, 64, 64, 1e-6
 SCALE = D**-0.5

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch.distributed.device_mesh import DeviceMesh
 
 from wyfold import SequenceLayout

@@ -1,7 +1,7 @@
-"""Delta rules over the ranks of a group on the kernels' walk: against float64 of one process.
+"""Delta rules over the ranks of a group, on kernels, against float64 of one process.
 
-Ranks are processes of a gloo group that interpret the kernels (`tests.parallel.ranks`). Shares are cut so that edges
-fall on chunks and inside them, and pieces are cut into segments themselves.
+Ranks are processes of a gloo group that interpret the kernels (`tests.context_parallel.ranks`). The tokens are
+partitioned so that edges fall on chunk boundaries and inside chunks, and pieces are cut into segments themselves.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.ranks import Case, refusals
-from tests.parallel.test_context import Comparison, delta
+from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.test_context import Comparison, delta
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import wyfold
+from wyfold.context_parallel import delta_segment_launches
 from wyfold.cp import build_cp_context
-from wyfold.parallel import segments
-from wyfold.pipelines import delta_share_launches
 from wyfold.reference.error import rms
+from wyfold.runtime import segment_rule
 
 C = 16
 
@@ -48,7 +48,7 @@ class Kernels:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def run(self, truth: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-        cut = segments.forced(self.count) if self.count else contextlib.nullcontext()
+        cut = segment_rule.forced(self.count) if self.count else contextlib.nullcontext()
         with cut:
             self.of.run(truth, group, self.judge)
 
@@ -145,13 +145,13 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
     """A call leaves no collective that nobody waits for, also where it breaks off behind it, or needs nothing of it."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
-    unlisted, waiting = delta_share_launches.unlisted, torch._C._distributed_c10d._get_work_registry_size
+    unlisted, waiting = delta_segment_launches.unlisted, torch._C._distributed_c10d._get_work_registry_size
     before = waiting()
 
     def failing(_: list[Tensor]) -> None:
         raise RuntimeError("broken off")
 
-    delta_share_launches.unlisted = failing
+    delta_segment_launches.unlisted = failing
     try:
         wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)
     except RuntimeError as error:
@@ -159,7 +159,7 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
     else:
         raise AssertionError("it went on")
     finally:
-        delta_share_launches.unlisted = unlisted
+        delta_segment_launches.unlisted = unlisted
     assert waiting() == before
     q.requires_grad_()
     wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)[0].sum().backward()
@@ -175,7 +175,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
         asked[operator.name()] = operator, arguments
         return call(operator, *arguments)
 
-    call, delta_share_launches.called = delta_share_launches.called, called
+    call, delta_segment_launches.called = delta_segment_launches.called, called
     try:
         for keep in (False, True):
             context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
@@ -188,7 +188,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
                 plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
                 torch.library.opcheck(operator, tuple(plain))
     finally:
-        delta_share_launches.called = call
+        delta_segment_launches.called = call
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import recall
-from wyfold.stages import table
+from wyfold.runtime import replay_cache
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -263,7 +263,9 @@ def kernels_of(run, monkeypatch) -> list[str]:
     """Stages whose launches `run` calls, in order."""
     seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(recall, "rehearsed", lambda run, device: None)  # which would call them once more, for nothing
+        patch.setattr(
+            replay_cache, "rehearsed", lambda run, device: None
+        )  # which would call them once more, for nothing
         for stage in ("prepare", "scan", "scan_bwd", "gradients"):
             module = table.launches(stage, "triton")
             launch = getattr(module, stage)

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import wyfold
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 

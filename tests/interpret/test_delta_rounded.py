@@ -12,12 +12,12 @@ from torch import Tensor
 
 import wyfold
 from wyfold import reference
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.error import Verdict, judge, require, rms
 from wyfold.reference.rounded import chunked
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
-from wyfold.stages import table
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("dbeta", "dg")

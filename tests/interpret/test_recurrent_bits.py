@@ -139,7 +139,7 @@ def test_no_tokens(B: int, T: int, rule: str, op, device, results):
 def test_the_launches_of_each_direction(rule: str, op, device):
     """Norm, gate and write strength are made on the way: nothing is prepared."""
     plan = wyfold.explain(op, **drawn(rule, Shape(1, 5, 1, 1, 8, 8), device))
-    assert plan.forward == plan.backward == ("recurrent (wyfold.stages.recurrent.triton)",)
+    assert plan.forward == plan.backward == ("recurrent (wyfold.kernels.recurrent.triton)",)
     assert [launch.key.split()[-1] for launch in plan.rows[1:]] == ["bwd", "gather"]
 
 

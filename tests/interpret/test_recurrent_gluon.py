@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from wyfold import explain, serving
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
-from wyfold.stages import table
+from wyfold.runtime import kernel_configs
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -109,7 +109,7 @@ TILES = [(128, 2), (128, 8), (64, 1), (64, 2), (32, 1)]
 @pytest.fixture(params=[SHIPPED], ids=str)
 def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`in_gluon()`: from then on a token alone is given to the Gluon kernel; how often it was is noted."""
-    from wyfold.stages.recurrent import gluon
+    from wyfold.kernels.recurrent import gluon
 
     columns, warps = request.param
     usual, launched = table.language, gluon.launched
@@ -128,8 +128,8 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
         monkeypatch.setattr(table, "language", language)
         return found
 
-    config = launch.Config(warps, 1, {"BV": columns})
-    with launch.trying("sm_90", "recurrent.gluon", "bf16 K128 V128 KV alone", config):
+    config = kernel_configs.Config(warps, 1, {"BV": columns})
+    with kernel_configs.trying("sm_90", "recurrent.gluon", "bf16 K128 V128 KV alone", config):
         yield switch
 
 
@@ -202,6 +202,6 @@ def test_explain_names_the_launch_that_is_made(in_gluon: Any, device: torch.devi
     for (step, begin), language in placed.items():
         pool = room.as_strided((5, 2, 128, 128), (step, *steps), begin)
         plan, before = explain(serving.decode, **a, pool=pool), found.launches
-        assert plan.forward == (f"recurrent (wyfold.stages.recurrent.{language})",)
+        assert plan.forward == (f"recurrent (wyfold.kernels.recurrent.{language})",)
         serving.decode(**a, pool=pool)
         assert found.launches - before == (language == "gluon")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.interpret.test_delta_ops import GATES, OPTIONS, RULES, arguments_of, mixed, verdicts
 
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
-from wyfold.stages import table
 
 CASES = 10
 CHANGED = {

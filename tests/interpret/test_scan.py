@@ -14,15 +14,15 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
+from wyfold.kernels.prepare.triton import gate_kind, launch_key, prepare  # noqa: E402
+from wyfold.kernels.records import Slots  # noqa: E402
+from wyfold.kernels.scan import triton as forward  # noqa: E402
+from wyfold.kernels.scan_bwd import triton as backward  # noqa: E402
+from wyfold.kernels.slots import triton as copies  # noqa: E402
 from wyfold.reference import inputs  # noqa: E402
 from wyfold.reference.shapes import Shape  # noqa: E402
-from wyfold.runtime.chunks import ChunkGrid, chunk_grid  # noqa: E402
+from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid  # noqa: E402
 from wyfold.runtime.options import DeltaOptions  # noqa: E402
-from wyfold.stages.prepare.triton import gate_kind, launch_key, prepare  # noqa: E402
-from wyfold.stages.records import Slots  # noqa: E402
-from wyfold.stages.scan import triton as forward  # noqa: E402
-from wyfold.stages.scan_bwd import triton as backward  # noqa: E402
-from wyfold.stages.slots import triton as copies  # noqa: E402
 from wyfold.tile.index import triton as index  # noqa: E402
 
 FORMS = [("delta_rule", False), ("gated_delta_rule", False), ("gated_delta_rule", True), ("kda", True)]

@@ -13,10 +13,10 @@ from tests.interpret.test_delta_ops import verdicts
 from torch import Tensor
 
 import wyfold
-from wyfold.parallel import segments
 from wyfold.reference import inputs
 from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -54,7 +54,7 @@ def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, g
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C}
     if lengths is not None:
         a["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
-    with segments.forced(count):
+    with segment_rule.forced(count):
         assert wyfold.explain(getattr(wyfold, f"chunk_{rule}"), **a).segments > 1
         require(*verdicts(rule, a, "both", "random", device, guarded, results))
 
@@ -70,7 +70,7 @@ def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, r
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
     fed["o"][:, T:] = torch.nan
     whole = results(op, a, None, fed)
-    with segments.forced(4):
+    with segment_rule.forced(4):
         found = results(op, a, None, fed)
         assert not torch.equal(found["o"][:, :T], whole["o"][:, :T])
         for n, (begin, end) in enumerate(itertools.pairwise(a["cu_seqlens"].tolist())):
@@ -99,7 +99,7 @@ def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, mo
             x[0, 1, 3, 5] = torch.nan
     op = getattr(wyfold, f"chunk_{rule}")
     whole = results(op, a, None, fed)
-    with segments.forced(10):
+    with segment_rule.forced(10):
         found = results(op, a, None, fed)
     for name, x in whole.items():
         assert torch.equal(found[name].isfinite(), x.isfinite()), name
@@ -115,7 +115,7 @@ def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
     room = torch.full((2, 67, 1, 17), torch.nan, device=device)
     strided = a | {"v": room[:, 1:, :, 1:].copy_(a["v"]), "initial_state": a["initial_state"].mT.contiguous().mT}
-    with segments.forced(3):
+    with segment_rule.forced(3):
         first = results(op := getattr(wyfold, f"chunk_{rule}"), a, None, fed)
         for other, options in ((strided, {}), (a, {"disable_recompute": True})):
             again = results(op, other, None, fed, **options)
@@ -126,7 +126,7 @@ def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results
 def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
     """Sizes of what is kept come from metadata alone."""
     a = packed("gated_delta_rule", (66, 3), device, spare=2)
-    with segments.forced(2):
+    with segment_rule.forced(2):
         results(wyfold.chunk_gdn, a, ["q", "initial_state"], disable_recompute=True)
     for operator, arguments in recorded.values():
         plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
@@ -135,7 +135,7 @@ def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
 
 def test_who_knows_the_lengths(device, results, monkeypatch):
     """A long buffer of short sequences plans no segments where the host knows that they are short; the same bits."""
-    monkeypatch.setattr(segments, "SHORTEST", 256)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
     lengths = (256 - 64, 40, 60)
     a = packed("gated_delta_rule", lengths, device)
     told = {"cu_seqlens": wyfold.SequenceLayout.from_lengths(list(lengths), device=device)}
@@ -153,7 +153,7 @@ def test_who_knows_the_lengths(device, results, monkeypatch):
 
 @pytest.mark.parametrize("length, count", [(240, 1), (241, 4), (256, 4)])
 def test_a_sequence_alone_is_counted_by_chunks_like_a_packed_one(length: int, count: int, device, results, monkeypatch):
-    monkeypatch.setattr(segments, "SHORTEST", 256)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
     a = packed("gated_delta_rule", (length, 40), device)
     alone = {name: x[:, :length] if name in PER_TOKEN else x for name, x in a.items() if name != "cu_seqlens"}
     alone["initial_state"] = a["initial_state"][:1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import wyfold
-from wyfold.pipelines import ttt as pipeline
+from wyfold.autograd import ttt as pipeline
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch.nn.functional import silu, softplus
 
 from wyfold import SequenceLayout, reference

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from wyfold import SequenceLayout, models
+from wyfold.autograd import delta as pipeline
 from wyfold.models import Decoder
-from wyfold.pipelines import delta as pipeline
 
 
 def kept_bytes(model: Decoder, ids: torch.Tensor, **where) -> tuple[int, list[torch.Tensor]]:

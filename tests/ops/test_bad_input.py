@@ -1,7 +1,7 @@
 """Wrong arguments to the delta rules: what each kind gets, and that nothing has run by then.
 
 A row of the table changes one legal call. The message must name the operator and the argument, say what is expected and
-what came; no launch of `stages/table.py` may have been asked for.
+what came; no launch of `kernels/table.py` may have been asked for.
 """
 
 import math
@@ -13,8 +13,8 @@ import torch
 
 import wyfold
 from wyfold import SequenceLayout, UnsupportedError
+from wyfold.kernels import table
 from wyfold.reference.shapes import GROUPS, INVALID_CHUNK_SIZES, INVALID_PACKINGS, INVALID_WIDTHS, WIDTHS
-from wyfold.stages import table
 
 CHUNK = (wyfold.chunk_delta_rule, wyfold.chunk_gated_delta_rule, wyfold.chunk_kda)
 RECURRENT = (wyfold.fused_recurrent_delta_rule, wyfold.fused_recurrent_gated_delta_rule, wyfold.fused_recurrent_kda)

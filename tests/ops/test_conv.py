@@ -382,7 +382,7 @@ def test_explain_reports_the_copy_that_flattening_makes(x: Tensor, copies: tuple
     assert plan.copies == copies
     assert (x.flatten(0, 1).data_ptr() != x.data_ptr()) == bool(copies)
     assert plan.backend == "eager"
-    assert plan.forward == plan.backward == ("conv (wyfold.stages.conv.eager)",)
+    assert plan.forward == plan.backward == ("conv (wyfold.kernels.conv.eager)",)
 
 
 # --- registration and compilation ------------------------------------------------------------------------------------

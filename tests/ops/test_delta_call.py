@@ -14,7 +14,7 @@ import torch
 
 import wyfold
 from wyfold import SequenceLayout, reference
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
 from wyfold.reference.shapes import (

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.cli.subjects import SUBJECTS
+from wyfold.cli.operators import SUBJECTS
+from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
-from wyfold.stages import table
+from wyfold.runtime import kernel_configs
 
 QUESTIONS = {"checked", "doctor", "explain"}
 OPERATORS = sorted(
@@ -46,7 +46,9 @@ def test_every_operator_takes_a_demand(name: str):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype, monkeypatch):
-    monkeypatch.setattr(launch, "support", lambda device: launch.Support("sm_00", "", "", "no kernel for such a card"))
+    monkeypatch.setattr(
+        kernel_configs, "support", lambda device: kernel_configs.Support("sm_00", "", "", "no kernel for such a card")
+    )
     operator = getattr(wyfold, SUBJECTS[name].operator)
     arguments = SUBJECTS[name].arguments(SHAPE, dtype, 0)
     expected = [(x.shape, x.dtype, "cuda") for x in tensors(operator(**arguments))]

@@ -7,10 +7,10 @@ import torch
 
 import wyfold
 from wyfold import UnsupportedError, explain
-from wyfold.parallel import split
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
+from wyfold.autograd import workspace
+from wyfold.kernels import table
 from wyfold.runtime import plan as plans
-from wyfold.stages import table
 
 OPERATORS = (
     wyfold.chunk_delta_rule,
@@ -37,13 +37,13 @@ def test_what_would_run(op, monkeypatch):
     back = stages if recurrent else ["prepare", "scan_bwd", "gradients"]
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
     assert [launch.split(" ")[0] for launch in plan.backward] == back
-    assert all(f"(wyfold.stages.{launch.split(' ')[0]}.eager)" in launch for launch in plan.forward + plan.backward)
+    assert all(f"(wyfold.kernels.{launch.split(' ')[0]}.eager)" in launch for launch in plan.forward + plan.backward)
     assert plan.chunk_size == (64 if recurrent else 16)
     assert plan.copies == plan.collectives == plan.compiles == ()
     assert set(plan.refused) == {"triton", "gluon"}
     assert "stand in for" in plan.refused["gluon"]
     assert "has no " in plan.refused["triton"] or "these are on cpu" in plan.refused["triton"]
-    for row in (op.__name__, "eager", "chunk size", "not triton", "prepare (wyfold.stages.prepare.eager)"):
+    for row in (op.__name__, "eager", "chunk size", "not triton", "prepare (wyfold.kernels.prepare.eager)"):
         assert row in str(plan)
 
 
@@ -66,10 +66,10 @@ def test_the_plan_is_the_one_that_runs(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", (wyfold.chunk_kda, wyfold.fused_recurrent_kda), ids=lambda op: op.__name__)
 def test_the_number_of_parts_bounds_what_is_cut(op, packed: bool, monkeypatch):
-    monkeypatch.setattr(split, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     cut = []
-    parts = split.parts
-    monkeypatch.setattr(split, "parts", lambda *sizes: cut.append(parts(*sizes)) or cut[-1])
+    parts = workspace.parts
+    monkeypatch.setattr(workspace, "parts", lambda *sizes: cut.append(parts(*sizes)) or cut[-1])
     q = torch.randn(1, 700, 1, 8)
     options = {"cu_seqlens": torch.tensor([0, 100, 100, 690])} if packed else {}
     promised = explain(op, q, q, q, **options).parts

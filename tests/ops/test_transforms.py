@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import wyfold
-from wyfold.cli.subjects import SUBJECTS, Subject
+from wyfold.cli.operators import SUBJECTS, Subject
 from wyfold.reference.shapes import Shape
 
 REFUSED = (RuntimeError, NotImplementedError)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from wyfold import reference
+from wyfold.autograd import ttt as pipeline
+from wyfold.autograd import workspace
 from wyfold.ops.explain import explain
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.parallel import split
-from wyfold.pipelines import ttt as pipeline
 from wyfold.reference import error, inputs, targets
 from wyfold.reference.shapes import EVERY_LENGTH, INVALID_PACKINGS, INVALID_WIDTHS, PACKINGS, Packing, Shape
 from wyfold.runtime.check import UnsupportedError
@@ -413,8 +413,8 @@ def test_parts_change_no_bit(
     arguments, cu = (draw(shape(B=2, T=70), **form), None) if packing is None else packed(packing, **form)
     options = {"cu_seqlens": cu, "disable_recompute": keep, "backend": backend}
     whole = everything(arguments, **options)
-    monkeypatch.setattr(split, "WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(split, "MIN_COLUMNS", columns)
+    monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(workspace, "MIN_COLUMNS", columns)
     cut = everything(arguments, **options)
     summed = ("dw", "db")
     same_bits(cut, whole, tuple(name for name in whole if name not in summed))
@@ -562,7 +562,7 @@ def test_a_plan_needs_no_numbers(operator: Callable):
     plan = explain(operator, **arguments)
     assert plan.backend == "eager" and plan.chunk_size == 16 and plan.parts > 1
     stage = "ttt_open" if operator is fused_recurrent_ttt_linear else "ttt"
-    assert plan.forward == plan.backward == (f"{stage} (wyfold.stages.ttt.eager)",)
+    assert plan.forward == plan.backward == (f"{stage} (wyfold.kernels.ttt.eager)",)
 
 
 def test_fused_is_a_name():
@@ -708,8 +708,8 @@ def test_recurrent_gradients_from_open_mini_batches(
 ):
     """All results are differentiable, TTTState included, in this call's arguments; the given state is a constant."""
     if columns == 1:
-        monkeypatch.setattr(split, "WORKSPACE_BYTES", 0)
-        monkeypatch.setattr(split, "MIN_COLUMNS", columns)
+        monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 0)
+        monkeypatch.setattr(workspace, "MIN_COLUMNS", columns)
     arguments = draw(shape(B=3, T=T), published=published)
     form = {"residual": arguments.pop("residual", "o")}
     state = standing(arguments["initial_state"], arguments["initial_state_bias"], torch.tensor([3, 0, 15]))

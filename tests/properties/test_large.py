@@ -14,7 +14,7 @@ import torch
 
 import wyfold
 from wyfold import reference
-from wyfold.pipelines import delta as pipeline
+from wyfold.autograd import delta as pipeline
 from wyfold.reference import inputs, shapes
 from wyfold.reference.shapes import Shape
 

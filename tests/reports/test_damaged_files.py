@@ -23,10 +23,9 @@ from safetensors.torch import load_file
 from tests.extras import need_plotly
 from tests.reports import damage
 
-from wyfold.cli import integrity, main, rundir, schema
+from wyfold.cli import integrity, main, rundir, schema, sharded_checkpoint
 from wyfold.cli.recipe import Recipe
 from wyfold.models import MIXERS, Decoder, DecoderConfig
-from wyfold.parallel import shards
 
 SEED = 26
 FEW = 33  # three of each kind
@@ -473,7 +472,7 @@ def sign(folder):
 def test_shards_of_several_processes_are_held_to_the_same(copy, run, capsys):
     folder = newest(copy)
     stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
-    shards.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
+    sharded_checkpoint.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
     for file in stored:
         file.unlink()
     sign(folder)

@@ -14,10 +14,9 @@ from tests.compile import aot
 from torch import Tensor
 
 import wyfold
-from wyfold.parallel import segments
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
+from wyfold.runtime import kernel_configs, segment_rule
 
 Call = dict[str, Any]
 RULES = ("delta_rule", "gated_delta_rule", "kda")
@@ -87,23 +86,23 @@ def launches(run: Callable[[], object]) -> list[tuple[str, str]]:
 
 def named_in(lines: tuple[str, ...]) -> set[str]:
     """`stage.language` of a plan's launches."""
-    return {".".join(line.partition("(wyfold.stages.")[2].rstrip(")").split(".")[:2]) for line in lines}
+    return {".".join(line.partition("(wyfold.kernels.")[2].rstrip(")").split(".")[:2]) for line in lines}
 
 
 def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
-    op, outputs, rows, usual = getattr(wyfold, f"chunk_{rule}"), [], set(), launch.row
+    op, outputs, rows, usual = getattr(wyfold, f"chunk_{rule}"), [], set(), kernel_configs.row
 
     def row(architecture: str, kernel: str, key: str) -> str:
         rows.add((kernel.partition(".")[0], usual(architecture, kernel, key)))
         return usual(architecture, kernel, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "row", row)
+        patch.setattr(kernel_configs, "row", row)
         forward = launches(lambda: outputs.append(op(**a)[0]))
         back = launches(lambda: torch.autograd.backward(outputs[0], gradient(outputs[0])))
     with aot.pretending("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
-        names = launch.compiled
-        patch.setattr(launch, "compiled", lambda *given: {name: {} for name in names(*given)})
+        names = kernel_configs.compiled
+        patch.setattr(kernel_configs, "compiled", lambda *given: {name: {} for name in names(*given)})
         plan = wyfold.explain(op, **a)
     assert rows == {(stage, row) for stage, _, row in plan.rows}
     of_layout = {"chunk_grid.triton", "segment_grid.triton"}  # indices, which a plan does not name
@@ -133,7 +132,7 @@ def test_whatever_the_layout_of_the_gradient(rule: str, gradient: str):
 def test_in_segments(rule: str, gradient: str):
     """Summaries of segments in both directions."""
     a = drawn(rule, T=256)
-    with segments.forced(4):
+    with segment_rule.forced(4):
         compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS[gradient])
 
 

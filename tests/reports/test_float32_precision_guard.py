@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from wyfold.runtime.register import _undisturbed
+from wyfold.runtime.torch_ops import _undisturbed
 
 products = torch.backends.mkldnn.matmul
 seen: list[str] = []

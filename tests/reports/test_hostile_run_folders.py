@@ -17,9 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from tests.reports.test_damaged_files import commands, contents, in_process, newest, sign, train
 
-from wyfold.cli import UsageError, checkpoint, integrity, main, rundir
+from wyfold.cli import UsageError, checkpoint, integrity, main, rundir, sharded_checkpoint
 from wyfold.models import Decoder, DecoderConfig
-from wyfold.parallel import shards
 from wyfold.runtime import files
 
 
@@ -101,14 +100,14 @@ def test_sizes_that_the_shards_do_not_have_are_refused_before_a_model_is_built(c
     """An MLP of 67 million channels, signed, took 8 GB."""
     folder = newest(copy)
     stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
-    shards.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
+    sharded_checkpoint.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
     for file in stored:
         file.unlink()
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | {"mlp_size": 2**26}))
     sign(folder)
     monkeypatch.setattr(Decoder, "to", lambda *_: pytest.fail("a model was built"))
-    monkeypatch.setattr(shards, "read", lambda *_: pytest.fail("a model was filled"))
+    monkeypatch.setattr(sharded_checkpoint, "read", lambda *_: pytest.fail("a model was filled"))
     built = Decoder.__init__
 
     def on_meta(self, *arguments, **options):
@@ -125,7 +124,7 @@ def test_shards_are_compared_before_a_run_is_resumed_from_them(copy, run, capsys
     stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
     tensors = load_file(stored[0]) | load_file(stored[1])
     del tensors["blocks.0.mlp.up.weight"]
-    shards.write(folder / "shards", tensors)
+    sharded_checkpoint.write(folder / "shards", tensors)
     for file in stored:
         file.unlink()
     sign(folder)

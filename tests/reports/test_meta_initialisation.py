@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch import nn
 
 from wyfold import layers

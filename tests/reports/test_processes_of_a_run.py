@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from wyfold.cli import main
-from wyfold.parallel import exchange, shards
+from wyfold.cli import main, sharded_checkpoint
+from wyfold.context_parallel import collectives
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 16 --warmup 1 --eval-bytes 32".split()
 
@@ -69,17 +69,17 @@ def another_checkpoint(given, group):
 
 def a_folder_each(given, group):
     tensors = {"x": distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (group.size(),)), [Shard(0)])}
-    shards.write(given / "shared", tensors)
+    sharded_checkpoint.write(given / "shared", tensors)
     with pytest.raises(OSError, match=r"does not see shard-0000.* all processes of a run must share its folder"):
-        shards.write(given / str(group.rank()), tensors)
+        sharded_checkpoint.write(given / str(group.rank()), tensors)
 
 
 def long_words(given, group):
     """What is too long for one comparison is compared by its digest, and is no refusal."""
     alike = {f"name {number}": "x" * 5000 for number in range(20)}
-    exchange.agree("op", alike, torch.device("cpu"), group)
+    collectives.agree("op", alike, torch.device("cpu"), group)
     with pytest.raises(ValueError, match="op: what was asked must be the same on all ranks"):
-        exchange.agree("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
+        collectives.agree("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
 
 
 def table(*runs, prepare=folder):

@@ -9,13 +9,13 @@ kind the other ranks compared, and waited for the timeout.
 import re
 
 import torch
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 
 import wyfold
 from wyfold import layers
+from wyfold.context_parallel import collectives
 from wyfold.cp import build_cp_context
 from wyfold.models import Decoder, DecoderConfig
-from wyfold.parallel import exchange
 
 WIDTH = 16
 BOUNDS, OTHERS = torch.tensor([0, 4, 40]), torch.tensor([0, 30, 40])  # cut into shares of the same sizes
@@ -207,8 +207,8 @@ def boundaries(given, group):
 def once(given, group):
     """A decoder compares once for its layers; its backward and a second call compare nothing."""
     found = []
-    agree = exchange.agree
-    exchange.agree = lambda *said: (found.append(said[0]), agree(*said))
+    agree = collectives.agree
+    collectives.agree = lambda *said: (found.append(said[0]), agree(*said))
     try:
         context = build_cp_context(BOUNDS, group)
         model = decoder("kda attention ttt_linear")
@@ -227,7 +227,7 @@ def once(given, group):
                 decoder()(tokens(context), cp_context=context)
             assert found == expected, check
     finally:
-        exchange.agree = agree
+        collectives.agree = agree
 
 
 def alone(given, group):

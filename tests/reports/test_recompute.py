@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from wyfold import SequenceLayout
+from wyfold.autograd import delta as pipeline
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.models.block import Block
-from wyfold.pipelines import delta as pipeline
 
 # The compiler of PyTorch 2.11 keeps what a recurrence returned, even if all of a block is to be computed again.
 COMPILED_BLOCKS = 1 if torch.__version__.startswith("2.11.") else 2

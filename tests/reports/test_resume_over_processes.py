@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from wyfold.cli import checkpoint
 from wyfold.cli.corpus import Corpus
+from wyfold.cli.distributed import Ranks
 from wyfold.cli.recipe import Recipe
 from wyfold.cli.trainer import Trainer
-from wyfold.parallel.team import Ranks
 
 DATA = Corpus.of("words", [word * 60 for word in (b"one two three ", b"red green blue ", b"spring summer ")])
 RECIPE = {

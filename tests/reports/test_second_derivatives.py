@@ -14,7 +14,7 @@ from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 import wyfold
-from wyfold.cli.subjects import SUBJECTS, Subject
+from wyfold.cli.operators import SUBJECTS, Subject
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(1, 5, 1, 2, 8, 8)

@@ -13,10 +13,9 @@ import wyfold
 from wyfold import serving
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.ops import serving_call
-from wyfold.parallel import segments
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import check
+from wyfold.runtime import check, segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 
@@ -26,7 +25,7 @@ def test_prefill_has_the_bits_of_the_operator_without_segments(rule: str, float6
     a = inputs.draw("random", rule, Shape(1, 300, 1, 2, 16, 16), gate="weak", state="normal", dtype=torch.float64)
     op = getattr(wyfold, f"chunk_{rule}")
     state = a.pop("initial_state")
-    with segments.forced(4):
+    with segment_rule.forced(4):
         in_segments, _ = op(**a, initial_state=state, output_final_state=True)
         whole, final = op(**a, initial_state=state, output_final_state=True, batch_invariant=True)
         pool = state.float()
@@ -97,7 +96,7 @@ def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
         serving.prefill(**a)
     with aot.pretending("sm_90", lambda *_, **__: None):
         plan = wyfold.explain(serving.prefill, **a)
-    named = {".".join(x.partition("(wyfold.stages.")[2].rstrip(")").split(".")[:2]) for x in plan.forward}
+    named = {".".join(x.partition("(wyfold.kernels.")[2].rstrip(")").split(".")[:2]) for x in plan.forward}
     assert seen - {"chunk_grid.triton"} == named
     assert plan.copies == (("v",) if asked == "odd v" else ())
     assert ("scan.gluon" in seen) == (asked in ("plain", "odd v", "odd out"))

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, refusals
 from torch.distributed.device_mesh import init_device_mesh
 
 from wyfold import SequenceLayout

@@ -15,10 +15,10 @@ SCRIPT = """
 import json
 import torch, wyfold
 from wyfold import serving
-from wyfold.cli.subjects import SUBJECTS
+from wyfold.cli.operators import SUBJECTS
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
-from wyfold.stages import table
+from wyfold.kernels import table
 
 def outcome(run):
     try:

@@ -1,6 +1,6 @@
 """`l2norm` of every second row of a tensor wrote its result to wrong places: kernels count distances between rows in a
-common divisor of all tensors, and the output had no part in it. Rows of 7 numbers 14 apart gave a divisor of 2, in which
-the output's distance of 7 is no integer. The operators of rows are tried here with inputs that lie apart."""
+common divisor of all tensors, which was computed without the output. Rows of 7 numbers, 14 apart, gave a divisor of 2,
+and the output's distance of 7 is no multiple of it. Row operators are tested here with strided inputs."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import wyfold
+from wyfold.reference.error import judge, require
 
 ODD = 7  # numbers of a row
 
@@ -28,7 +29,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] =
     "fused_kda_gate": (lambda g, **o: wyfold.fused_kda_gate(g, **o), {"g": (6, 3, ODD)}),
     "fused_beta_sigmoid": (lambda x, **o: wyfold.fused_beta_sigmoid(x, **o), {"x": (6, ODD)}),
     "causal_conv1d": (
-        lambda x, **o: wyfold.causal_conv1d(x, torch.ones(ODD, 4, device=x.device), **o)[0],
+        lambda x, **o: wyfold.causal_conv1d(x, torch.ones(ODD, 4, device=x.device, dtype=x.dtype), **o)[0],
         {"x": (6, 5, ODD)},
     ),
 }
@@ -42,13 +43,14 @@ def test_rows_that_lie_apart(name: str, apart: str, device: torch.device):
     given = {argument: torch.randn(shape, device=device) for argument, shape in shapes.items()}
     dy = torch.randn_like(operator(**given, backend="eager"))
 
-    def results(lay: bool, lay_gradient: bool, backend: str) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in given.values()]
-        laid = [every_second(x) if lay else x for x in leaves]
+    def results(dtype: torch.dtype, backend: str, strided: bool) -> dict[str, Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given.values()]
+        laid = [every_second(x) if strided and apart != "gradient" else x for x in leaves]
         y = operator(**dict(zip(given, laid, strict=True)), backend=backend)
-        return [y, *torch.autograd.grad(y, leaves, every_second(dy) if lay_gradient else dy)]
+        incoming = every_second(dy.to(dtype)) if strided and apart != "inputs" else dy.to(dtype)
+        gradients = torch.autograd.grad(y, leaves, incoming)
+        return {"y": y.detach().cpu(), **{f"d{n}": x.cpu() for n, x in zip(given, gradients, strict=True)}}
 
-    expected = results(False, False, "eager")
-    got = results(apart != "gradient", apart != "inputs", "triton")
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    truth, yardstick = (results(dtype, "eager", False) for dtype in (torch.float64, torch.float32))
+    got = results(torch.float32, "triton", True)
+    require(*(judge(got[name], truth[name], yardstick[name], name=name) for name in truth))

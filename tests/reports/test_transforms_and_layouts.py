@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.subjects import SUBJECTS, Subject
+from wyfold.cli.operators import SUBJECTS, Subject
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(2, 5, 1, 2, 8, 8)

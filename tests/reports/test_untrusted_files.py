@@ -18,14 +18,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.context_parallel.ranks import Case, refusals
 from tests.extras import need_plotly
-from tests.parallel.ranks import Case, refusals
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wyfold.cli import main
-from wyfold.parallel import shards
+from wyfold.cli import main, sharded_checkpoint
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
 TENSORS = {
@@ -130,7 +129,7 @@ def test_an_earlier_format_is_refused_though_it_is_harmless(run, capsys):
 
 
 def test_an_index_beside_shards_of_today_is_not_read_either(run, mark):
-    folder = shard(run, shards.write)
+    folder = shard(run, sharded_checkpoint.write)
     assert main(["generate", str(run / "run"), "--prompt", "o", "--max-bytes", "2"]) == 0
     (folder / "shards" / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     seal(folder)
@@ -197,7 +196,7 @@ def test_a_payload_handed_to_a_verb_never_runs(run, mark, words, kind, monkeypat
 
 def one_shard(folder):
     """The only file of shards that one process writes."""
-    shards.write(folder, TENSORS)
+    sharded_checkpoint.write(folder, TENSORS)
     (file,) = folder.iterdir()
     return file
 
@@ -215,7 +214,7 @@ def zeros():
 def test_what_is_written_is_read(tmp_path):
     one_shard(tmp_path)
     found = zeros()
-    shards.read(tmp_path, found)
+    sharded_checkpoint.read(tmp_path, found)
     assert all(torch.equal(found[name], x) for name, x in TENSORS.items())
 
 
@@ -288,7 +287,7 @@ def test_damaged_shards_are_refused_and_fill_nothing(tmp_path, change, complaint
     change(one_shard(tmp_path))
     found = zeros()
     with pytest.raises(ValueError, match=f"^shards: .*{complaint}"):
-        shards.read(tmp_path, found)
+        sharded_checkpoint.read(tmp_path, found)
     assert not any(x.any() for x in found.values())
 
 
@@ -296,7 +295,7 @@ def test_shards_that_cannot_be_written_are_an_error_of_the_machine(tmp_path):
     """So that the command line says what happened, and no traceback."""
     (tmp_path / "shards").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="rank 0 cannot write its shards into"):
-        shards.write(tmp_path / "shards", TENSORS)
+        sharded_checkpoint.write(tmp_path / "shards", TENSORS)
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
@@ -315,20 +314,20 @@ def sharded(world):
 def filled(folder, world):
     """What a group of this size reads, whole."""
     empty = {name: torch.zeros_like(x) for name, x in sharded(world).items()}
-    shards.read(folder, empty)
+    sharded_checkpoint.read(folder, empty)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in empty.items()}
 
 
 def write_and_read(folder, group):
     """This group's shards, and those that groups of other sizes wrote before it."""
     world = group.size()
-    shards.write(folder / str(world), sharded(world))
+    sharded_checkpoint.write(folder / str(world), sharded(world))
     for written in folder.iterdir():
         found = filled(written, world)
         assert all(torch.equal(found[name], x) for name, x in TENSORS.items()), written
     mine = folder / str(world) if group.rank() else folder / "nowhere"
     with pytest.raises(ValueError, match="nowhere holds no shards"):  # on every rank, though one alone looked there
-        shards.read(mine, sharded(world))
+        sharded_checkpoint.read(mine, sharded(world))
 
 
 OF_A_GROUP = {"write and read": Case(lambda: Path(tempfile.mkdtemp(prefix="wyfold-")), write_and_read)}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wyfold.runtime.chunks import dense_table, packed_table
+from wyfold.runtime.chunk_layout import dense_table, packed_table
 from wyfold.tile.index.eager import from_chunks, ranked, sum_groups, to_chunks, unranked, wide
 
 lengths_ = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)

@@ -26,9 +26,8 @@ import torch
 from tools.proofs.serving_times import _graph, _medians
 
 import wyfold
-from wyfold.parallel import segments
-from wyfold.runtime import launch
-from wyfold.runtime.launch import Config
+from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime.kernel_configs import Config
 
 ROUNDS, REPLAYS, PROFILED = 7, 3, 4
 WIDTH = 128
@@ -102,9 +101,11 @@ def measured(case, args):
             blocks = json.loads(text)
             fixed = [blocks.pop(word, None) for word in ("warps", "stages", "registers")]
             config = Config(fixed[0], fixed[1], blocks, fixed[2])
-            stack.enter_context(launch.trying(launch.architecture(given[0].device), kernel, name, config))
+            stack.enter_context(
+                kernel_configs.trying(kernel_configs.architecture(given[0].device), kernel, name, config)
+            )
         if args.segments:
-            stack.enter_context(segments.forced(args.segments))
+            stack.enter_context(segment_rule.forced(args.segments))
         row = {"case": case, "digests": [digest(x) for x in run()]}
         row["repeats"] = row["digests"] == [digest(x) for x in run()]
         if args.device == "cuda":

@@ -30,10 +30,10 @@ from wyfold import reference
 from wyfold.cli.cases import PINNED, Case, leaves
 from wyfold.cli.catalog import OPS
 from wyfold.cli.timing import Gpu
+from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
-from wyfold.runtime.launch import Config
-from wyfold.stages import table
+from wyfold.runtime import kernel_configs
+from wyfold.runtime.kernel_configs import Config
 
 STAGES = ("prepare", "scan", "scan_bwd", "gradients")
 LIMIT = 75
@@ -81,13 +81,13 @@ def take(job: Job) -> None:
     prepare: Any = table.launches("prepare", "triton")
     if "folded" in job:
         prepare.reads_folded = lambda g: bool(job["folded"])
-    rows = launch._table(launch.architecture(torch.device("cuda", 0)))
+    rows = kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
     for stage, row in job["rows"].items():
         blocks = {name: size for name, size in row.items() if name.isupper()}
         config = Config(row["warps"], row["stages"], blocks, row.get("registers"))
         for name in rows[f"{stage}.triton"]:
             rows[f"{stage}.triton"][name] = config
-    launch.row.cache_clear()
+    kernel_configs.row.cache_clear()
 
 
 def call(job: Job, shape: Shape) -> tuple[Callable[[], tuple[torch.Tensor, ...]], Job, list[str], torch.Tensor]:
@@ -124,14 +124,14 @@ def checked(job: Job) -> Job:
     kernels = {
         stage: [(k.n_regs, k.n_spills, k.metadata.shared) for k in made.values()]
         for stage in STAGES
-        for made in launch.compiled(table.launches(stage, "triton"), torch.device("cuda", 0)).values()
+        for made in kernel_configs.compiled(table.launches(stage, "triton"), torch.device("cuda", 0)).values()
     }
     return {"errors": errors, "same": same, "registers, spills, shared": kernels}
 
 
 def timed(jobs: list[Job], found: list[Job]) -> None:
     """Milliseconds of every kernel of each job that is right, a launch."""
-    gpu, current = Gpu(), launch._table(launch.architecture(torch.device("cuda", 0)))
+    gpu, current = Gpu(), kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
     shipped = {name: dict(rows) for name, rows in current.items()}
     prepare: Any = table.launches("prepare", "triton")
     form, drawn = prepare.reads_folded, {}

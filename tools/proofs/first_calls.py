@@ -75,9 +75,9 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
 
     from wyfold.cli.cases import Case, leaves
     from wyfold.cli.catalog import OPS
-    from wyfold.cli.contenders import contenders
+    from wyfold.cli.implementations import contenders
     from wyfold.cli.memory import first_backward
-    from wyfold.cli.subjects import SUBJECTS
+    from wyfold.cli.operators import SUBJECTS
     from wyfold.reference.shapes import Shape
 
     place = torch.device(device)

@@ -403,7 +403,7 @@ def report(record: dict[str, Any]) -> int:
 
 def kernels() -> list[str]:
     """Names of all kernels, from the sources."""
-    files = Path(__file__).parents[2].glob("src/wyfold/stages/**/*.py")
+    files = Path(__file__).parents[2].glob("src/wyfold/kernels/**/*.py")
     return sorted(
         {name for file in files for name in re.findall(r"^def (wyfold_\w+)\(", file.read_text(), re.MULTILINE)}
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.subjects import SUBJECTS
+from wyfold.cli.operators import SUBJECTS
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 

@@ -40,16 +40,18 @@ from torch import Tensor, nn
 
 import wyfold
 from wyfold import SequenceLayout, layers
+from wyfold.autograd import workspace
 from wyfold.cli import main as wyfold_main
-from wyfold.cli.subjects import PER_TOKEN, bound, incoming, measured, widened
+from wyfold.cli.operators import PER_TOKEN, bound, incoming, measured, widened
+from wyfold.context_parallel import collectives
 from wyfold.cp import ContextParallel, Watch, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
-from wyfold.parallel import exchange, segments, split
 from wyfold.reference import inputs
 from wyfold.reference.error import Verdict, judge, rms
 from wyfold.reference.rounded import chunked
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
+from wyfold.runtime import segment_rule
 
 CARDS = torch.cuda.device_count()
 TINY = CARDS == 0
@@ -371,7 +373,7 @@ def train(add: Add, place: Place, folder: str, segmented: str = "1") -> None:
         words += ["--layers", "kda attention", "--depth", "2", "--width", "32", "--heads", "2", "--head-dim", "16"]
         words += ["--length", "64", "--eval-bytes", "256"]
     began = time.monotonic()
-    with segments.forced(int(segmented)) if segmented != "1" else contextlib.nullcontext():
+    with segment_rule.forced(int(segmented)) if segmented != "1" else contextlib.nullcontext():
         code = wyfold_main(words)
     if place.leads:
         history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -602,7 +604,7 @@ def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) ->
     if any(fits):
         return {"failed": fits}
     rounds_ms = timed(place, call, rounds)
-    with exchange.counted() as sent:
+    with collectives.counted() as sent:
         call()
     peak = 0 if TINY else torch.cuda.max_memory_allocated() - before - weights
     peaks: list[Any] = [None] * place.world
@@ -736,7 +738,7 @@ def one_job(args: argparse.Namespace) -> None:
     if name == "train":
         train(add, place, *words)
         _leave()
-    split.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
+    workspace.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
     place.join()
     OF_RANKS[name](add, place, *words)
     dist.barrier()

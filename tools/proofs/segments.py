@@ -27,18 +27,19 @@ from torch import Tensor
 
 import wyfold
 from wyfold import reference
+from wyfold.autograd import workspace
 from wyfold.cli import timing
 from wyfold.cli.cases import MIXED_LENGTHS, PINNED, Case
 from wyfold.cli.catalog import OPS
-from wyfold.cli.contenders import Contender, Judge, contenders, prepared
+from wyfold.cli.implementations import Contender, Judge, contenders, prepared
+from wyfold.cli.operators import PER_TOKEN, incoming, measured, widened
 from wyfold.cli.peers import PEERS
-from wyfold.cli.subjects import PER_TOKEN, incoming, measured, widened
-from wyfold.parallel import segments, split
 from wyfold.reference import inputs
 from wyfold.reference.error import Verdict, judge
 from wyfold.reference.rounded import chunked
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
+from wyfold.runtime import segment_rule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = DEVICE.type == "cpu"
@@ -86,7 +87,7 @@ def errors(add: Add, rule: str, gate: str | None, packing: str) -> None:
     yardstick = measured(lambda x: chunked(**x, chunk_size=rows), a, names, fed=fed)
     fed = {name: _moved(x) for name, x in fed.items()}
     for count in COUNTS:
-        how = nullcontext() if count == 1 else segments.forced(count)
+        how = nullcontext() if count == 1 else segment_rule.forced(count)
         with how:
             said = wyfold.explain(op, **on, **more, max_splits=count).segments
             got = measured(lambda x, count=count: op(**x, **more, max_splits=count), on, names, fed=fed)
@@ -134,7 +135,7 @@ def ours(one: Case, **options: Any) -> Contender:
 
 def judged_long(add: Add, part: str, one: Case, arguments: Arguments, heads: int) -> None:
     """Cut as the rule has it, and whole: both against the eager backend in float64, for some of the heads."""
-    split.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
+    workspace.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
     judge_of = Judge(one, arguments, heads=heads)
     for how, options in (("cut", {}), ("whole", {"max_splits": 1})):
         found = judge_of.finding(ours(one, **options), True, ours=True)
@@ -151,10 +152,15 @@ def long(add: Add, op: str, gate: str) -> None:
 
 def threshold(add: Add, op: str) -> None:
     """Lengths around the shortest sequence that is cut, whose last chunk counts as a full one."""
-    for T in (segments.SHORTEST - C, segments.SHORTEST - C + 1, segments.SHORTEST, segments.SHORTEST + 1):
+    for T in (
+        segment_rule.SHORTEST - C,
+        segment_rule.SHORTEST - C + 1,
+        segment_rule.SHORTEST,
+        segment_rule.SHORTEST + 1,
+    ):
         one = case(op, Shape(1, T, 4, 4, 128, 128), "slow")  # what forgets at once has the bits of whole either way
         a = one.arguments()
-        cut_here = T > segments.SHORTEST - C
+        cut_here = T > segment_rule.SHORTEST - C
         found, whole = (_forward(one, a, **options) for options in ({}, {"max_splits": 1}))
         same, said = torch.equal(found, whole), wyfold.explain(getattr(wyfold, OPS[op]), **a).segments
         held = None if TINY else (said >= 4 and not same) == cut_here and (said == 1 and same) != cut_here
@@ -188,7 +194,7 @@ def bits(add: Add, rule: str) -> None:
 
     borders = [0, *itertools.accumulate(lengths)]
     all_of_them = a | {"cu_seqlens": torch.tensor(borders, device=DEVICE)}
-    with segments.forced(4, 2) if TINY else nullcontext():
+    with segment_rule.forced(4, 2) if TINY else nullcontext():
         packed = call(all_of_them)
         for n, (begin, end) in enumerate(itertools.pairwise(borders)):
             if begin == end:
@@ -221,7 +227,7 @@ def rows_of_a_batch(add: Add, rule: str) -> None:
     B, T, H = (2, 9 * C, 2) if TINY else (4, 16384, 4)
     one = replace(case(OPS_SHORT[rule], "b4t16kh4"), shape=Shape(B, T, H, H, D, D))
     a = one.arguments()
-    with segments.forced(4) if TINY else nullcontext():
+    with segment_rule.forced(4) if TINY else nullcontext():
         together = _forward(one, a)
         alone = [
             _forward(one, {k: x[b : b + 1] if isinstance(x, Tensor) else x for k, x in a.items()}) for b in range(B)

@@ -28,7 +28,7 @@ from wyfold.cli.generate import Sampling, speak_together
 from wyfold.cli.peers import PEERS
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error
-from wyfold.runtime.replay import Replay
+from wyfold.runtime.cuda_graph import Replay
 
 SHARE, OVER_FLA, APART, HOST = 0.80, 1.3, 0.05, 60.0
 """Least share of a copy's speed; least of fla's time over ours; most that two contexts differ by; most microseconds."""

@@ -30,8 +30,8 @@ from wyfold.runtime.choices import CHUNK_SIZES
 
 if TYPE_CHECKING:
     from wyfold.cli.cases import Case
-    from wyfold.cli.race import Track
-    from wyfold.parallel.team import Ranks
+    from wyfold.cli.distributed import Ranks
+    from wyfold.cli.runner import Track
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
@@ -150,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from wyfold.cli import memory, timing
-    from wyfold.cli.race import Track, measure, race, said
-    from wyfold.parallel.team import Ranks, launched
+    from wyfold.cli.distributed import Ranks, launched
+    from wyfold.cli.runner import Track, measure, race, said
 
     if args.measure:
         print(json.dumps(measure(json.loads(args.measure))))
@@ -221,7 +221,7 @@ def _over_ranks(
 ) -> int:
     """The same cases by all processes of a launcher together."""
     from wyfold.cli import scaling
-    from wyfold.parallel.team import leave
+    from wyfold.cli.distributed import leave
 
     code = scaling.run(args, cases, peers, record, stem, team)
     leave()
@@ -257,7 +257,7 @@ def _settled(args: argparse.Namespace) -> str:
     """Type of the device; what the command line leaves open gets what is usual there."""
     import torch
 
-    from wyfold.parallel.team import launched
+    from wyfold.cli.distributed import launched
 
     args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = str(args.device.type)
@@ -281,7 +281,7 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
         UsageError: an operator refuses a shape.
     """
     from wyfold.cli.cases import PINNED, Case, gates_of
-    from wyfold.cli.subjects import SUBJECTS
+    from wyfold.cli.operators import SUBJECTS
     from wyfold.reference.shapes import Shape
 
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS
-from wyfold.cli.subjects import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
+from wyfold.cli.operators import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 

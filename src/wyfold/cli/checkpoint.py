@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from wyfold.cli.distributed import Team
     from wyfold.models import Decoder, DecoderConfig
-    from wyfold.parallel.team import Team
 
 KEPT = 2
 PREFIX = "step-"
@@ -85,7 +85,7 @@ def save_shards(
     Raises:
         Failure: As of `save`.
     """
-    from wyfold.parallel import shards
+    from wyfold.cli import sharded_checkpoint
 
     with _all_or_nothing(root, step):
         # The name is the leader's. 52 bits: a whole number that float64 holds.
@@ -96,7 +96,7 @@ def save_shards(
             (partial / MODEL).mkdir()
             files.write(partial / MODEL / CONFIG_FILE, config.to_json())
         team.most(0)  # the folder is there
-        shards.write(partial / SHARDS, tensors)
+        sharded_checkpoint.write(partial / SHARDS, tensors)
         team.most(0)  # all of it is
         if team.leads:
             _finish(partial, step, record)
@@ -148,10 +148,10 @@ def require_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         UsageError: as of `load_shards`.
     """
-    from wyfold.parallel import shards
+    from wyfold.cli import sharded_checkpoint
 
     try:
-        shards.require(folder / SHARDS, tensors)
+        sharded_checkpoint.require(folder / SHARDS, tensors)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -162,10 +162,10 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         UsageError: the checkpoint's shards are damaged, of an earlier format, or not of these tensors.
     """
-    from wyfold.parallel import shards
+    from wyfold.cli import sharded_checkpoint
 
     try:
-        shards.read(folder / SHARDS, tensors)
+        sharded_checkpoint.read(folder / SHARDS, tensors)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from wyfold.cli import DONE, FAILED, Failure, UsageError, results, tables, timing
 from wyfold.cli.cases import Case
 from wyfold.cli.catalog import OURS, OVER_RANKS
-from wyfold.cli.contenders import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
+from wyfold.cli.distributed import Ranks
+from wyfold.cli.implementations import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
+from wyfold.cli.operators import Arguments, Named
 from wyfold.cli.peers import Peer
-from wyfold.cli.race import give_back, said, wait
-from wyfold.cli.subjects import Arguments, Named
-from wyfold.parallel import exchange
-from wyfold.parallel.context import ContextParallel, build_cp_context
-from wyfold.parallel.team import Ranks
-from wyfold.parallel.watch import RankLost
+from wyfold.cli.runner import give_back, said, wait
+from wyfold.context_parallel import collectives
+from wyfold.context_parallel.context import ContextParallel, build_cp_context
+from wyfold.context_parallel.watchdog import RankLost
 from wyfold.runtime.check import UnsupportedError
 
 OPERATORS = ("delta_rule", "gdn", "kda", "ttt")
@@ -83,7 +83,9 @@ class Side:
             return found
         context = self.context
         return {
-            name: context.unshard(x) if name.removeprefix("d") in TOKEN_ARGUMENTS else exchange.total(x, context.group)
+            name: context.unshard(x)
+            if name.removeprefix("d") in TOKEN_ARGUMENTS
+            else collectives.total(x, context.group)
             for name, x in found.items()
         }
 
@@ -335,15 +337,15 @@ def _held_and_sent(
     """Most memory of a rank above its inputs, where an allocator counts it; what ours sends."""
     held, sent = 0.0, list[int]()
     if run_ is not None:
-        with exchange.counted() as sent:
+        with collectives.counted() as sent:
             if case.on_gpu:
                 held = timing.Gpu.peak_mib(run_)
             else:
                 run_()
-    most, bytes_, collectives = team.most(held), team.most(sum(sent)), team.most(len(sent))
+    most, bytes_, count = team.most(held), team.most(sum(sent)), team.most(len(sent))
     peak = {"above_inputs_mib": most, "of": "the rank that holds most"} if case.on_gpu else None
     ours = side.contender.name == OURS
-    return peak, {"bytes": int(bytes_), "collectives": int(collectives)} if ours else None
+    return peak, {"bytes": int(bytes_), "collectives": int(count)} if ours else None
 
 
 def _say(team: Ranks, line: str) -> None:

@@ -29,10 +29,10 @@ from wyfold.runtime.choices import RECOMPUTED
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
+    from wyfold.cli.distributed import Team
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
-    from wyfold.parallel.team import Team
 
 MOST_TOKENS = 2**27
 """Of one batch, whose rows are listed and laid out in memory before anything computes."""
@@ -240,16 +240,16 @@ def run(args: argparse.Namespace) -> int:
     texts = None if args.task else documents.read(args.data)
     results.ready(folder)
 
-    from wyfold.cli import integrity, speed
+    from wyfold.cli import integrity, mfu
+    from wyfold.cli.distributed import leave
     from wyfold.cli.trainer import Trainer
-    from wyfold.parallel.team import leave
-    from wyfold.parallel.watch import RankLost
+    from wyfold.context_parallel.watchdog import RankLost
 
     args.device = found_device(args.device)
     source, digest, about = _source(args, texts)
     team = _team(args)
     recipe = _recipe(args, digest, team.replicas)
-    peak = speed.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
+    peak = mfu.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
     watch = team.watched()
     try:
@@ -283,7 +283,7 @@ def rehearse(args: argparse.Namespace) -> None:
     Args:
         args: Changed in place.
     """
-    from wyfold.cli.lessons import lesson_of
+    from wyfold.cli.objectives import lesson_of
     from wyfold.cli.recipe import build
 
     understand(args)
@@ -447,18 +447,18 @@ def _source(args: argparse.Namespace, texts: documents.Documents | None) -> tupl
         args: Understood.
         texts: What --data names; None for a task, or where it has not been read.
     """
-    from wyfold.cli import corpus, lessons
+    from wyfold.cli import corpus, objectives
 
     if args.task is None:
         text = corpus.read(args.data) if texts is None else corpus.Corpus.of(*texts)
         return text, text.digest(), f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
-    task = lessons.task_of(args.task, pairs=args.pairs, vocabulary=args.vocabulary)
+    task = objectives.task_of(args.task, pairs=args.pairs, vocabulary=args.vocabulary)
     return task, repr(task), f"{args.task}: {task}"
 
 
 def _team(args: argparse.Namespace) -> Team:
     """The processes of the run."""
-    from wyfold.parallel.team import Ranks, Team, launched
+    from wyfold.cli.distributed import Ranks, Team, launched
 
     if not launched():
         if args.cp > 1:

@@ -6,9 +6,9 @@
 On the CPU a resumed run takes the very steps an uninterrupted one takes, bit for bit: batches depend on the seed and a
 cursor, and the model, the moments, the random state and the history all come back from the checkpoint.
 
-A GPU is not waited for at every step: the next batch is drawn while it works, and what a step came to is read while the
-next one runs (`wyfold.cli.pace`). So that a number that is none still ends a run before the update, the device itself
-leaves parameters alone from then on.
+The host does not wait for a GPU at every step: the next batch is drawn while the GPU works, and a step's loss is read
+while the next step runs (`wyfold.cli.prefetch`). So that a NaN loss still ends a run before the update, the device
+itself leaves parameters unchanged from then on.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wyfold.cli import Failure, UsageError, checkpoint, integrity, speed
+from wyfold.cli import Failure, UsageError, checkpoint, integrity, mfu
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.curve import points
+from wyfold.cli.distributed import Team
 from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
-from wyfold.cli.lessons import lesson_of
-from wyfold.cli.pace import Ahead, Figures
+from wyfold.cli.objectives import lesson_of
+from wyfold.cli.prefetch import Ahead, Figures
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
 from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
-from wyfold.parallel.team import Team
 from wyfold.runtime import files
 
 Looked = TypeVar("Looked")
@@ -85,7 +85,7 @@ class Trainer:
         self.lesson = lesson_of(source, recipe)
         asked = None if self.team.sharded else self.lesson.at(0).places
         answers = None if asked is None else asked.shape[1]
-        self.peak, self.flops = peak, 0 if peak is None else speed.step_flops(recipe, self.lesson.vocabulary, answers)
+        self.peak, self.flops = peak, 0 if peak is None else mfu.step_flops(recipe, self.lesson.vocabulary, answers)
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False

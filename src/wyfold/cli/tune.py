@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
 
     from wyfold.cli import tuner
     from wyfold.cli.cases import PINNED, Case
-    from wyfold.runtime import launch
+    from wyfold.runtime import kernel_configs
 
     if not torch.cuda.is_available():
         raise Failure("needs a CUDA device: configurations are proved and timed on the card they are for")
     device = torch.device("cuda", torch.cuda.current_device())
-    support = launch.support(device)
+    support = kernel_configs.support(device)
     if support.refusal:
         raise Failure(support.refusal)
     if args.arch not in (None, support.architecture):
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if op in asked
         for dtype in args.dtypes.split(",")
     ]
-    found, shipped = {}, launch.shipped(support.architecture)
+    found, shipped = {}, kernel_configs.shipped(support.architecture)
     report = f"tune-{support.architecture}-{args.stage or 'all'}.json"
     for stage, case in cases:
         for launched in tuner.launches(stage, case):

@@ -14,12 +14,12 @@ import wyfold
 from wyfold.cli import results
 from wyfold.cli.cases import Case, leaves
 from wyfold.cli.catalog import OPS
-from wyfold.cli.subjects import SUBJECTS, Arguments, measured, verdicts
+from wyfold.cli.operators import SUBJECTS, Arguments, measured, verdicts
 from wyfold.cli.timing import Gpu
-from wyfold.runtime import launch
-from wyfold.runtime.launch import Config
+from wyfold.kernels import table
+from wyfold.runtime import kernel_configs
+from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.plan import Launch
-from wyfold.stages import table
 
 REPEATS = 20
 WARPS, LOOKAHEAD, TILES, REGISTERS = (1, 2, 4, 8, 16), (1, 2, 3, 4), range(16, 257), (None, 255)
@@ -57,7 +57,7 @@ class Tuner:
 
     def __init__(self, launched: Launch, case: Case, device: torch.device, rounds: int):
         self.launched, self.case, self.device, self.rounds = launched, case, device, rounds
-        self.kernel, self.architecture = f"{launched.stage}.triton", launch.architecture(device)
+        self.kernel, self.architecture = f"{launched.stage}.triton", kernel_configs.architecture(device)
         self.module = table.launches(launched.stage, "triton")
 
     def tune(self) -> list[Candidate]:
@@ -75,10 +75,10 @@ class Tuner:
         return candidates
 
     def shipped(self) -> Config:
-        return launch.tuned(self.kernel, self.launched.key, self.device)
+        return kernel_configs.tuned(self.kernel, self.launched.key, self.device)
 
     def trying(self, candidate: Candidate) -> Any:
-        return launch.trying(self.architecture, self.kernel, self.launched.key, candidate.config)
+        return kernel_configs.trying(self.architecture, self.kernel, self.launched.key, candidate.config)
 
     def _compile(self, candidates: list[Candidate]) -> None:
         call = self.call(self.case)
@@ -103,7 +103,7 @@ class Tuner:
         return {(name, key): kernel for name, made in self.compiled().items() for key, kernel in made.items()}
 
     def compiled(self) -> dict[str, dict[Any, Any]]:
-        return launch.compiled(self.module, self.device)
+        return kernel_configs.compiled(self.module, self.device)
 
     def _prove(self, candidates: list[Candidate]) -> None:
         """Against the token loop, at a length that no tile divides, and by repetition."""

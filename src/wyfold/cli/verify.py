@@ -25,8 +25,8 @@ from wyfold.cli.catalog import SCORECARD_ROWS
 if TYPE_CHECKING:
     import torch
 
+    from wyfold.cli.operators import Subject
     from wyfold.cli.scorecard import Record
-    from wyfold.cli.subjects import Subject
     from wyfold.reference.error import Verdict
     from wyfold.reference.shapes import Shape
 
@@ -155,7 +155,7 @@ def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[
     """Every operator in every dtype but the missing ones, judged at one shape."""
     import torch
 
-    from wyfold.cli.subjects import SUBJECTS, judged
+    from wyfold.cli.operators import SUBJECTS, judged
     from wyfold.reference.shapes import Shape
 
     outcomes = []

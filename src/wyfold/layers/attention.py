@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.rotary import rotate
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.register import autocast_dtype
+from wyfold.runtime.torch_ops import autocast_dtype
 
 
 class SoftmaxAttention(nn.Module):

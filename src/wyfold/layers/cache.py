@@ -21,11 +21,11 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 import torch
 from torch import Tensor, nn
 
-from wyfold.ops.context_call import agreed
-from wyfold.parallel.context import ContextParallel
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.ops.rank_agreement import agreed
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.register import autocast_dtype
+from wyfold.runtime.torch_ops import autocast_dtype
 
 ACTIVATIONS = frozenset({"conv", "keys", "values"})
 """Tensors of a cache that have the dtype of the layer's activations; other floats are recurrent states."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache, LayerPool, require_cache
 from wyfold.ops.conv import causal_conv1d
-from wyfold.ops.conv_serving import conv1d_prefill, conv1d_update
-from wyfold.parallel.context import ContextParallel
+from wyfold.ops.serving_conv import conv1d_prefill, conv1d_update
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.stages import table
 
 
 class ShortConvolution(nn.Module):

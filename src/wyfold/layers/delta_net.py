@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache, LayerPool, sequences
 from wyfold.layers.conv import ShortConvolution
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-from wyfold.ops.serving import decode, prefill
-from wyfold.parallel.context import ContextParallel
+from wyfold.ops.serving_delta import decode, prefill
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.stages import table
 
 # A chunk is padded to its full size, 16 tokens or more, so for this few going one by one is less work.
 RECURRENT_TOKENS = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from wyfold.kernels import table
 from wyfold.ops.norm import rms_norm_gated
 from wyfold.runtime import check
-from wyfold.stages import table
 
 
 class GatedRMSNorm(nn.Module):

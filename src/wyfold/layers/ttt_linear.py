@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads
 from wyfold.layers.initial import set_normal_initial
 from wyfold.layers.rotary import rotate
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.stages import table
 
 
 class TTTLinear(nn.Module):

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.models.config import DecoderConfig
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.register import exporting
+from wyfold.runtime.torch_ops import exporting
 
 KEPT_RESULTS = frozenset(
     {"wyfold.delta_fwd", "wyfold.ttt_fwd"}

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wyfold.context_parallel import collectives
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.kernels import table
 from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, PooledCache
 from wyfold.layers.initial import set_normal_initial
 from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
 from wyfold.models.generation import Draw, continued
-from wyfold.ops.context_call import agreed
-from wyfold.parallel import exchange
-from wyfold.parallel.context import ContextParallel
+from wyfold.ops.rank_agreement import agreed
 from wyfold.runtime import check
 from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.register import autocast_dtype
-from wyfold.stages import table
+from wyfold.runtime.torch_ops import autocast_dtype
 
 _SHORT = 60  # characters of a setting, in a message
 IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         return {
             "B": ids.shape[0],
             "labels given": labels is not None,
-            **{f"config.{name}": exchange.short(value, _SHORT) for name, value in vars(self.config).items()},
+            **{f"config.{name}": collectives.short(value, _SHORT) for name, value in vars(self.config).items()},
             "the parameters": _summary(parameters),
             "the dtype of autocast": autocast_dtype(ids.device.type),
             "requires_grad": torch.is_grad_enabled() and any(requires_grad for _, _, requires_grad in parameters),
@@ -488,7 +488,7 @@ def _summary(parameters: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> st
     """Shapes, dtypes and requires_grad of parameters as ranks compare them."""
     numbers = sum(shape.numel() for shape, _, _ in parameters)
     dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in parameters}))
-    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({exchange.digest(repr(parameters))})"
+    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({collectives.digest(repr(parameters))})"
 
 
 def _cross_entropy(

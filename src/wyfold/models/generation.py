@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from wyfold.layers.cache import DecodingCache, PooledCache
+from wyfold.runtime.cuda_graph import Replay
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.replay import Replay
 
 if TYPE_CHECKING:
     from wyfold.models.decoder import Decoder

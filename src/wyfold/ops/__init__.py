@@ -6,28 +6,28 @@ that counts operations, looks up by name.
 
 from wyfold.ops import (
     conv,
-    conv_serving,
     delta_rule,
     gated_delta_rule,
     gates,
     kda,
     norm,
-    serving,
+    serving_conv,
+    serving_delta,
+    serving_ttt,
     solve,
     ttt_linear,
-    ttt_serving,
 )
 
 __all__ = [
     "conv",
-    "conv_serving",
     "delta_rule",
     "gated_delta_rule",
     "gates",
     "kda",
     "norm",
-    "serving",
+    "serving_conv",
+    "serving_delta",
+    "serving_ttt",
     "solve",
     "ttt_linear",
-    "ttt_serving",
 ]

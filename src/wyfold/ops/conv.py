@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.ops.context_call import agreed, check_share
-from wyfold.ops.decisions import decided, decision_key
-from wyfold.parallel.context import ContextParallel
-from wyfold.pipelines.conv import Conv, ConvTensors
-from wyfold.pipelines.conv_context import ConvAcross
-from wyfold.pipelines.conv_serving import one_row
+from wyfold.autograd.conv import Conv, ConvTensors
+from wyfold.autograd.serving_conv import one_row
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.conv import ConvAcross
+from wyfold.kernels import table
+from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.rank_agreement import agreed, check_share
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import apply
-from wyfold.stages import table
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import apply
 
 _NAME = "causal_conv1d"
 

@@ -6,19 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.ops.context_call import agreed
-from wyfold.ops.decisions import decided, decision_key
+from wyfold.autograd.delta import delta
+from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.context_parallel.delta import delta_across
+from wyfold.ops.chunking import none_long
 from wyfold.ops.delta_arguments import ChunkFlags, DeltaCall, Flags, GateFlags
-from wyfold.ops.delta_cuts import none_long
 from wyfold.ops.delta_plan import decide
-from wyfold.parallel import segments
-from wyfold.pipelines.delta import delta
-from wyfold.pipelines.delta_context import delta_across
-from wyfold.pipelines.delta_records import DeltaTensors
+from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.rank_agreement import agreed
+from wyfold.runtime import segment_rule
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 Results = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -50,7 +50,7 @@ def call_delta(
     cu, tokens = boundaries_of(cu_seqlens)
     tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu
     values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits, tokens, *flags
-    return recalled(tensors, (*values, segments.forcing()), run)
+    return recalled(tensors, (*values, segment_rule.forcing()), run)
 
 
 _TOKENS = (None,) * 5  # of `ChunkFlags`, token by token
@@ -88,7 +88,7 @@ def _decided_by(call: DeltaCall) -> tuple[Any, ...] | None:
         return None
     asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits
     tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu_seqlens, on_cpu
-    return decision_key(tensors, (op, tokens, shared, *asked, segments.forcing(), *flags), flags.backend)
+    return decision_key(tensors, (op, tokens, shared, *asked, segment_rule.forcing(), *flags), flags.backend)
 
 
 def _alike_on_ranks(call: DeltaCall, options: DeltaOptions) -> dict[str, object]:

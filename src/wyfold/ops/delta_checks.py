@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.context_call import check_share
 from wyfold.ops.delta_arguments import DeltaCall, Flags, GateFlags
+from wyfold.ops.rank_agreement import check_share
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries, packed_boundaries
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 (docs/algorithm.md, section 5)
 

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.decisions import keeps_gradients
+from wyfold.autograd import workspace
+from wyfold.autograd.delta_eager import chunks_per_part
+from wyfold.autograd.row_alignment import box_copies, copied
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.delta import summarised
+from wyfold.kernels import table
+from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import Checked, check_call
-from wyfold.ops.delta_cuts import chunk_size_of, cut_of, runs_eagerly
-from wyfold.parallel import split
-from wyfold.parallel.context import ContextParallel
-from wyfold.pipelines.delta_context import summarised
-from wyfold.pipelines.delta_parts import chunks_per_part
-from wyfold.pipelines.rows import box_copies, copied
-from wyfold.runtime import check, launch
-from wyfold.runtime.chunks import Cut, likely_segments
+from wyfold.ops.plan_cache import keeps_gradients
+from wyfold.runtime import check, kernel_configs
+from wyfold.runtime.chunk_layout import Cut, likely_segments
 from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import Plan, explaining
-from wyfold.stages import table
 
 
 def decide(call: DeltaCall) -> DeltaOptions:
@@ -90,7 +90,7 @@ def _plan(
         backward=stages[1],
         dtypes=table.dtypes(*given),
         chunk_size=chunk_size,
-        parts=split.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
+        parts=workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
         sizes=() if recurrent else launch_sizes(q, chunk_size),
@@ -162,5 +162,5 @@ def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
     """What may be too large for a card (`beyond` in support.json)."""
     if q.dtype == torch.float64:
         return ()
-    key = f"{launch.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
+    key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
     return ("prepare", key), ("scan", key)

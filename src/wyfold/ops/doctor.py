@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from wyfold.kernels import table
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.explain import explain
@@ -24,9 +25,8 @@ from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.runtime import launch
+from wyfold.runtime import kernel_configs
 from wyfold.runtime.check import UnsupportedError, checking_contents
-from wyfold.stages import table
 
 OLDEST_TORCH = (2, 11)
 
@@ -174,7 +174,7 @@ def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
-        "architecture": launch.architecture(torch.device("cuda", index)),
+        "architecture": kernel_configs.architecture(torch.device("cuda", index)),
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "triton": _kernels_on(torch.device("cuda", index)),
     }
@@ -186,7 +186,7 @@ def _gpus() -> list[torch.device]:
 
 def _kernels_on(device: torch.device) -> str:
     """What is known about the kernels on a GPU: verified, unverified or refused."""
-    support = launch.support(device)
+    support = kernel_configs.support(device)
     if support.refusal:
         return f"refused: {support.refusal}"
     if support.proof == "verified":
@@ -203,16 +203,20 @@ def _known_bad() -> tuple[str, ...]:
         oldest = ".".join(map(str, OLDEST_TORCH))
         found.append(f"torch {torch.__version__} is older than {oldest}, the oldest that wyfold is made for")
     # A CPU build of torch brings no Triton, and needs none.
-    if (launch.version() or torch.version.cuda) and (reason := launch.unlisted(launch.version())):
+    if (kernel_configs.version() or torch.version.cuda) and (
+        reason := kernel_configs.unlisted(kernel_configs.version())
+    ):
         found.append(f"every GPU kernel is refused: {reason}")
-    if refusal := launch.interpreter_refusal():
+    if refusal := kernel_configs.interpreter_refusal():
         found.append(refusal)
     return tuple(found)
 
 
 def _cells() -> dict[str, dict[str, str]]:
     """Stage -> backend -> what its results rest on."""
-    kernels = "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or launch.support(torch.device("cuda")).refusal
+    kernels = (
+        "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or kernel_configs.support(torch.device("cuda")).refusal
+    )
     proof = {
         "eager": "PyTorch on any device; `wyfold verify` measures it on this one",
         "triton": kernels,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.decisions import decided, decision_key
+from wyfold.kernels import table
+from wyfold.kernels.gate import GateGradients
+from wyfold.ops.plan_cache import decided, decision_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import apply, call, once_differentiable, register
-from wyfold.stages import table
-from wyfold.stages.gate import GateGradients
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.ops.delta_arguments import ChunkFlags, Flags, GateFlags
 from wyfold.ops.delta_call import call_delta
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]

@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.decisions import decided, decision_key, keeps_gradients
+from wyfold.autograd.row_alignment import box_copies, copied
+from wyfold.autograd.serving_delta import Serving, serve
+from wyfold.kernels import table
+from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
-from wyfold.ops.delta_cuts import best_chunk_size
 from wyfold.ops.delta_plan import launch_keys, launch_sizes
-from wyfold.pipelines.rows import box_copies, copied
-from wyfold.pipelines.serving import Serving, serve
+from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
-from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import in_autocast_dtype, refuse_transforms
-from wyfold.stages import table
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import in_autocast_dtype, refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.decisions import decided, decision_key
-from wyfold.parallel import split
-from wyfold.parallel.split import Part
-from wyfold.pipelines.rows import aligned, copied
+from wyfold.autograd import workspace
+from wyfold.autograd.row_alignment import aligned, copied
+from wyfold.autograd.workspace import Part
+from wyfold.kernels import table
+from wyfold.ops.plan_cache import decided, decision_key
 from wyfold.runtime import check
-from wyfold.runtime.chunks import CHUNK_SIZES, ChunkGrid
+from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
-from wyfold.runtime.recall import recalled
-from wyfold.runtime.register import call, refuse_transforms, register
-from wyfold.stages import table
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import call, refuse_transforms, register
 from wyfold.tile.rows.eager import widest
 
 
@@ -222,7 +222,7 @@ def _plan(
 ) -> Plan:
     """key: gives what the launch depends on, from the module of its kernel. copies: arguments that kernels copy."""
     N = None if cu is None else cu.shape[0] - 1
-    parts = split.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
+    parts = workspace.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
     return table.plan(
         op,
@@ -248,12 +248,12 @@ def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, backend: str) 
 
 def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:
     """Most chunks of a part: what a state is elsewhere, [heads, chunk_size, width] tiles are here."""
-    return split.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
+    return workspace.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
 
 
 def _parts(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int) -> list[Part]:
     B, T = x.shape[:2]
-    return split.parts(B, T, None if cu is None else legal_boundaries(op, cu, T), chunk_size, per_part)
+    return workspace.parts(B, T, None if cu is None else legal_boundaries(op, cu, T), chunk_size, per_part)
 
 
 def _solve_tril(A: Tensor, cu: Tensor | None, output_dtype: torch.dtype, backend: str) -> Tensor:

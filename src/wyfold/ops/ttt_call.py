@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.ops.context_call import agreed
-from wyfold.ops.decisions import decided, decision_key
+from wyfold.autograd import workspace
+from wyfold.autograd.ttt import chunks_per_part, ttt
+from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.ttt import ttt_across
+from wyfold.kernels import table
+from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.rank_agreement import agreed
 from wyfold.ops.ttt_arguments import TTTCall, column, numbers_apart
 from wyfold.ops.ttt_checks import Checked, check_call
-from wyfold.parallel import split
-from wyfold.parallel.context import ContextParallel
-from wyfold.pipelines.ttt import chunks_per_part, ttt
-from wyfold.pipelines.ttt_context import ttt_across
-from wyfold.pipelines.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.runtime import check
-from wyfold.runtime.launch import dtype_word
+from wyfold.runtime.kernel_configs import dtype_word
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.register import in_autocast_dtype
-from wyfold.stages import table
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 
 def call_ttt(call: TTTCall) -> TTTResult:
@@ -80,7 +80,7 @@ def _plan(call: TTTCall, checked: Checked) -> Plan:
         backward=stages,
         dtypes=table.dtypes(q, k, v),
         chunk_size=C,
-        parts=split.part_count(B, T, packed, C, chunks_per_part(v, C)),
+        parts=workspace.part_count(B, T, packed, C, chunks_per_part(v, C)),
         collectives=() if call.context is None else _collectives(call.context, v),
         keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),

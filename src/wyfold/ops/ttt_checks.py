@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.context_call import check_share
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.ops.rank_agreement import check_share
 from wyfold.ops.ttt_arguments import TTTCall
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime import check
-from wyfold.runtime.chunks import CHUNK_SIZES
+from wyfold.runtime.chunk_layout import CHUNK_SIZES
 from wyfold.runtime.layout import SequenceLayout, packed_boundaries
-from wyfold.runtime.register import in_autocast_dtype
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 WIDEST = 128
 RESIDUALS = ("o", "q")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.ops.ttt_arguments import TTTCall, TTTForm, numbers_apart
 from wyfold.ops.ttt_call import call_ttt
-from wyfold.parallel.context import ContextParallel
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
-from wyfold.runtime.recall import recalled
+from wyfold.runtime.replay_cache import recalled
 
 
 class TTTState(NamedTuple):

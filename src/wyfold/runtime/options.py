@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from wyfold.runtime.chunks import Cut
+from wyfold.runtime.chunk_layout import Cut
 
 
 class DeltaOptions(NamedTuple):

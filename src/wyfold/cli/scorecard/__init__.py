@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from wyfold.cli.scorecard import accuracy, bits, contract, house
+from wyfold.cli.scorecard import accuracy, bits, contract, installation
 from wyfold.cli.scorecard.finding import Finding, Scope
 
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
@@ -78,5 +78,5 @@ def _outcome(finding: Finding) -> tuple[str, str]:
     return PASS, ""
 
 
-ROWS = {row.number: row for row in (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *house.ROWS)}
+ROWS = {row.number: row for row in (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *installation.ROWS)}
 """Every row this version can try, by number."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import wyfold
+from wyfold.cli.operators import SUBJECTS, Arguments, Subject, judged, measured, verdicts
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
-from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
 

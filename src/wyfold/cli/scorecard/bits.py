@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from wyfold.cli.operators import SUBJECTS, Arguments, Named, Subject, bound, incoming, measured, widened
 from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
-from wyfold.cli.subjects import SUBJECTS, Arguments, Named, Subject, bound, incoming, measured, widened
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
 

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wyfold
 from wyfold import TTTState, serving
 from wyfold.cli import described
+from wyfold.cli.operators import SUBJECTS, Arguments, Subject, judged, measured, verdicts
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
 from wyfold.cli.scorecard.finding import Finding, Row, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
-from wyfold.cli.subjects import SUBJECTS, Arguments, Subject, judged, measured, verdicts
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.shapes import PACKINGS, Shape
-from wyfold.stages import table
 
 # --- row 17 ----------------------------------------------------------------------------------------------------------
 

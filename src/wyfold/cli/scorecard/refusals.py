@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import wyfold
-from wyfold.cli.subjects import SUBJECTS, Arguments
+from wyfold.cli.operators import SUBJECTS, Arguments
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(2, 20, 2, 4, 16, 24)

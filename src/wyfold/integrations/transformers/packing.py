@@ -17,7 +17,7 @@ from wyfold.integrations.transformers.masks import packed_mask, padding
 from wyfold.runtime import check
 from wyfold.runtime.layout import boundaries as checked_boundaries
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.register import exporting
+from wyfold.runtime.torch_ops import exporting
 
 Call = dict[str, Any]
 

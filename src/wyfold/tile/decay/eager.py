@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.runtime.chunks import ChunkTable
+from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.decay.channel.eager import channel_grams, channel_grams_bwd, exclusive_sum, suffix_sum
 from wyfold.tile.index.eager import from_chunks, to_chunks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.runtime.chunks import ChunkTable
+from wyfold.runtime.chunk_layout import ChunkTable
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,166 @@
+"""DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function over two registered operators.
+
+How the launches of each direction follow one another is the walk's matter: `delta_parts` for the eager backend, which
+cuts a call into parts, and `delta_segments` where it is made to cut sequences as kernels do; `delta_launches` for
+kernels that take whole calls, `delta_tokens` for those that go through them token by token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd import delta_chunk, delta_eager, delta_eager_segments, delta_recurrent
+from wyfold.autograd.delta_records import (
+    DIFFERENTIABLE,
+    TENSORS,
+    DeltaGradient,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+)
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
+
+TENSORS_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+)
+
+
+def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
+    """Results of one call."""
+    if traced():  # a program that is run with gradients asks for what a backward needs itself
+        options = options._replace(save=False)
+    if not differentiating():
+        return run(tensors, options)[0]
+    return DeltaResult(*apply(options.operator, Delta, *tensors, options))
+
+
+def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
+    """Results, and what the backward needs of them, without autograd's knowledge."""
+
+    def forward() -> tuple[Tensor, ...]:
+        *result, saved = call(_forward_op, *tensors, *options)
+        return *result, *saved
+
+    o, final_state, states, *saved = recalled(tensors, ("delta_fwd", *options), forward)
+    return DeltaResult(o, final_state, states), saved
+
+
+def run_backward(given: DeltaGradient) -> list[Tensor]:
+    """Gradient of every differentiable tensor, of no elements where none is wanted."""
+    found: list[Tensor] = call(
+        _backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options
+    )
+    return found
+
+
+class Delta(torch.autograd.Function):
+    """`wyfold::delta_fwd`, with `wyfold::delta_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, options = arguments
+        (o, final_state, states), saved = run(DeltaTensors(*tensors), options)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(states)
+        ctx.options = options
+        ctx.save_for_backward(*tensors, *saved)
+        return o, final_state, states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
+        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        # A compiler passes zeros for every result, the empty ones nobody asked for among them.
+        dST = dST if ctx.options.final_state else None
+        if do is None and dST is None:
+            return (None,) * (TENSORS + 1)
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
+            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
+
+        found = recalled((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
+        return *found, *(None,) * (TENSORS + 1 - DIFFERENTIABLE)
+
+
+class Walk(Protocol):
+    """The launches of both directions, one after another."""
+
+    def forward(
+        self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+    ) -> tuple[DeltaResult, list[Tensor]]:
+        """Results, and what the backward needs of them besides the call's tensors.
+
+        Args:
+            out: Where the output goes, of a caller who looks at no state on the way that was not reached.
+            grid: The call's, if it was made already.
+        """
+
+    def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+        """What the forward will keep, unwritten, from metadata alone."""
+
+    def backward(self, given: DeltaGradient) -> list[Tensor]:
+        """Gradients in memory as `DeltaGradient.rooms` makes it."""
+
+
+def walk(options: DeltaOptions) -> Walk:
+    """The walk of a backend and a form."""
+    if options.backend == "eager":
+        return delta_eager_segments if options.segment_chunks else delta_eager
+    return delta_recurrent if options.recurrent else delta_chunk
+
+
+def _forward(*arguments: Any) -> tuple[Any, ...]:
+    t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
+    result, saved = walk(options).forward(t, options)
+    return *result, saved
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    given = _given(*arguments)
+    return given.rounded(walk(given.options).backward(given))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
+    t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
+    return *empty_result(t, options), walk(options).saved(t, options)
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    given = _given(*arguments)
+    return given.rounded(given.rooms())
+
+
+def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
+    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
+    t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
+    o, final_state, states = Delta.apply(*t, options._replace(save=True))
+    return o, final_state, states, [o.new_empty(0) for _ in walk(options).saved(t, options)]
+
+
+def _given(*arguments: Any) -> DeltaGradient:
+    saved, do, dST, needs, *options = arguments[TENSORS:]
+    return DeltaGradient(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*options), saved, do, dST, needs)
+
+
+_forward_op = register(
+    f"delta_fwd({TENSORS_SCHEMA}, {DELTA_SCHEMA}) -> (Tensor o, Tensor final_state, Tensor states, Tensor[] saved)",
+    _forward,
+    _forward_fake,
+    _forward_differentiated,
+)
+_backward_op = register(
+    f"delta_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dST, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",
+    _backward,
+    _backward_fake,
+    of_gradients=True,
+)

@@ -1,0 +1,283 @@
+"""The delta family as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
+
+    forward     chunk grid, prepare, scan
+    backward    chunk grid, prepare (unless its tiles were kept), scan_bwd, gradients
+
+Where long sequences are cut, each scan has segments for its sequences, and before it run, in either direction,
+
+                segment grid, summary, fold: states, or their gradients, at the segments' borders
+
+What waits for these goes aside, ahead of the rest, which has what they leave idle: segments that begin a sequence need
+no fold, and neither does the half of `scan_bwd` that makes states anew.
+
+Nothing here waits for the device: grids and tiles are sized by capacity, and what boundaries hold is read by kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.delta_records import (
+    DIFFERENTIABLE,
+    INITIAL_STATE,
+    DeltaGradient,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    turned,
+)
+from wyfold.autograd.row_alignment import aligned, dense
+from wyfold.kernels import table
+from wyfold.kernels.records import Prepared, Slots, TokenBorders, TokenGradients
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders, most_chunks
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.side_stream import beside
+
+
+class LaunchedCall:
+    """What both directions derive from a call's tensors and options before the first launch."""
+
+    def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
+        (B, T, _, K), V, C, every = t.q.shape, t.v.shape[3], options.chunk_size, options.checkpoint_every
+        self.options = options
+        if grid is None and t.cu_seqlens is not None and check.readable(t.cu_seqlens):
+            legal_boundaries(options.operator, t.cu_seqlens, T)
+        prepare = self.stage("prepare")
+        self.t = t._replace(q=aligned(t.q), k=aligned(t.k), g=aligned(t.g))
+        self.grid = grid or self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens, every)
+        self.folded = prepare.reads_folded(t.g)
+        self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
+        self.boxed = any(
+            table.language(name, options.backend, self.key, t.q.device) == "gluon" for name in ("scan", "scan_bwd")
+        )
+        if self.boxed:
+            # Once for all launches, of which some run on a side stream.
+            q, k = (x if "channel" in self.key.split() else dense(x) for x in (self.t.q, self.t.k))
+            self.t = self.t._replace(q=q, k=k, v=dense(self.t.v))
+        # Kernels read these few numbers where they lie one after another.
+        self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
+        self.segments: Segments | None = None
+        if _borders(t, options):
+            self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, t.q.device)
+
+    @property
+    def scanned(self) -> ChunkGrid:
+        """What is scanned side by side: sequences or segments."""
+        return self.grid if self.segments is None else self.segments.grid
+
+    def buffer(self, x: Tensor) -> Tensor:
+        """[B, T, ...] as the scans take it: segments lie in one buffer of all rows, one after another."""
+        return x if self.segments is None or x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
+
+    def stage(self, name: str) -> Any:
+        return table.launches(name, self.options.backend)
+
+    def scan_key(self, result: DeltaResult) -> str:
+        """`key`, and what only some scans do: store states on the way, and outputs of another dtype than v's."""
+        kept = " kept" if self.options.checkpoint_every else ""
+        return f"{self.key}{kept}{' wide' if result.o.dtype != self.t.v.dtype else ''}"
+
+    def prepare(self, o: Tensor, *, backward: bool, forward: bool, clear: bool) -> Prepared:
+        """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
+        t = self.t
+        arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
+        prepare = table.serving("prepare", self.options.backend, self.key, t.q.device).prepare
+        directions = {"backward": backward, "forward": forward}
+        found: Prepared = prepare(*arguments, folded=self.folded, **directions, clear=clear)
+        return found
+
+    def summary(
+        self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
+    ) -> None:
+        """Write [borders, HV, V, K] and [borders, HV, K, K], H and M of the segment that ends at each border."""
+        summary = table.serving("summary", self.options.backend, f"{self.key} fwd", k.device).summary
+        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
+
+    def summary_bwd(
+        self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
+    ) -> None:
+        """Write [borders, HV, V, K], c of the segment that begins at each border."""
+        summary_bwd = table.serving("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
+        summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
+
+    def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
+        """Make summaries [borders, HV, V, K] what lies at the borders, with the maps between them.
+
+        `of`: numbers of the sequences, instead of all that are cut.
+        """
+        segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
+        self.stage("fold").fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
+
+    def outside(self, states: Tensor | None) -> Tensor | None:
+        """A K-first view of the caller's states."""
+        return None if states is None else turned(states, self.options)
+
+
+def forward(
+    t: DeltaTensors,
+    options: DeltaOptions,
+    out: Tensor | None = None,
+    grid: ChunkGrid | None = None,
+    slots: Slots | None = None,
+) -> tuple[DeltaResult, list[Tensor]]:
+    """Results, and what the backward needs of them.
+
+    `slots`: of a call that has tokens and is not cut, whose states are read and written where they lie in a pool.
+    """
+    call, result = LaunchedCall(t, options, grid), empty_result(t, options, out)
+    t = call.t
+    if t.v.numel() == 0:
+        if options.final_state:
+            pass_through(t.initial_state, result.final_state)
+        return result, saved(t, options)
+    keep = options.save and options.keep_factors
+    prepared = call.prepare(result.o, backward=keep, forward=True, clear=True)
+    states = first = None
+    if options.checkpoint_every:
+        rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
+        states, first = call.outside(rows), call.grid.first_states(t.q.device)
+    initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
+    if slots is not None:
+        initial, final = call.outside(slots.entering), call.outside(slots.leaving)
+    q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
+    o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
+    folded = _at_borders(t, options)
+    scan = partial(
+        table.serving("scan", options.backend, call.scan_key(result), t.q.device).scan,
+        *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
+        segments=call.segments,
+        borders=folded[0].mT if folded else None,
+        slots=slots,
+    )
+    if call.segments is None:
+        scan()
+    else:
+        with beside(o.device) as aside:
+            with aside:
+                call.summary(k, v, prepared, initial, *folded)
+                call.fold(*folded, back=False)
+                scan(behind=True)
+            scan(behind=False)
+    return result, [*(folded if options.save else []), *(kept_factors(prepared) if keep else [])]
+
+
+def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """What the forward keeps, unwritten; sizes come from metadata alone."""
+    if not options.save:
+        return []
+    folded = _at_borders(t, options)
+    if not options.keep_factors:
+        return folded
+    prepare = table.launches("prepare", options.backend)
+    (B, T, HV), C = t.v.shape[:3], options.chunk_size
+    tiles = most_chunks(B, T, C, t.packed_sequences) * HV
+    folds = prepare.reads_folded(t.g)
+    return [*folded, *kept_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
+
+
+def backward(given: DeltaGradient) -> list[Tensor]:
+    """Every wanted gradient."""
+    t, options, kept, do, dST, needs = given
+    call, dS0 = LaunchedCall(t, options), given.room(INITIAL_STATE)
+    t = call.t
+    if t.v.numel() == 0:
+        found = [room.zero_() for room in given.rooms()]
+        if needs[INITIAL_STATE]:
+            pass_through(dST, found[INITIAL_STATE])
+        return found
+    if do is None:
+        do = t.v.new_zeros(()).expand(t.v.shape)
+    if call.boxed:
+        do = dense(do)
+    folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
+    prepared = unlisted(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
+    initial, final = call.outside(t.initial_state), call.outside(dST)
+    entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
+    q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
+    borders = call.stage("scan_bwd").token_borders(q, v, call.scanned)
+    leaving = torch.empty_like(folded[0]) if folded else None
+    scan_bwd = partial(
+        table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
+        *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering, borders),
+        segments=call.segments,
+        entering=folded[0].mT if folded else None,
+        leaving=None if leaving is None else leaving.mT,
+    )
+    if leaving is None:
+        scan_bwd()
+    else:
+        with beside(q.device) as aside:
+            with aside:
+                call.summary_bwd(q, k, prepared, d_out, final, leaving)
+                call.fold(leaving, folded[1], back=True)
+                scan_bwd(half="reverse")
+            scan_bwd(half="forward")
+    del scan_bwd, prepared  # the tokens' gradients may lie where it lay
+    return token_gradients(call, given, do, borders, dS0)
+
+
+def token_gradients(
+    call: LaunchedCall, given: DeltaGradient, do: Tensor, borders: TokenBorders, dS0: Tensor
+) -> list[Tensor]:
+    """Every wanted gradient, from what lies at the borders of chunks."""
+    t, needs = call.t, given.needs
+    found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
+    wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
+    del wanted[INITIAL_STATE]
+    if any(dx is not None for dx in wanted):
+        key = call.stage("gradients").gradients_key(call.key, t.q, t.v)
+        gradients = table.serving("gradients", call.options.backend, key, t.q.device).gradients
+        inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
+        gradients(*inputs, do, borders, call.grid, call.options, key, TokenGradients(*wanted))
+    return found
+
+
+def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
+    """Borders of segments that there may be; 0 where no sequence can be long enough, or none is to be cut."""
+    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
+    return most_borders(B, T, options.chunk_size, packed, options.cut)
+
+
+def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Unwritten states at the segments' borders and maps of the segments before them, V-first; or none."""
+    borders, HV, K, V = _borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
+    if not borders:
+        return []
+    rows = [t.q.new_empty(borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
+    if options.save and t.cu_seqlens is not None:
+        # As of the factors: not every row of a packed batch is written.
+        for x in rows:
+            x.zero_()
+    return rows
+
+
+def pass_through(states: Tensor | None, out: Tensor) -> None:
+    """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
+    if states is None:
+        out.zero_()
+    else:
+        out.copy_(states)
+
+
+def kept_factors(prepared: Prepared) -> list[Tensor]:
+    """What the backward reads of it."""
+    if prepared.back is not None:
+        prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
+    return listed(prepared)
+
+
+def listed(prepared: Prepared) -> list[Tensor]:
+    """A list of tensors; one without a tile's dimensions stands for what is not there."""
+    return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
+
+
+def unlisted(factors: list[Tensor]) -> Prepared:
+    """The inverse of `listed`."""
+    return Prepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""The delta family part by part: the walk of the eager backend.
+
+The launches run over one part of a call after another (`parallel.split`), the state handed from one part to the next;
+the backward walks the parts back from the states that the forward kept at their borders, and rebuilds what lies
+between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd import workspace
+from wyfold.autograd.delta_records import DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
+from wyfold.autograd.workspace import Part
+from wyfold.kernels import table
+from wyfold.kernels.records import Factors, TokenGradients
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.index.eager import to_chunks, wide
+
+RECURRENT_PARTS = 8  # the token-by-token adjoint keeps a state per token: parts are that much smaller
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward; empty where the options do not ask for it.
+
+    Attributes:
+        borders: [rows, HV, K, V] states that one part hands to the next.
+        E, F, A, J, P: `Factors` of every chunk, but G, which is a running sum away.
+    """
+
+    borders: Tensor
+    E: Tensor
+    F: Tensor
+    A: Tensor
+    J: Tensor
+    P: Tensor
+
+    def factors(self, tiles: slice) -> Factors:
+        """Views of some tiles."""
+        return Factors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
+
+
+def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
+    """Most chunks of a part, from widths, heads and dtype alone; fewer where a backward will keep a state per token."""
+    state_bytes = v.shape[2] * q.shape[3] * v.shape[3] * wide(q.dtype).itemsize
+    return workspace.chunks_per_part(state_bytes * (RECURRENT_PARTS if state_per_token else 1))
+
+
+class PartedCall:
+    """What both directions derive from a call's tensors and options before the first launch."""
+
+    def __init__(self, tensors: DeltaTensors, options: DeltaOptions):
+        self.tensors, self.options = tensors, options
+        self.B, self.T, self.HV, self.V = tensors.v.shape
+        self.K, self.dtype = tensors.q.shape[-1], wide(tensors.q.dtype)
+        self.cu: Tensor | None = None
+        if tensors.cu_seqlens is not None:
+            given = tensors.cu_seqlens if tensors.cu_seqlens_cpu is None else tensors.cu_seqlens_cpu
+            self.cu = legal_boundaries(options.operator, given, self.T)
+        self.N = self.B if self.cu is None else self.cu.shape[0] - 1
+        per_part = chunks_per_part(tensors.q, tensors.v, state_per_token=options.recurrent and options.save)
+        # Token by token, rows that no token fills are wasted, and no bit depends on them.
+        rows = min(options.chunk_size, max(1, self.T)) if options.recurrent else options.chunk_size
+        self.parts = workspace.parts(self.B, self.T, self.cu, rows, per_part)
+
+    def stage(self, name: str) -> Any:
+        return table.launches(name, self.options.backend)
+
+    def tiles(self, part: Part) -> slice:
+        """A part's tiles among those of the whole call."""
+        first = part.first_chunk * self.HV
+        return slice(first, first + part.table.chunks * self.HV)
+
+    def load(self, part: Part) -> Any:
+        t = self.tensors
+        q, k, v, g, beta = (None if x is None else part.block(x) for x in t[:5])
+        return self.stage("prepare").load(q, k, v, g, beta, t.A_log, t.dt_bias, part.table, self.options)
+
+    def states(self, given: Tensor | None, sequences: slice) -> Tensor:
+        """[n, HV, K, V] the sequences' states, wide and K-first, maybe the caller's own; zeros if none were given."""
+        if given is None:
+            n = sequences.stop - sequences.start
+            return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
+        return turned(given[sequences], self.options).to(self.dtype)
+
+    def entering(self, part: Part, carried: Tensor) -> Tensor:
+        """States entering a part: `carried` in sequences that began in an earlier one."""
+        begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+        return _joined(carried, self.states(self.tensors.initial_state, begun))
+
+    def leaving(self, part: Part, dST: Tensor | None, carried: Tensor) -> Tensor:
+        """Gradients of the states leaving a part: `carried` in sequences that go on in a later one."""
+        ended = slice(part.sequences.start, part.sequences.stop - part.left)
+        return _joined(self.states(dST, ended), carried)
+
+    def pass_through(self, states: Tensor | None, out: Tensor) -> None:
+        """Write to out, both [N, ..] in the caller's layout, the states of sequences without tokens."""
+        empty = (self.lengths == 0).nonzero().flatten().to(out.device)
+        if empty.shape[0]:
+            out[empty] = out.new_zeros(()) if states is None else states[empty].to(out.dtype)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] tokens of each sequence, on the CPU."""
+        return torch.full((self.B,), self.T) if self.cu is None else self.cu.diff()
+
+    def scaled(self, do: Tensor | None, part: Part) -> Tensor:
+        """Tiles of scale * do."""
+        if do is None:
+            size = part.table.chunks * self.HV, part.table.chunk_size, self.V
+            return self.tensors.q.new_zeros(size, dtype=self.dtype)
+        return to_chunks(part.block(do), part.table, self.HV, self.dtype).mul_(self.options.scale)
+
+    def outside(self, states: Tensor) -> Tensor:
+        """States as the caller gets them: layout and storage dtype of the options."""
+        return turned(states, self.options).to(self.options.state_dtype)
+
+
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
+    """Results, and what the backward needs of them."""
+    call = PartedCall(t, options)
+    result, room = empty_result(t, options, out), saved(t, options)
+    o, final_state, states = result
+    kept = Saved(*room)
+    carried = kept.borders[:0]
+    if call.cu is not None:
+        o[:, int(call.cu[-1]) :] = 0
+    if options.final_state:
+        call.pass_through(t.initial_state, final_state)
+    checkpoints = _Checkpoints(call, states) if options.checkpoint_every else None
+    for part in call.parts:
+        S = call.entering(part, carried)
+        if options.save:
+            kept.borders[part.index : part.index + part.entered] = carried
+        inputs, block = call.load(part), part.block(o)
+        leaving = None if checkpoints is None else checkpoints.leaving(part)
+        if options.recurrent:
+            S = call.stage("recurrent").recurrent(inputs, S, part.table, options.scale, block, leaving)
+        else:
+            factors = call.stage("prepare").fold(inputs)
+            if options.save and options.keep_factors:
+                for place, tile in zip(kept.factors(call.tiles(part)), factors, strict=True):
+                    if place is not None and tile is not None:
+                        place.copy_(tile)
+            S = call.stage("scan").scan(inputs, factors, S, part.table, options.scale, block, leaving)
+        if checkpoints is not None and leaving is not None:
+            checkpoints.put(part, leaving)
+        if options.final_state:
+            final_state[part.sequences] = call.outside(S)
+        carried = S[S.shape[0] - part.left :]
+    written = sum(part.table.chunks for part in call.parts) * call.HV
+    for left_over in kept.factors(slice(written, None)):  # capacity that these boundaries do not use
+        if left_over is not None:
+            left_over.zero_()
+    return result, room
+
+
+def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Room for what the forward keeps, `Saved`; sizes come from metadata alone."""
+    B, T, HV, V = t.v.shape
+    K, C, dtype, N = t.q.shape[-1], options.chunk_size, wide(t.q.dtype), t.packed_sequences
+    per_part = chunks_per_part(t.q, t.v, state_per_token=options.recurrent and options.save)
+    # Not every row is written: a registered operator must not return what happened to lie in memory.
+    borders = t.v.new_zeros(workspace.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
+    keep = options.save and options.keep_factors and not options.recurrent
+    tiles = workspace.chunk_rows(B, T, N, C) * HV if keep else 0
+    return [borders, *(t.v.new_empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C))]
+
+
+def backward(given: DeltaGradient) -> list[Tensor]:
+    """Every wanted gradient."""
+    t, options, _, do, dST, needs = given
+    call, kept = PartedCall(t, options), Saved(*given.saved)
+    found = [room.zero_() for room in given.rooms()]
+    dS0 = found[5] if needs[5] else None
+    if dS0 is not None and dST is not None:
+        call.pass_through(dST, dS0)
+    carried = kept.borders[:0]
+    for part in reversed(call.parts):
+        S = call.entering(part, kept.borders[part.index : part.index + part.entered])
+        dS = call.leaving(part, dST, carried)
+        inputs, d_out = call.load(part), call.scaled(do, part)
+        if options.recurrent:
+            tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
+        else:
+            factors = kept.factors(call.tiles(part)) if options.keep_factors else None
+            factors = call.stage("prepare").fold(inputs, factors)
+            at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
+            tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
+        blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
+        out = TokenGradients(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
+        beta, g = (None if x is None else part.block(x) for x in (t.beta, t.g))
+        call.stage("gradients").unload(tiles, inputs, beta, g, t.A_log, t.dt_bias, part.table, options, out)
+        carried = dS[: part.entered]
+        if dS0 is not None:
+            begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+            dS0[begun] = turned(dS[part.entered :], options)
+    return found
+
+
+def _joined(first: Tensor, last: Tensor) -> Tensor:
+    """States of two runs of sequences as one, copied only where both have some."""
+    if first.shape[0] == 0:
+        return last
+    return torch.cat([first, last]) if last.shape[0] else first
+
+
+class _Checkpoints:
+    """Intermediate states: those that leave a chunk at a multiple of `checkpoint_every` tokens of its sequence."""
+
+    def __init__(self, call: PartedCall, states: Tensor):
+        self.call, self.every = call, call.options.checkpoint_every
+        self.rows = states.flatten(0, 1) if call.cu is None else states
+        counts = call.lengths // self.every
+        self.first = counts.cumsum(0) - counts
+
+    def leaving(self, part: Part) -> Tensor:
+        call = self.call
+        return call.tensors.q.new_empty(part.table.chunks, call.HV, call.K, call.V, dtype=call.dtype)
+
+    def put(self, part: Part, leaving: Tensor) -> None:
+        sequence, position = part.chunk_ends()
+        wanted = (position % self.every == 0).nonzero().flatten()
+        row = self.first[sequence[wanted]] + position[wanted] // self.every - 1
+        self.rows[row.to(self.rows.device)] = self.call.outside(leaving[wanted.to(leaving.device)])

@@ -1,0 +1,200 @@
+"""The delta family in segments: the walk of the eager backend where long sequences are cut.
+
+What is parallel on a GPU stays a loop here, so nobody is given this walk unasked: it says in float64 what the kernels'
+walk has to be. A segment is a sequence of one packed buffer, entered with what the fold of all before it makes:
+
+    forward     summaries [H | M], fold, then the ordinary walk of all segments
+    backward    summaries c, fold back with M, then the ordinary walk back
+
+The gradient of the whole is that of the last step with the right gradients at its borders, so autograd never sees M
+and H (docs/algorithm.md, section 9).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd import delta_eager
+from wyfold.autograd.delta_eager import PartedCall
+from wyfold.autograd.delta_records import (
+    INITIAL_STATE,
+    DeltaGradient,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    turned,
+)
+from wyfold.kernels import table
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.index.eager import wide
+
+
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
+    """Results, and what the backward needs of them."""
+    call, result, room = _Call.of(t, options), empty_result(t, options, out), _room(t, options)
+    S0 = None if t.initial_state is None else turned(t.initial_state, options)
+    states, maps = call.summaries(S0)
+    call.fold(states, maps, back=False)
+    entering = call.spread(S0, states, call.leading + 1, call.firsts)
+    found, kept = delta_eager.forward(call.packed(entering), call.inside, call.one_buffer(result.o))
+    if options.final_state:
+        result.final_state.copy_(turned(found.final_state[call.lasts], options))
+    if options.save:
+        for place, given in zip(room, (entering, maps), strict=True):
+            place[: given.shape[0]] = given
+    return result, [*room, *kept]
+
+
+def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """What the forward keeps, unwritten: entering states, maps, and what the walk of the segments keeps."""
+    entering, maps = _room(t, options)
+    N = t.packed_sequences
+    segments = (t.v.shape[0] if N is None else N) + _borders(t, options)
+    # Boundaries of as many sequences as there are segments at most.
+    cu = t.q.new_empty(segments + 1, dtype=torch.int64)
+    packed = t._replace(q=_one_buffer(t.q), v=_one_buffer(t.v), cu_seqlens=cu)
+    return [entering, maps, *delta_eager.saved(packed, _inside(t, options))]
+
+
+def backward(given: DeltaGradient) -> list[Tensor]:
+    """Every wanted gradient."""
+    t, options, (entering, maps, *kept), do, dST, needs = given
+    call = _Call.of(t, options)
+    dST = None if dST is None else turned(dST, options)
+    if do is None:
+        do = t.v.new_zeros(()).expand(t.v.shape)
+    gradients = call.summaries_back(do, dST)
+    call.fold(gradients, maps[: gradients.shape[0]], back=True)
+    leaving = call.spread(dST, gradients, call.leading, call.lasts)
+    inside = DeltaGradient(call.packed(entering), call.inside, kept, _one_buffer(do), leaving, needs)
+    found = delta_eager.backward(inside)
+    if needs[INITIAL_STATE] and t.initial_state is not None:
+        found[INITIAL_STATE] = turned(found[INITIAL_STATE][call.firsts], options)
+    return [dx if x is None or not need else dx.view(x.shape) for dx, x, need in zip(found, t, needs, strict=False)]
+
+
+class _Call(NamedTuple):
+    """What both directions derive from a call's tensors and options.
+
+    Attributes:
+        tensors, options: The call's.
+        segments: Where they lie.
+        leading: [borders] segment before each border there is.
+        firsts, lasts: [N] first and last segment of each sequence.
+    """
+
+    tensors: DeltaTensors
+    options: DeltaOptions
+    segments: Segments
+    leading: Tensor
+    firsts: Tensor
+    lasts: Tensor
+
+    @classmethod
+    def of(cls, t: DeltaTensors, options: DeltaOptions) -> _Call:
+        (B, T), cu = t.v.shape[:2], t.cu_seqlens
+        if cu is not None:
+            cu = legal_boundaries(options.operator, cu if t.cu_seqlens_cpu is None else t.cu_seqlens_cpu, T)
+        grid = table.launches("chunk_grid", "eager").chunk_grid(B, T, options.chunk_size, cu)
+        segments = table.launches("segment_grid", "eager").segment_grid(grid, options.cut, torch.device("cpu"))
+        goes_on = segments.sequence[1:] == segments.sequence[:-1]
+        leading = (goes_on & (segments.sequence[1:] < segments.sequences)).nonzero().flatten()
+        return cls(t, options, segments, leading, segments.first[:-1], segments.first[1:] - 1)
+
+    @property
+    def most(self) -> int:
+        """Segments there may be: those that no sequence needs are empty, so that sizes do not depend on boundaries."""
+        return self.segments.grid.sequences
+
+    @property
+    def inside(self) -> DeltaOptions:
+        return _inside(self.tensors, self.options)
+
+    def packed(self, entering: Tensor) -> DeltaTensors:
+        """The call of all segments as sequences of one buffer."""
+        t = self.tensors
+        q, k, v, g, beta = (None if x is None else _one_buffer(x) for x in t[:INITIAL_STATE])
+        at = self.segments.grid.cu
+        return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, at)  # type: ignore[arg-type]
+
+    def one_buffer(self, o: Tensor) -> Tensor:
+        """A view of an output."""
+        return o.view(1, -1, *o.shape[2:])
+
+    def spread(self, given: Tensor | None, borders: Tensor, at: Tensor, ends: Tensor) -> Tensor:
+        """[segments, HV, K, V] of each segment the state at its border, or at its sequence's end the given one."""
+        states = borders.new_zeros(self.most, *borders.shape[1:])
+        states[at] = borders
+        if given is not None:
+            states[ends] = given.to(states.dtype)
+        return states
+
+    def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
+        table.launches("fold", "eager").fold(states, maps, self.segments, back=back)
+
+    def summaries(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[borders, HV, K, V] H and [borders, HV, K, K] M of the segments before borders."""
+        t = self.tensors
+        HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
+        S = t.q.new_zeros(self.most, HV, K, V + K, dtype=wide(t.q.dtype))
+        if S0 is not None:
+            S[self.firsts, ..., :V] = S0.to(S.dtype)
+        S[..., V:] = torch.eye(K, dtype=S.dtype, device=S.device)
+        call, carried, leaving = PartedCall(self.packed(S), self.inside), S[:0], torch.empty_like(S)
+        for part in call.parts:
+            inputs = call.load(part)
+            factors = call.stage("prepare").fold(inputs)
+            states = call.stage("summary").summary(inputs, factors, call.entering(part, carried), part.table)
+            leaving[part.sequences], carried = states, states[states.shape[0] - part.left :]
+        H, M = leaving[self.leading].split([V, K], dim=-1)
+        return H.contiguous(), M.contiguous()
+
+    def summaries_back(self, do: Tensor, dST: Tensor | None) -> Tensor:
+        """[borders, HV, K, V] c of the segments behind borders."""
+        t = self.tensors
+        HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
+        dS = t.q.new_zeros(self.most, HV, K, V, dtype=wide(t.q.dtype))
+        if dST is not None:
+            dS[self.lasts] = dST.to(dS.dtype)
+        call, carried, entering = PartedCall(self.packed(dS), self.inside), dS[:0], torch.empty_like(dS)
+        for part in reversed(call.parts):
+            inputs, d_out = call.load(part), call.scaled(_one_buffer(do), part)
+            factors = call.stage("prepare").fold(inputs)
+            states = call.stage("summary").summary_bwd(
+                inputs, factors, d_out, call.leaving(part, dS, carried), part.table
+            )
+            entering[part.sequences], carried = states, states[: part.entered]
+        return entering[self.leading + 1]
+
+
+def _inside(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
+    """The options of the call of all segments: nothing is cut, states are as wide as between chunks, [.., K, V]."""
+    return options._replace(segment_chunks=0, segments=1, state_v_first=False, state_dtype=wide(t.q.dtype))
+
+
+def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
+    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
+    return most_borders(B, T, options.chunk_size, packed, options.cut)
+
+
+def _room(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Zeros for the states that enter segments, and the maps of those before borders, if a backward will follow."""
+    HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
+    borders, N = _borders(t, options), t.packed_sequences
+    segments = (t.v.shape[0] if N is None else N) + borders
+    rows = (segments, borders) if options.save else (0, 0)
+    return [
+        t.q.new_zeros(count, HV, K, width, dtype=wide(t.q.dtype)) for count, width in zip(rows, (V, K), strict=True)
+    ]
+
+
+def _one_buffer(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B T, ...]."""
+    return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])

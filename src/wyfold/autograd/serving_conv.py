@@ -1,0 +1,135 @@
+"""The short convolution for serving: latest inputs in the slots of a pool, updated in place, by a registered operator.
+
+It has no gradient. A few tokens of each sequence are one launch, which finds the slots itself. Any number of them pass
+through the launch of the differentiable operator, between inputs taken out of their slots and put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels import table
+from wyfold.kernels.records import Slots
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.torch_ops import call, register
+
+CHUNK = 64
+"""Of the grid that carries a call's boundaries: any would do."""
+
+
+class ConvServing(NamedTuple):
+    """One call, as the public operators document its tensors.
+
+    Attributes:
+        x: [B, T, D].
+        weight, bias: [D, W], and [D] or None.
+        pool: [slots, D, S], updated in place.
+        source: [N, 1] slot of each sequence, or None.
+        given: [N] bool, or None.
+        accepted: [N], or None.
+        cu_seqlens: [N+1], or None.
+        y: [B, T, D], written.
+        pad: Slots are numbers above this one.
+        drafts: Whether every token's inputs are left in the slot, for a later choice, instead of the last ones.
+        activated: Whether y passes a silu.
+        operator, backend: Public name, for messages; the plan's choice.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    pool: Tensor
+    source: Tensor | None
+    given: Tensor | None
+    accepted: Tensor | None
+    cu_seqlens: Tensor | None
+    y: Tensor
+    pad: int
+    drafts: bool
+    activated: bool
+    operator: str
+    backend: str
+
+
+def serve_conv(serving: ConvServing) -> None:
+    """Run one call: `serving.y` and the pool hold its results."""
+    call(_serve_op, *serving)
+
+
+def _serve(*arguments: Any) -> None:
+    s = ConvServing(*arguments)
+    (B, T, D), cu = s.x.shape, s.cu_seqlens
+    if D == 0 or (B == 0 and cu is None):
+        return
+    if cu is not None and check.readable(cu):
+        legal_boundaries(s.operator, cu, T)
+    grid = table.launches("chunk_grid", s.backend).chunk_grid(B, T, CHUNK, cu)
+    given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
+    slots = Slots(s.pool, s.pool, s.source, given=given, accepted=accepted, pad=s.pad)
+    if s.drafts:
+        stage: Any = table.launches("conv_slots", s.backend)
+        stage.update(s.x, s.weight, s.bias, s.pool, slots, grid, s.activated, s.y)
+    else:
+        _between(s, slots, grid)
+
+
+def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
+    """The convolution of the differentiable operator between `enter` and `leave`; states lie as slots do."""
+    stage: Any = table.launches("slots", s.backend)
+    T, reach = s.x.shape[1], s.weight.shape[1] - 1
+    y = s.y if one_row(s.y) else s.y.new_empty(s.y.shape)
+    entering, leaving = (_like_slots(s.pool, grid.sequences) for _ in range(2))
+    if s.pool.shape[2] > reach:
+        leaving.zero_()  # what else a slot holds means nothing behind these tokens
+    stage.enter(s.pool[:, None], slots, entering[:, None])
+    boundaries: Tensor | int = T
+    if grid.cu is not None:
+        boundaries = grid.cu[: grid.sequences + 1]
+    elif s.backend == "eager":
+        boundaries = torch.arange(grid.sequences + 1) * T
+    if s.backend == "eager" and isinstance(boundaries, Tensor):
+        boundaries = boundaries.cpu()
+    table.launches("conv", s.backend).conv(
+        s.x.flatten(0, 1),
+        s.weight,
+        s.bias,
+        None,
+        entering[:, :, :reach],
+        boundaries,
+        s.activated,
+        y.flatten(0, 1),
+        leaving[:, :, :reach],
+    )
+    stage.leave(leaving[:, None], slots, s.pool[:, None], grid, y[:, :, None])
+    if y is not s.y:
+        s.y.copy_(y)
+
+
+def one_row(x: Tensor) -> bool:
+    """Whether all tokens of [B, T, D] lie one after another at one distance, so that none has to move."""
+    B, T, _ = x.shape
+    return B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
+
+
+def _like_slots(pool: Tensor, N: int) -> Tensor:
+    """[N, D, S] in memory as each slot of the pool is."""
+    _, D, S = pool.shape
+    return pool.new_empty(N, D, S) if pool.stride(2) == 1 else pool.new_empty(N, S, D).mT
+
+
+def _serve_fake(*arguments: Any) -> None:
+    """Nothing is returned."""
+
+
+_serve_op = register(
+    "serve_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) pool, Tensor? source, Tensor? given, "
+    "Tensor? accepted, Tensor? cu_seqlens, Tensor(b!) y, int pad, bool drafts, bool activated, str operator, "
+    "str backend) -> ()",
+    _serve,
+    _serve_fake,
+)

@@ -1,0 +1,144 @@
+"""Serving: sequences whose states lie in the slots of a pool, updated in place, by one registered operator.
+
+It has no gradient. Its kernels are those of the differentiable operators, which find the slots themselves: token by
+token one launch, in chunks as many as without a pool, and one for states that are kept on the way. The eager walk runs
+between states taken out of their slots and put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from wyfold.autograd import delta_chunk
+from wyfold.autograd.delta import walk
+from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.kernels import table
+from wyfold.kernels.records import Slots
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
+from wyfold.runtime.torch_ops import call, register
+
+
+class Serving(NamedTuple):
+    """One serving call: tokens as the public operators document them, and where their states are.
+
+    Attributes:
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens: As of `DeltaTensors`.
+        pool: [slots, HV, K, V], or V-first. Updated in place.
+        source, target, given, accepted, each, pad: As of `Slots`.
+        checkpoints: Pool of states between, updated in place, or None.
+        checkpoint_source: [rows] its slot for each of them.
+        o: [B, T, HV, V], written.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    pool: Tensor
+    source: Tensor | None
+    target: Tensor | None
+    given: Tensor | None
+    accepted: Tensor | None
+    checkpoints: Tensor | None
+    checkpoint_source: Tensor | None
+    o: Tensor
+    each: bool
+    pad: int
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+SERVING_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
+    "Tensor(a!) pool, Tensor? source, Tensor? target, Tensor? given, Tensor? accepted, "
+    "Tensor(b!)? checkpoints, Tensor? checkpoint_source, Tensor(c!) o, bool each, int pad"
+)
+
+
+def serve(serving: Serving, options: DeltaOptions) -> None:
+    """Run one call: `serving.o` and the pools hold its results."""
+    call(_serve_op, *serving, *options)
+
+
+def _serve(*arguments: Any) -> None:
+    fields = len(Serving._fields)
+    s, options = Serving(*arguments[:fields]), DeltaOptions(*arguments[fields:])
+    if s.sequences == 0 and s.cu_seqlens is None:
+        return
+    (B, T), C = s.q.shape[:2], options.chunk_size
+    if s.cu_seqlens is not None and check.readable(s.cu_seqlens):
+        legal_boundaries(options.operator, s.cu_seqlens, T)
+    grids: Any = table.launches("chunk_grid", options.backend)
+    grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
+    given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
+    slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
+    if options.recurrent and options.backend != "eager":
+        recurrent: Any = table.serving("recurrent", options.backend, _key(s, options), s.q.device)
+        A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
+        recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
+    elif options.backend != "eager" and s.o.numel():
+        _in_place(s, slots, grid, options)
+    else:
+        _between(s, slots, grid, options)
+
+
+def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+    """The launches of the chunk form, whose scan has each state from the pool and leaves it there.
+
+    No sequence of a served call is cut into segments, so it is the scan that states come to first and leave last.
+    """
+    tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
+    result, _ = delta_chunk.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
+    _keep(s, result.states, slots, grid, options)
+
+
+def _key(s: Serving, options: DeltaOptions) -> str:
+    """What the configuration of a call token by token depends on."""
+    keys: Any = table.launches("recurrent", "triton")
+    (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
+    order = {"v_first": options.state_v_first, "alone": alone and T == 1}
+    return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
+
+
+def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+    """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
+    stage: Any = table.launches("slots", options.backend)
+    entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
+    stage.enter(s.pool, slots, entering)
+    tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
+    result, _ = walk(options).forward(tokens, options, s.o, grid)
+    if slots.each:
+        stage.leave_each(_rows(s, result.states), slots, s.pool, grid, s.o)
+        return
+    stage.leave(result.final_state, slots, s.pool, grid, s.o)
+    _keep(s, result.states, slots, grid, options)
+
+
+def _keep(s: Serving, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+    """Store states on the way, if they are wanted and there are any."""
+    if s.checkpoints is not None and states.numel():
+        stage: Any = table.launches("slots", options.backend)
+        stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
+
+
+def _rows(s: Serving, states: Tensor) -> Tensor:
+    """States on the way, one after another."""
+    return states if s.cu_seqlens is not None else states.flatten(0, 1)
+
+
+def _serve_fake(*arguments: Any) -> None:
+    """Nothing is returned."""
+
+
+_serve_op = register(f"serve({SERVING_SCHEMA}, {DELTA_SCHEMA}) -> ()", _serve, _serve_fake)

@@ -1,0 +1,77 @@
+"""TTT-Linear for serving: a token of every row, states in the slots of a pool, by one registered operator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from wyfold.kernels import table
+from wyfold.kernels.records import Slots
+from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt_decode import Pools
+from wyfold.runtime.torch_ops import call, register
+
+
+class TTTServing(NamedTuple):
+    """One call, as the public operator documents its tensors.
+
+    Attributes:
+        q, k, v, eta, eta_col: Of one token a row, [N, 1, ..].
+        w, b: [HV, V].
+        state, bias, grad, bias_grad, position: Pools, updated in place.
+        source: [N, 1] slot of each row, or None.
+        o: [N, 1, HV, V], written.
+        pad: Slots are numbers above this one.
+        residual, scale, eps, chunk_size: As of `TTTOptions`.
+        backend: The plan's choice.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    eta: Tensor
+    eta_col: Tensor | None
+    w: Tensor
+    b: Tensor
+    state: Tensor
+    bias: Tensor
+    grad: Tensor
+    bias_grad: Tensor
+    position: Tensor
+    source: Tensor | None
+    o: Tensor
+    pad: int
+    residual: str
+    scale: float
+    eps: float
+    chunk_size: int
+    backend: str
+
+
+def serve_ttt(serving: TTTServing) -> None:
+    """Run one call: `serving.o` and the pools hold its results."""
+    call(_serve_op, *serving)
+
+
+def _serve(*arguments: Any) -> None:
+    s = TTTServing(*arguments)
+    if s.v.numel() == 0:
+        return
+    stage: Any = table.launches("ttt_decode", s.backend)
+    tokens = Tokens(s.q, s.k, s.v, s.w, s.b, s.eta, s.eta_col, s.residual)
+    pools = Pools(s.state, s.bias, s.grad, s.bias_grad, s.position)
+    stage.ttt_decode(tokens, pools, Slots(None, None, s.source, pad=s.pad), s.chunk_size, s.scale, s.eps, s.o)
+
+
+def _serve_fake(*arguments: Any) -> None:
+    """Nothing is returned."""
+
+
+_serve_op = register(
+    "serve_ttt(Tensor q, Tensor k, Tensor v, Tensor eta, Tensor? eta_col, Tensor w, Tensor b, Tensor(a!) state, "
+    "Tensor(b!) bias, Tensor(c!) grad, Tensor(d!) bias_grad, Tensor(e!) position, Tensor? source, Tensor(f!) o, "
+    "int pad, str residual, float scale, float eps, int chunk_size, str backend) -> ()",
+    _serve,
+    _serve_fake,
+)

@@ -1,0 +1,319 @@
+"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function over lists of launches.
+
+Kernels take a call whole (`ttt_launches`). The launches of the eager backend run part by part (`parallel.split`), the
+state handed from one part to the next; the backward walks the parts back from the states that the forward kept, at the
+parts' borders or at every mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd import ttt_kernels, workspace
+from wyfold.autograd.ttt_records import (
+    DIFFERENTIABLE,
+    OPTIONS_SCHEMA,
+    RESULTS,
+    TENSORS,
+    TENSORS_SCHEMA,
+    TTTOptions,
+    TTTResult,
+    TTTTensors,
+    empty_gradients,
+    empty_result,
+    turned,
+)
+from wyfold.autograd.ttt_resume import Resumption, resume
+from wyfold.autograd.workspace import Part
+from wyfold.kernels import table
+from wyfold.kernels.ttt import State, States
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
+from wyfold.tile.index.eager import to_chunks, wide
+
+
+def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
+    """Output and states of one call."""
+    if traced():  # a program that is run with gradients asks for what a backward needs itself
+        options = options._replace(save=False)
+    if not differentiating():
+        return run(tensors, options)[0]
+    return TTTResult(*apply(options.operator, TTT, *tensors, options))
+
+
+def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
+    """Results, and what the backward needs of them, without autograd's knowledge."""
+
+    def forward() -> tuple[Tensor, ...]:
+        *result, saved = call(_forward_op, *tensors, *options)
+        return *result, *saved
+
+    found = recalled(tensors, ("ttt_fwd", *options), forward)
+    return TTTResult(*found[:RESULTS]), list(found[RESULTS:])
+
+
+def run_backward(
+    tensors: TTTTensors, saved: list[Tensor], gradients: Sequence[Tensor | None], options: TTTOptions
+) -> list[Tensor]:
+    """Gradient of every differentiable tensor, from those of the results but the position."""
+    return list(call(_backward_op, *tensors, saved, *gradients, *options))
+
+
+class TTT(torch.autograd.Function):
+    """`wyfold::ttt_fwd`, with `wyfold::ttt_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, options = arguments
+        result, saved = run(TTTTensors(*tensors), options)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result[-1])
+        ctx.options = options
+        ctx.save_for_backward(*tensors, *saved)
+        return tuple(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        none = (None,) * (TENSORS + 1)
+        if all(d is None for d in gradients):
+            return none
+        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
+        needs = ctx.needs_input_grad[:DIFFERENTIABLE]
+
+        def wanted() -> tuple[Tensor | None, ...]:
+            found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
+            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
+
+        found = recalled((*kept, *gradients[:-1]), ("ttt_bwd", *needs, *ctx.options), wanted)
+        return *found, *none[DIFFERENTIABLE:]
+
+
+def chunks_per_part(v: Tensor, chunk_size: int) -> int:
+    """Most mini-batches of a part, from widths, heads and dtype alone; a tile may be larger than a state."""
+    HV, D = v.shape[2:]
+    return workspace.chunks_per_part(HV * D * max(D, chunk_size) * wide(v.dtype).itemsize)
+
+
+class _Call:
+    """What both directions derive from a call's tensors and options before the first launch.
+
+    A recurrent call is packed: a dense batch is B sequences of one buffer.
+    """
+
+    def __init__(self, tensors: TTTTensors, options: TTTOptions):
+        self.tensors, self.options = tensors, options
+        B, T, self.HV, self.D = tensors.v.shape
+        self.dtype = wide(tensors.q.dtype)
+        cu = None if tensors.cu_seqlens is None else legal_boundaries(options.operator, tensors.cu_seqlens, T)
+        self.end = T if cu is None else int(cu[-1])
+        self.resumption: Resumption | None = None
+        if options.recurrent:
+            cu = torch.arange(B + 1) * T if cu is None else cu
+            self.resumption = resume(options.operator, cu, tensors.position, options.chunk_size)
+            cu = self.resumption.cu_seqlens
+        self.N = B if cu is None else cu.shape[0] - 1
+        self.q, self.k, self.v, self.eta = (self.rows(x) for x in (tensors.q, tensors.k, tensors.v, tensors.eta))
+        self.col = None if tensors.eta_col is None else self.rows(tensors.eta_col)
+        per_part = chunks_per_part(tensors.v, options.chunk_size)
+        self.parts = workspace.parts(self.v.shape[0], self.v.shape[1], cu, options.chunk_size, per_part)
+        self.stage: Any = table.launches("ttt", options.backend)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, T, ...] tokens on the grid of mini-batches."""
+        return x if self.resumption is None else self.resumption.widen(x.reshape(1, -1, *x.shape[2:]))
+
+    def room(self, x: Tensor) -> Tensor:
+        """Where to write rows that become the tokens of a contiguous x [B, T, ...]."""
+        return x if self.resumption is None else self.resumption.room(x.view(1, -1, *x.shape[2:]))
+
+    def settle(self, rows: Tensor, x: Tensor) -> None:
+        """Make the `room` of x its tokens."""
+        if self.resumption is not None:
+            self.resumption.narrow(rows, x.view(1, -1, *x.shape[2:]))
+
+    def load(self, part: Part) -> Any:
+        blocks = (part.block(x) for x in (self.q, self.k, self.v))
+        taken = None if self.resumption is None else self.resumption.taken[part.sequences].clone()
+        if taken is not None:
+            taken[: part.entered] = 0
+        w, b = self.tensors.w, self.tensors.b
+        eta, col = (None if x is None else part.block(x) for x in (self.eta, self.col))
+        numbers = self.options.scale, taken, self.options.residual
+        return self.stage.load(*blocks, w, b, eta, col, part.table, *numbers)
+
+    def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
+        """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
+        n = sequences.stop - sequences.start
+        matrix, bias = (
+            self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) if x is None else x[sequences]
+            for x, rows in ((S, self.D), (c, 1))
+        )
+        if S is not None:
+            matrix = turned(matrix, self.options).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if c is not None:
+            bias = bias.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        return State(matrix, bias)
+
+    def sums(self, part: Part) -> State | None:
+        """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
+        if not self.options.recurrent:
+            return None
+        sums = self.states(self.tensors.grad, self.tensors.bias_grad, part.sequences)
+        for s in sums:
+            s[: part.entered] = 0
+        return sums
+
+    def tiles(self, do: Tensor | None, part: Part) -> Tensor:
+        """The output's gradient as tiles."""
+        if do is None:
+            return self.v.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.D, dtype=self.dtype)
+        return to_chunks(part.block(do), part.table, self.HV, self.dtype)
+
+    def room_at(self, kept: State, part: Part) -> State:
+        """[chunks, HV, ..] room for the state of every mini-batch of the part, the kept ones if they are."""
+        chunks = slice(part.first_chunk, part.first_chunk + part.table.chunks)
+        if self.options.save and self.options.keep_states:
+            return State(*(s[chunks] for s in kept))
+        return State(*(s.new_empty(part.table.chunks, *s.shape[1:]) for s in kept))
+
+    def outside(self, states: State) -> State:
+        """States as the caller gets them: layout and storage dtype of the options."""
+        return State(*(s.to(self.options.state_dtype) for s in (turned(states.S, self.options), states.c)))
+
+
+def _forward(*arguments: Any) -> tuple[Any, ...]:
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    result, saved = empty_result(t, options), _kept(t, options)
+    if options.backend != "eager":
+        ttt_kernels.forward(t, options, result, saved)
+        return *result, saved
+    call, kept = _Call(t, options), State(*saved)
+    o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
+    whole = slice(0, call.N)
+    if options.final_state:
+        _write(leaving, whole, call.outside(call.states(t.state, t.bias, whole)))
+        if call.resumption is not None:
+            _write(sums, whole, call.states(t.grad, t.bias_grad, whole))
+            result.position.copy_(call.resumption.position)
+    rows, carried = call.room(o), State(kept.S[:0], kept.c[:0])
+    for part in call.parts:
+        entering = call.states(t.state, t.bias, part.sequences)
+        _write(entering, slice(0, part.entered), carried)
+        if options.save and not options.keep_states:
+            _write(kept, slice(part.index, part.index + part.entered), carried)
+        x, at = call.load(part), call.room_at(kept, part)
+        left, opened = call.stage.ttt(x, entering, call.sums(part), part.table, options.eps, part.block(rows), at)
+        if options.final_state:
+            _write(leaving, part.sequences, call.outside(left))
+            if opened is not None:
+                _write(sums, part.sequences, opened)
+        carried = State(*(s[s.shape[0] - part.left :] for s in left))
+    call.settle(rows, o)
+    o[:, call.end :] = 0
+    return *result, saved
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 6 :])
+    saved = arguments[TENSORS]
+    # A compiler makes up zeros for results that nobody used, those without elements included.
+    returned = (True, *[options.final_state] * 2, *[options.final_state and options.recurrent] * 2)
+    do, dS, dc, dG, da = (
+        d if asked else None for d, asked in zip(arguments[TENSORS + 1 : TENSORS + 6], returned, strict=True)
+    )
+    found = empty_gradients(t)
+    if options.backend != "eager":
+        ttt_kernels.backward(t, options, saved, do, States(dS, dc), found)
+        return found
+    call, kept = _Call(t, options), State(*saved)
+    given = found[:3] + found[5 : 6 if t.eta_col is None else 7]
+    rooms, do = [call.room(x) for x in given], None if do is None else call.rows(do)
+    dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
+    dentering = call.states(dS, dc, slice(0, call.N))
+    carried = State(dentering.S[:0], dentering.c[:0])
+    for part in reversed(call.parts):
+        dleaving, dsums = call.states(dS, dc, part.sequences), None
+        _write(dleaving, slice(part.table.sequences - part.left, part.table.sequences), carried)
+        if dG is not None or da is not None:
+            dsums = call.states(dG, da, part.sequences)
+        entering = None
+        if not options.keep_states:
+            entering = call.states(t.state, t.bias, part.sequences)
+            _write(entering, slice(0, part.entered), State(*(s[part.index : part.index + part.entered] for s in kept)))
+        x, d_out, sums, at = call.load(part), call.tiles(do, part), call.sums(part), call.room_at(kept, part)
+        gradients, left = call.stage.ttt_bwd(x, entering, sums, d_out, dleaving, dsums, part.table, options.eps, at)
+        blocks = [part.block(rows) for rows in rooms] + [None] * (t.eta_col is None)
+        call.stage.unload(gradients, part.table, options.scale, *blocks, dw, db)
+        begun = slice(part.sequences.start + part.entered, part.sequences.stop)
+        _write(dentering, begun, State(*(s[part.entered :] for s in left)))
+        carried = State(*(s[: part.entered] for s in left))
+    for rows, x in zip(rooms, given, strict=True):
+        call.settle(rows, x)
+        x[:, call.end :] = 0
+    for x, wide_x in zip((*found[3:5], *found[7:]), (dw, db, turned(dentering.S, options), dentering.c), strict=True):
+        if x.numel():
+            x.copy_(wide_x)
+    return found
+
+
+def _write(states: State, sequences: slice, source: State) -> None:
+    for s, x in zip(states, source, strict=True):
+        s[sequences] = x
+
+
+def _kept(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
+    """Room for what the forward keeps; sizes come from metadata alone."""
+    if options.backend != "eager":
+        return ttt_kernels.saved(t, options)
+    B, T, HV, D = t.v.shape
+    N, dtype = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1, wide(t.q.dtype)
+    rows = _kept_rows(B, T, N, options, chunks_per_part(t.v, options.chunk_size)) if options.save else 0
+    return [t.v.new_zeros(rows, HV, height, D, dtype=dtype) for height in (D, 1)]
+
+
+def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int) -> int:
+    C = options.chunk_size
+    if options.recurrent:
+        N = B if N is None else N
+        B, T = 1, B * T + N * (C - 1)  # as many idle rows as the mini-batches can lack
+    return workspace.chunk_rows(B, T, N, C) if options.keep_states else workspace.border_rows(B, T, N, C, per_part)
+
+
+def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    return *empty_result(t, options), _kept(t, options)
+
+
+def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
+    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
+    t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
+    result = TTT.apply(*t, options._replace(save=True))
+    return *result, [t.v.new_empty(0) for _ in _kept(t, options)]
+
+
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(TTTTensors(*arguments[:TENSORS]))
+
+
+_forward_op = register(
+    f"ttt_fwd({TENSORS_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor final_state, Tensor final_bias, "
+    f"Tensor final_grad, Tensor final_bias_grad, Tensor final_position, Tensor[] saved)",
+    _forward,
+    _forward_fake,
+    _forward_differentiated,
+)
+_backward_op = register(
+    f"ttt_bwd({TENSORS_SCHEMA}, Tensor[] saved, Tensor? do, Tensor? dstate, Tensor? dbias, Tensor? dgrad, "
+    f"Tensor? dbias_grad, {OPTIONS_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, "
+    "Tensor deta_col, Tensor dinitial_state, Tensor dinitial_bias)",
+    _backward,
+    _backward_fake,
+    of_gradients=True,
+)

@@ -1,0 +1,496 @@
+"""Context parallelism: one buffer of tokens over the ranks of a group.
+
+`ContextParallel` is what a user makes once per batch and hands to operators and layers in the place of `cu_seqlens`.
+It knows the cut of the whole buffer (`parallel.shares`), so that what a rank sends and waits for follows from the
+boundaries alone and is the same everywhere, an empty share included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from wyfold.context_parallel import collectives
+from wyfold.context_parallel.partition import LAYOUTS, Piece, Range, cut, owned
+from wyfold.context_parallel.rank_segments import Counts, listed
+from wyfold.context_parallel.routes import arriving, returning
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import Cut
+from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
+from wyfold.runtime.plan import explaining
+from wyfold.runtime.torch_ops import once_differentiable
+
+_NAME, _BUILD = "ContextParallel", "build_cp_context"
+CHECKS = ("first", "always", "never")
+_FEW = 6  # of a long list, in a message
+
+Decision = TypeVar("Decision")
+
+
+class Sizes(NamedTuple):
+    """Numbers of a rank's share: its tokens and pieces, the sequences that begin in it, the pieces that ranks send for
+    in either direction, and whether there are rows in the place of boundaries."""
+
+    tokens: int
+    pieces: int
+    starts: int
+    leaving: int
+    entering: int
+    dense: bool
+
+
+class ContextParallel:
+    """This rank's share of a buffer of tokens, and how sequences go on over ranks; made by `build_cp_context`.
+
+    Attributes:
+        rank, world: This rank's number in the group, and how many there are.
+        layout: Local `SequenceLayout`: each run of tokens that this rank holds of one sequence. For a dense batch, of
+            one of its rows.
+        starts, ends: Ids of the sequences that begin here, and that end here, in the order of their tokens: rows of
+            the initial states this rank gives, and of the final states it gets. Of a dense batch of B rows each
+            stands for B rows.
+        whole: `SequenceLayout` of the whole buffer, the same on every rank.
+        total_tokens: Tokens of the whole buffer.
+        conv1d_kernel_size: What short convolutions must have, or None.
+    """
+
+    rank: int
+    world: int
+    layout: SequenceLayout
+    whole: SequenceLayout
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    total_tokens: int
+    conv1d_kernel_size: int | None
+
+    def __init__(
+        self,
+        group: Any,
+        bounds: Tensor | None,
+        total_tokens: int,
+        ranges: Sequence[Sequence[Range]],
+        *,
+        conv1d_kernel_size: int | None,
+        max_seqs: int | None,
+        check_when: str,
+    ):
+        self.group, self.dense, self.check = group, bounds is None, check_when
+        self.rank, self.world = collectives.place_in(group)
+        self.total_tokens, self.conv1d_kernel_size = total_tokens, conv1d_kernel_size
+        self._ranges, self._max_seqs = ranges, max_seqs
+        self._compared = False
+        self._settle(torch.tensor([0, total_tokens]) if bounds is None else bounds)
+
+    def _settle(self, bounds: Tensor) -> None:
+        """Cut the buffer at these boundaries."""
+        on_cpu = legal_boundaries(_BUILD, bounds, self.total_tokens)
+        shares = cut(on_cpu.tolist(), self.total_tokens, self._ranges)
+        most = max(len(pieces) for pieces in shares.pieces)
+        if self._max_seqs is not None and most > self._max_seqs:  # refused on every rank, whosever share it is
+            raise ValueError(f"{_BUILD}: max_seqs must be at least {most}, what one rank holds, got {self._max_seqs}")
+        self.shares = shares
+        self._local = [0, *(piece.offset + piece.length for piece in self.pieces)]
+        local = torch.tensor(self._local, device=bounds.device)
+        self.layout = SequenceLayout(local, self.tokens, max_seqs=self._max_seqs)
+        self.whole = SequenceLayout(bounds, self.total_tokens)
+        self.starts = tuple(piece.sequence for piece in self.pieces if piece.first)
+        self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
+        self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
+        self._agreed: set[tuple[object, ...]] = set()
+        self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that were not refused
+        self._made: dict[tuple[object, ...], Tensor] = {}
+        self._lists: dict[tuple[Any, ...], tuple[list[int], Counts]] = {}
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank holds, in the order of its tokens."""
+        return self.shares.pieces[self.rank]
+
+    @property
+    def tokens(self) -> int:
+        """Length of this rank's share: T of every tensor it passes."""
+        return self.shares.tokens(self.rank)
+
+    @property
+    def sizes(self) -> Sizes:
+        """All that the checks of a call look at, and its plan unless it is to be explained."""
+        room = self.shares.most_leaving, self.shares.most_entering
+        return Sizes(self.tokens, len(self.pieces), len(self.starts), *room, self.dense)
+
+    def update_(self, cu_seqlens: Tensor) -> ContextParallel:
+        """Cut the same buffer at other boundaries, in place; like `build_cp_context`, on every rank.
+
+        Raises:
+            ValueError: a context without boundaries, no legal boundaries, or more pieces than there is room for.
+        """
+        if self.dense:
+            raise ValueError(f"{_NAME}.update_: cu_seqlens must go to a context made from boundaries, got one without")
+        self._settle(boundaries(f"{_NAME}.update_", cu_seqlens))
+        return self
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's share of a tensor of all tokens. Differentiable.
+
+        Args:
+            x: `total_tokens` along `dim`, the same on every rank.
+            dim: Where its tokens are.
+        """
+        self._expect("shard", x, dim, self.total_tokens)
+        return self.shard_checked(x, dim)
+
+    def shard_checked(self, x: Tensor, dim: int) -> Tensor:
+        """`shard` of what is known to have all tokens; in a backward a compiler cannot trace the check."""
+        shares = [x.narrow(dim, start, stop - start) for start, stop in self.shares.ranges[self.rank]]
+        if len(shares) == 1:
+            return shares[0]
+        return torch.cat(shares, dim) if shares else x.narrow(dim, 0, 0)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The tensor of all tokens, on every rank. One collective.
+
+        Differentiable: what the ranks feed back to it is added up, so it is exact where the loss is the sum of what
+        the ranks compute, and counts `world` times what all of them compute alike.
+
+        Args:
+            x: This rank's share along `dim`.
+            dim: Where its tokens are.
+
+        Raises:
+            ValueError: x is no share of this rank's, or differs between ranks in more than its tokens; on all ranks.
+        """
+        device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+        self.agreed(
+            f"{_NAME}.unshard",
+            device,
+            lambda: self._expect("unshard", x, dim, self.tokens),
+            lambda _: self._alike_on_ranks(x, dim % x.dim()),
+            kind=_kind_of_unshard(x, dim),
+        )
+        return self.unshard_compared(x, dim)
+
+    def _alike_on_ranks(self, x: Tensor, dim: int) -> dict[str, object]:
+        """What must be equal on all ranks that unshard x."""
+        sizes = ["tokens" if axis == dim else size for axis, size in enumerate(x.shape)]
+        grad = torch.is_grad_enabled() and x.requires_grad
+        return {"the shape of x": f"[{', '.join(map(str, sizes))}]", "dtype of x": x.dtype, "requires_grad": grad}
+
+    def position_ids(self, device: torch.device | str | None = None) -> Tensor:
+        """[1, tokens] int64 position of each of this rank's tokens in its whole sequence, -1 where it has none.
+
+        Args:
+            device: Where to make it; None is the layout's device.
+        """
+        return self._own("positions", device)
+
+    def sequence_ids(self, device: torch.device | str | None = None) -> Tensor:
+        """[1, tokens] int64 number of each of this rank's tokens' sequence, -1 where it has none."""
+        return self._own("sequence_ids", device)
+
+    def _own(self, what: str, device: torch.device | str | None) -> Tensor:
+        """This rank's share of what the whole layout says of each token."""
+        device = torch.device(self.whole.device if device is None else device)
+        return self._kept((what, device), lambda: self.shard(getattr(self.whole, what)[None]).to(device))
+
+    def __repr__(self) -> str:
+        share = f"rank={self.rank}, world={self.world}, tokens={self.tokens} of {self.total_tokens}"
+        return f"{_NAME}({share}, starts={len(self.starts)}, ends={len(self.ends)})"
+
+    # --- for the operators -------------------------------------------------------------------------------------------
+
+    def boundaries(self, batch: int, device: torch.device) -> Tensor:
+        """[batch * pieces + 1] int64 of this rank's pieces, `batch` buffers of them one after another."""
+        ends = (row * self.tokens + end for row in range(batch) for end in self._local[1:])
+        return self._kept((batch, device), lambda: torch.tensor([0, *ends], device=device))
+
+    def beginning(self, batch: int, device: torch.device) -> Tensor:
+        """[batch * starts] int64 numbers of the pieces with which sequences begin, in `batch` buffers of them."""
+        return self._numbers(batch, device, "first")
+
+    def ending(self, batch: int, device: torch.device) -> Tensor:
+        """[batch * ends] int64 numbers of the pieces with which sequences end."""
+        return self._numbers(batch, device, "last")
+
+    def _numbers(self, batch: int, device: torch.device, which: str) -> Tensor:
+        count = len(self.pieces)
+        found = (row * count + p.number for row in range(batch) for p in self.pieces if getattr(p, which))
+        return self._kept((batch, device, which), lambda: torch.tensor([*found], dtype=torch.int64, device=device))
+
+    def _kept(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes, once for these boundaries: a tensor made on the host waits for its device."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def check_tokens(self, op: str, x: Tensor, name: str) -> None:
+        """x [B, T, ...] is this rank's share, of one buffer unless the context was made without boundaries.
+
+        Raises:
+            ValueError: it is not.
+        """
+        B, T = x.shape[:2]
+        if T != self.tokens:
+            raise ValueError(f"{op}: {name} must be [B, T, ...] with T = {self.tokens}, this rank's share, got T = {T}")
+        if not self.dense and B != 1:
+            raise ValueError(f"{op}: cp_context with boundaries must come with a batch of B = 1, got B = {B}")
+
+    def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, Counts]:
+        """What `ShareSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
+        numbers, counts = self._listed(batch, chunk_size, cut)
+        make = partial(torch.tensor, numbers, dtype=torch.int64, device=device)
+        return self._kept((batch, chunk_size, cut, device), make), counts
+
+    def counts(self, batch: int, chunk_size: int, cut: Cut) -> Counts:
+        """How many there are."""
+        return self._listed(batch, chunk_size, cut)[1]
+
+    def _listed(self, *how: Any) -> tuple[list[int], Counts]:
+        """`share_segments.listed`, once for these boundaries."""
+        if torch.compiler.is_compiling():
+            return listed(self.pieces, how[0], self.tokens, *how[1:])
+        if how not in self._lists:
+            self._lists[how] = listed(self.pieces, how[0], self.tokens, *how[1:])
+        return self._lists[how]
+
+    def arriving(self, device: torch.device) -> Tensor:
+        """`chains.arriving` of this rank, int64."""
+        return self._kept(("arriving", device), lambda: torch.tensor(arriving(self.shares, self.rank), device=device))
+
+    def returning(self, device: torch.device) -> Tensor:
+        """`chains.returning` of this rank, int64."""
+        return self._kept(("returning", device), lambda: torch.tensor(returning(self.shares, self.rank), device=device))
+
+    def unshard_compared(self, x: Tensor, dim: int) -> Tensor:
+        """`unshard` of what ranks are known to have alike."""
+        whole: Tensor = _Unshard.apply(x, dim, self)
+        return whole
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[world, *x.shape] what every rank passed; x is known to have the same shape and dtype everywhere."""
+        return collectives.gather(x, self.group)
+
+    def gathering(self, x: Tensor) -> Tensor:
+        """`gather` that is under way until `exchange.arrived` of it."""
+        return collectives.gathering(x, self.group)
+
+    def agreed(
+        self,
+        op: str,
+        device: torch.device,
+        decide: Callable[[], Decision],
+        describe: Callable[[Decision], Mapping[str, object]] | None = None,
+        *,
+        kind: Hashable = None,
+    ) -> Decision:
+        """What `decide` says, once all ranks are known to do the same.
+
+        Args:
+            op: Operator's name.
+            device: Where the group's collectives run.
+            decide: Checks this rank's arguments.
+            describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that
+                the call goes on with; a refusal is told to the ranks that wait there.
+            kind: Metadata that can be read before the checks, and that the compared metadata differ with. A refusal is
+                announced in the first call of a kind, because the other ranks compare there. None: any kind.
+
+        Raises:
+            TypeError, ValueError: this rank's own refusal.
+            ValueError: another rank refused, or is about to do something else.
+        """
+        if self.check == "never" or torch.compiler.is_compiling() or device.type == "meta" or explaining():
+            return decide()
+        try:
+            decision = decide()
+        except (TypeError, ValueError) as refusal:
+            # Once they have compared this kind of call the others go on to the operator's own collective, in which a
+            # refusal would be taken for numbers: then it is raised on this rank alone.
+            known = (op, None if kind is None else (kind, torch.is_grad_enabled())) in self._passed
+            if not self._compared and (self.check == "always" or not known):
+                collectives.agree(op, refusal, device, self.group)
+            raise
+        passed = {(op, None), (op, (kind, torch.is_grad_enabled()))}
+        if describe is None:
+            self._passed |= passed
+            return decision
+        said = {"the operator": op, **describe(decision), "the cut": self._told}
+        told = tuple(said.values())
+        if not self._compared and (self.check == "always" or told not in self._agreed):
+            collectives.agree(op, said, device, self.group)
+        self._agreed.add(told)
+        self._passed |= passed
+        return decision
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Inside, calls follow from what ranks have compared, and are not compared again.
+
+        They are with check="always", and where contents are looked at, which may be wrong on one rank alone.
+        """
+        before = self._compared
+        self._compared = self.check == "first" and not check.checking_contents()
+        try:
+            yield
+        finally:
+            self._compared = before
+
+    def _expect(self, method: str, x: Tensor, dim: int, tokens: int) -> None:
+        got = check.tensor(f"{_NAME}.{method}", "x", x).shape
+        if not -len(got) <= dim < len(got) or got[dim] != tokens:
+            raise ValueError(f"{_NAME}.{method}: x must have {tokens} tokens along dim {dim}, got {list(got)}")
+
+
+class _Unshard(torch.autograd.Function):
+    """All shares as one tensor; backward, the sum of the ranks' gradients of this rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, context: ContextParallel) -> Tensor:
+        ctx.dim, ctx.context = dim, context
+        shares = context.shares
+        x = x.movedim(dim, 0)
+        longest = max(shares.tokens(rank) for rank in range(context.world))
+        room = x.new_zeros(longest, *x.shape[1:])
+        room[: x.shape[0]] = x
+        gathered, whole = context.gather(room), x.new_empty(context.total_tokens, *x.shape[1:])
+        for rank, ranges in enumerate(shares.ranges):
+            taken = 0
+            for start, stop in ranges:
+                whole[start:stop] = gathered[rank, taken : taken + stop - start]
+                taken += stop - start
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        context = ctx.context
+        return context.shard_checked(collectives.total(dy, context.group), ctx.dim), None, None
+
+
+def _kind_of_unshard(x: object, dim: int) -> Hashable:
+    """Shape but for the tokens, and dtype; None of what has no such dimension."""
+    if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+        return None
+    return (*x.shape[: dim % x.dim()], -1, *x.shape[dim % x.dim() + 1 :]), x.dtype
+
+
+def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
+    """A cut as ranks compare it: the first of everything for who reads it, and a digest of the whole."""
+    ends = str(bounds[1 : _FEW + 1])[1:-1] + ", .." * (len(bounds) > _FEW + 1)
+    what = "whole rows" if dense else f"sequences that end at {ends}"
+    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_FEW]) or "nothing" for some in ranges[:_FEW]]
+    shares = ", ".join([*own, *[".."] * (len(ranges) > _FEW)])
+    digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
+    return f"{what} in shares {shares} ({digest})"
+
+
+def build_cp_context(
+    cu_seqlens: Tensor | SequenceLayout | None,
+    mesh_or_group: Any,
+    *,
+    total_tokens: int | None = None,
+    layout: str = "contiguous",
+    fragments: Sequence[Sequence[Range]] | None = None,
+    conv1d_kernel_size: int | None = None,
+    max_seqs: int | None = None,
+    check: str = "first",
+) -> ContextParallel:
+    """The share of a rank in one buffer of tokens, for `cp_context=` of operators and layers.
+
+    No collective; every rank of the group calls it with the same arguments. The library sets no group, timeout or
+    environment variable: a rank that never comes is an error after the group's own timeout.
+
+    Args:
+        cu_seqlens: [N+1] int32 or int64 boundaries of the packed sequences of the whole buffer; waits for its device
+            once. None with `total_tokens`: a dense batch of any B, whose rows are cut alike along T.
+        mesh_or_group: A `ProcessGroup`, or a `DeviceMesh` of one axis (`mesh["cp"]`).
+        total_tokens: Length of the whole buffer. None: the last boundary. Tokens past it belong to no sequence.
+        layout: Which tokens a rank owns. "contiguous": the r-th of `world` parts, whose lengths differ by at most one
+            token. "zigzag": parts r and 2 world - 1 - r of 2 world parts. "fragments": whatever `fragments` says.
+        fragments: Of each rank, a list of (start, stop); together every token once. A rank's tokens lie in ascending
+            order.
+        conv1d_kernel_size: W of the short convolutions that will be called with it; another one is then refused.
+            None: any.
+        max_seqs: Capacity of the local layout, for `update_`. None: what these boundaries need.
+        check: When ranks compare what they are about to do, in a collective of its own that waits for the device, once
+            for each operator and kind of arguments ("first"), in each call ("always") or not at all ("never"). What
+            differs is a ValueError on all ranks; so is what a single rank refuses. After the first time only "always"
+            sees it.
+
+    Returns:
+        ContextParallel.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: contents that do not fit together, the same on every rank.
+
+    Example:
+        >>> import torch, wyfold.cp
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> context = wyfold.cp.build_cp_context(torch.tensor([0, 3, 8]), torch.distributed.group.WORLD)
+        >>> context.starts, context.ends, context.position_ids().tolist()
+        ((0, 1), (0, 1), [[0, 1, 2, 0, 1, 2, 3, 4]])
+        >>> torch.distributed.destroy_process_group()
+    """
+    group = collectives.group_of(_BUILD, mesh_or_group)
+    _, world = collectives.place_in(group)
+    bounds: Tensor | None = None
+    if cu_seqlens is None:
+        if total_tokens is None:
+            raise ValueError(f"{_BUILD}: total_tokens must be given without cu_seqlens, got None")
+    else:
+        if isinstance(cu_seqlens, SequenceLayout):
+            total_tokens = cu_seqlens.tokens if total_tokens is None else total_tokens
+            cu_seqlens = cu_seqlens.cu_seqlens
+        bounds = boundaries(_BUILD, cu_seqlens)
+    if total_tokens is None and bounds is not None:
+        total_tokens = int(bounds[-1])
+    total = _integer("total_tokens", total_tokens, least=0)
+    _choice("layout", layout, LAYOUTS)
+    _choice("check", check, CHECKS)
+    if conv1d_kernel_size is not None:
+        _choice("conv1d_kernel_size", conv1d_kernel_size, range(2, 9))
+    if max_seqs is not None:
+        _integer("max_seqs", max_seqs, least=0)
+    if (fragments is not None) is not (layout == "fragments"):
+        raise ValueError(f'{_BUILD}: fragments must come with layout="fragments" and only there, got layout={layout!r}')
+    ranges = owned(layout, total, world) if fragments is None else _fragments(fragments, total, world)
+    return ContextParallel(
+        group, bounds, total, ranges, conv1d_kernel_size=conv1d_kernel_size, max_seqs=max_seqs, check_when=check
+    )
+
+
+def _integer(name: str, value: object, *, least: int) -> int:
+    return check.integer(_BUILD, name, value, least=least)
+
+
+def _choice(name: str, value: object, options: Sequence[object]) -> None:
+    check.choice(_BUILD, name, value, options)
+
+
+def _fragments(fragments: Sequence[Sequence[Range]], total: int, world: int) -> list[list[Range]]:
+    """Ranges of every rank, if they hold every token once."""
+    if not isinstance(fragments, list | tuple):
+        raise TypeError(f"{_BUILD}: fragments must be a list of lists of (start, stop), got {type(fragments).__name__}")
+    if len(fragments) != world:
+        raise ValueError(f"{_BUILD}: fragments must be one list for each of {world} ranks, got {len(fragments)}")
+    found = []
+    for owns in fragments:
+        for pair in owns:
+            if len(pair) != 2 or _integer("fragments", pair[0], least=0) > _integer("fragments", pair[1], least=0):
+                raise ValueError(f"{_BUILD}: fragments must be (start, stop) with start <= stop, got {pair}")
+        found.append([(start, stop) for start, stop in owns])
+    place = 0
+    for start, stop in sorted(pair for owns in found for pair in owns if pair[0] < pair[1]):
+        if start != place:
+            raise ValueError(f"{_BUILD}: fragments must hold every token once, got {(start, stop)} after token {place}")
+        place = stop
+    if place != total:
+        raise ValueError(f"{_BUILD}: fragments must end at total_tokens = {total}, got {place}")
+    return found

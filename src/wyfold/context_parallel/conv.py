@@ -1,0 +1,155 @@
+"""The short convolution over the ranks of a group: one autograd function, one collective in each direction.
+
+What enters a piece of a sequence is the latest W-1 inputs of the pieces before it, folded from what every rank tells of
+the last inputs of its pieces; gradients of those inputs come back the same way. That is as many numbers however long
+the sequences are.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.conv import DIFFERENTIABLE, ConvTensors, backward_op, forward_op
+from wyfold.context_parallel.collectives import after
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.partition import Piece
+from wyfold.runtime.torch_ops import once_differentiable
+from wyfold.tile.index.eager import wide
+
+
+class ConvAcross(torch.autograd.Function):
+    """The convolution of a rank's pieces from the inputs that come before them, wherever these are."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *given, output_final_state, activated, backend, context = arguments
+        t = ConvTensors(*given)
+        halo = _Halo(t.x, t.weight.shape[1] - 1, context)
+        entering = halo.entering(t.x, t.initial_state)
+        y, latest = forward_op(*halo.packed(t, entering), output_final_state, activated, backend)
+        ctx.set_materialize_grads(False)
+        ctx.halo, ctx.final_state, ctx.options = halo, output_final_state, (activated, backend)
+        ctx.save_for_backward(*given, entering)
+        if output_final_state:
+            stored = t.x if t.initial_state is None else t.initial_state
+            latest = latest[context.ending(halo.B, t.x.device)].to(stored.dtype)
+        return y.view(t.x.shape), latest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        *given, entering = ctx.saved_tensors
+        t, halo = ConvTensors(*given), ctx.halo
+        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        dlatest = None
+        if ctx.final_state and dfinal is not None:
+            dlatest = torch.zeros_like(entering)
+            dlatest[halo.context.ending(halo.B, t.x.device)] = dfinal.to(entering.dtype)
+        dy = None if dy is None else halo.one_buffer(dy)
+        # Whatever this rank wants: the others wait for the gradients of their last inputs.
+        local = [*needs[:-1], True]
+        found = iter(backward_op(*halo.packed(t, entering), dy, dlatest, local, *ctx.options))
+        gradients = [next(found) if need else None for need in local]
+        told = halo.send_back(gradients[-1])
+        gradients = [None if dx is None else after(dx, told) for dx in gradients]
+        dx, dbegun = gradients[0], halo.settle(told, gradients[-1], gradients[0])
+        gradients[0] = None if dx is None else dx.view(t.x.shape)
+        gradients[-1] = dbegun.to(t.initial_state.dtype) if t.initial_state is not None and needs[-1] else None
+        residual = DIFFERENTIABLE - 2
+        if (dresidual := gradients[residual]) is not None:
+            gradients[residual] = dresidual.view(t.x.shape)
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+
+
+class _Halo:
+    """The latest `width` inputs before every piece of a rank: [.., D, width], oldest first."""
+
+    def __init__(self, x: Tensor, width: int, context: ContextParallel):
+        self.B, self.T, self.D = x.shape
+        self.width, self.context, self.dtype = width, context, wide(x.dtype)
+
+    def one_buffer(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [1, B T, D]."""
+        return x if self.B == 1 else x.reshape(1, self.B * self.T, self.D)
+
+    def packed(self, t: ConvTensors, entering: Tensor) -> ConvTensors:
+        """The call of all pieces as sequences of one buffer."""
+        residual = None if t.residual is None else self.one_buffer(t.residual)
+        at = self.context.boundaries(self.B, t.x.device)
+        return ConvTensors(self.one_buffer(t.x), t.weight, t.bias, residual, entering, at)
+
+    def rows(self, piece: Piece) -> slice:
+        """A piece's rows among the states of all pieces."""
+        return slice(piece.number, None, len(self.context.pieces))
+
+    def room(self, x: Tensor, *counts: int) -> Tensor:
+        return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
+
+    def own(self, piece: Piece) -> int:
+        """Of the latest inputs after a piece, how many are its own."""
+        return min(piece.length, self.width)
+
+    def entering(self, x: Tensor, initial_state: Tensor | None) -> Tensor:
+        """[B pieces, D, width] inputs before this rank's pieces. One collective, if any sequence crosses ranks."""
+        shares, pieces = self.context.shares, self.context.pieces
+        entering = self.room(x, self.B * len(pieces))
+        if initial_state is not None:
+            entering[self.context.beginning(self.B, x.device)] = initial_state.to(self.dtype)
+        sent = self.room(x, shares.most_leaving, self.B)
+        for piece in pieces:
+            if piece.leaving >= 0:
+                n, end = self.own(piece), piece.offset + piece.length
+                if piece.first:
+                    sent[piece.leaving, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
+                sent[piece.leaving, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
+        told = self.context.gather(sent)
+        entering = after(entering, told)
+        for chain in shares.chains:
+            latest = told[chain[0].rank, chain[0].leaving]
+            for before, piece in pairwise(chain):
+                if not before.first:
+                    n = self.own(before)
+                    latest = torch.cat([latest[..., n:], told[before.rank, before.leaving][..., self.width - n :]], -1)
+                if piece.rank == self.context.rank:
+                    entering[self.rows(piece)] = latest
+        return entering
+
+    def send_back(self, dentering: Tensor) -> Tensor:
+        """What all ranks say of the gradients [B pieces, D, width] of the inputs before their pieces, as they sent it.
+
+        One collective, if any sequence crosses ranks.
+        """
+        sent = self.room(dentering, self.context.shares.most_entering, self.B)
+        for piece in self.context.pieces:
+            if piece.entering >= 0:
+                sent[piece.entering] = dentering[self.rows(piece)]
+        return self.context.gather(after(sent, dentering))
+
+    def settle(self, told: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
+        """Gradient of the states of the sequences that begin here; what other ranks read of x is added to dx, which is
+        [1, B T, D].
+
+        Args:
+            told: From `send_back`.
+            dentering: What this rank said itself.
+            dx: Gradient of this rank's x so far, or None.
+        """
+        for chain in self.context.shares.chains:
+            dlatest = torch.zeros_like(told[0, 0])
+            for behind, piece in pairwise(reversed(chain)):
+                n = self.own(behind)
+                passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
+                dlatest = told[behind.rank, behind.entering] + (0 if behind.last else passed_on)
+                if piece.rank != self.context.rank:
+                    continue
+                n, end = self.own(piece), piece.offset + piece.length
+                if dx is not None:
+                    rows = dx.view(self.B, self.T, self.D)[:, end - n : end]
+                    rows += dlatest[..., self.width - n :].transpose(1, 2).to(dx.dtype)
+                if piece.first:
+                    dentering[self.rows(piece)][..., n:] += dlatest[..., : self.width - n]
+        return dentering[self.context.beginning(self.B, told.device)]

@@ -1,0 +1,109 @@
+"""One rank's part of a call of the delta family: its pieces as the calls that walks make of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.delta import run
+from wyfold.autograd.delta_records import INITIAL_STATE, DeltaTensors, turned
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.partition import Piece
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.index.eager import wide
+
+MOST_COLUMNS = 256  # value columns of one call
+
+
+class RankCall(NamedTuple):
+    """One rank's part of a call.
+
+    Attributes:
+        tensors: [B, T, ...] this rank's share.
+        options: As the caller asked.
+        context: Who holds what.
+    """
+
+    tensors: DeltaTensors
+    options: DeltaOptions
+    context: ContextParallel
+
+    @property
+    def B(self) -> int:
+        return self.tensors.v.shape[0]
+
+    @property
+    def T(self) -> int:
+        return self.tensors.v.shape[1]
+
+    @property
+    def inside(self) -> DeltaOptions:
+        """The options of local calls: states as wide as they are between chunks, [.., K, V]."""
+        return self.options._replace(state_v_first=False, state_dtype=wide(self.tensors.q.dtype))
+
+    def states(self, count: int, columns: int) -> Tensor:
+        """Zeros [count, HV, K, columns]."""
+        t = self.tensors
+        return t.q.new_zeros(count, t.v.shape[2], t.q.shape[3], columns, dtype=wide(t.q.dtype))
+
+    def one_buffer(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, B T, ...]."""
+        return x if self.B == 1 else x.reshape(1, self.B * self.T, *x.shape[2:])
+
+    def packed(self, entering: Tensor) -> DeltaTensors:
+        """The call of all pieces as sequences of one buffer."""
+        t = self.tensors
+        q, k, v, g, beta = (None if x is None else self.one_buffer(x) for x in t[:INITIAL_STATE])
+        at = self.context.boundaries(self.B, t.q.device)
+        on_cpu = self.context.boundaries(self.B, torch.device("cpu"))
+        return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, on_cpu)  # type: ignore[arg-type]
+
+    def alone(self, piece: Piece, initial_state: Tensor, start: int = 0) -> DeltaTensors:
+        """The call of one piece from one of its tokens on, its B rows dense."""
+        t = self.tensors
+        span = piece.offset + start, piece.length - start
+        q, k, v, g, beta = (None if x is None else x.narrow(1, *span) for x in t[:INITIAL_STATE])
+        return DeltaTensors(q, k, v, g, beta, initial_state, t.A_log, t.dt_bias, None, None)  # type: ignore[arg-type]
+
+    def rows(self, piece: Piece) -> slice:
+        """A piece's rows among the states of all pieces."""
+        return slice(piece.number, None, len(self.context.pieces))
+
+    def at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor:
+        """[B pieces, HV, K, V] the caller's states, or gradients of them, at some pieces, and zeros at the others."""
+        found = self.states(self.B * len(self.context.pieces), self.tensors.v.shape[3])
+        if given is not None:
+            found[numbers] = turned(given, self.options).to(found.dtype)
+        return found
+
+    def map_of(self, piece: Piece, S: Tensor, start: int = 0) -> Tensor:
+        """[B, HV, K, V + K] H and M of a piece from one of its tokens on, entered with S."""
+        options = self.inside._replace(final_state=True, save=False, keep_factors=False)
+        t = self.alone(piece, S, start)
+        K, V = t.q.shape[3], t.v.shape[3]
+        identity = torch.eye(K, dtype=S.dtype, device=S.device).expand(*S.shape[:2], K, K)
+        nothing = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
+        if V + K <= MOST_COLUMNS:
+            both = t._replace(v=torch.cat([t.v, nothing], dim=-1), initial_state=torch.cat([S, identity], dim=-1))
+            return run(both, options)[0].final_state
+        H = run(t, options)[0].final_state
+        M = run(t._replace(v=nothing, initial_state=identity.contiguous()), options)[0].final_state
+        return torch.cat([H, M], dim=-1)
+
+
+class RankGradient(NamedTuple):
+    """What the gradients of a rank's call are made from.
+
+    Attributes:
+        do: [B, T, HV, V] gradient of the output.
+        leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here, and zeros.
+        saved: What the forward kept.
+        needs: Of each differentiable tensor, whether its gradient is wanted.
+    """
+
+    do: Tensor
+    leaving: Tensor
+    saved: list[Tensor]
+    needs: list[bool]

@@ -1,0 +1,254 @@
+"""TTT-Linear over the ranks of a group: state goes from rank to rank, and its gradients go back.
+
+The inner model's step is not affine in its state, so nothing can be summarised ahead of it. The pieces of a rank run
+in waves, by how many pieces of their sequence come before them; after each wave ranks tell each other the (S, c) that
+left it. Memory is split among the ranks, the time of one sequence is not; that of different ones is.
+
+    forward     for d = 0, 1, ..: run the pieces of depth d; hand on (S, c)
+    backward    for d = .., 1, 0: run them back; hand back (dS, dc)
+
+One autograd function holds all of it, so that a rank takes part in every hand-over of either direction, whatever it
+holds itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.ttt import run, run_backward
+from wyfold.autograd.ttt_records import DIFFERENTIABLE, TENSORS, TTTOptions, TTTResult, TTTTensors, turned
+from wyfold.context_parallel.collectives import after
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.partition import Handed, Piece
+from wyfold.kernels.ttt import State
+from wyfold.runtime.torch_ops import apply, once_differentiable
+from wyfold.tile.index.eager import wide
+
+TOKENS = ("q", "k", "v", "eta", "eta_col")
+
+
+def ttt_across(tensors: TTTTensors, options: TTTOptions, context: ContextParallel) -> TTTResult:
+    """Output and states of one call whose sequences go on over the ranks of a context.
+
+    Initial states are those of the sequences that begin here, final states of those that end here.
+    """
+    o, state, bias = apply(options.operator, TTTAcross, *tensors, options, context)
+    none = o.new_empty(0)
+    return TTTResult(o, state, bias, none, none, none)
+
+
+class TTTAcross(torch.autograd.Function):
+    """Waves of pieces, and hand-overs between them."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *given, options, context = arguments
+        t = TTTTensors(*given)
+        call = _Call(t, options, context)
+        states, o, kept = call.begun(), t.v.new_zeros(t.v.shape), []
+        left = call.states()
+        told: Tensor | None = None
+        for wave in call.waves():
+            if wave.pieces:
+                result, saved = run(call.tensors_of(wave, states), call.inside)
+                wave.put(o, result.o)
+                for whole, part in zip(left, (result.state, result.bias), strict=True):
+                    whole[wave.states] = part
+                kept.append(saved)
+            told = call.hand(wave.forward, left, told, forward=True)
+            for handed, S, c in call.handed(wave.forward, told, forward=True):
+                states.S[call.rows(handed.taker)], states.c[call.rows(handed.taker)] = S, c
+        o = after(o, told)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.context, ctx.kept = options, context, [len(saved) for saved in kept]
+        ctx.save_for_backward(*given, *states, *(x for saved in kept for x in saved))
+        if not options.final_state:
+            return o, o.new_empty(0), o.new_empty(0)
+        ended = context.ending(call.B, t.q.device)
+        S, c = turned(left.S[ended], options), left.c[ended]
+        return o, S.to(options.state_dtype), c.to(options.state_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dS: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = list(ctx.saved_tensors)  # once: checkpointing refuses a second unpacking
+        t, (S, c, *saved) = TTTTensors(*given[:TENSORS]), given[TENSORS:]
+        states = State(S, c)
+        call = _Call(t, ctx.options, ctx.context)
+        dleft, dentered = call.states(), call.states()
+        ended = ctx.context.ending(call.B, t.q.device)
+        if ctx.options.final_state:
+            for whole, part in zip(dleft, (None if dS is None else turned(dS, ctx.options), dc), strict=True):
+                if part is not None:
+                    whole[ended] = part.to(whole.dtype)
+        found: list[Tensor | None] = [None if x is None else x.new_zeros(x.shape) for x in t[:DIFFERENTIABLE]]
+        kept = []
+        for count in ctx.kept:
+            kept.append(saved[:count])
+            saved = saved[count:]
+        told: Tensor | None = after(dleft.S[:0], do, dS, dc)
+        for wave in reversed(call.waves()):
+            told = call.hand(wave.forward, dentered, told, forward=False)
+            for handed, matrix, bias in call.handed(wave.forward, told, forward=False):
+                dleft.S[call.rows(handed.giver)], dleft.c[call.rows(handed.giver)] = matrix, bias
+            if not wave.pieces:
+                continue
+            d_out = None if do is None else wave.take(do)
+            incoming = d_out, dleft.S[wave.states], dleft.c[wave.states], None, None
+            gradients = run_backward(call.tensors_of(wave, states), kept.pop(), incoming, call.inside)
+            for name, dx, part in zip(TTTTensors._fields, found, gradients):
+                if dx is not None and name in TOKENS:
+                    wave.put(dx, part)
+                elif dx is not None and name in ("w", "b"):
+                    dx += part
+            dentered.S[wave.states], dentered.c[wave.states] = gradients[-2:]
+        found = [None if dx is None else after(dx, told) for dx in found]
+        begun = ctx.context.beginning(call.B, t.q.device)
+        if t.state is not None:
+            found[-2] = turned(dentered.S[begun], ctx.options).to(t.state.dtype)
+        if t.bias is not None:
+            found[-1] = dentered.c[begun].to(t.bias.dtype)
+        needs = ctx.needs_input_grad[:DIFFERENTIABLE]
+        none = (None,) * (TENSORS + 2 - DIFFERENTIABLE)
+        return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
+
+
+class _Wave(NamedTuple):
+    """The pieces of one depth that a rank holds.
+
+    Attributes:
+        pieces: In the order of their tokens.
+        states: Their rows among the states of all pieces.
+        tokens: [n] where their tokens lie in the B T tokens of the rank; None for one piece, whose rows are dense.
+        cu_seqlens: Boundaries of these, or None.
+        forward: What is handed on from this depth, by all ranks.
+    """
+
+    pieces: list[Piece]
+    states: Tensor
+    tokens: Tensor | None
+    cu_seqlens: Tensor | None
+    forward: list[Handed]
+
+    def take(self, x: Tensor) -> Tensor:
+        """Their tokens of [B, T, ...]."""
+        if self.tokens is None:
+            return x.narrow(1, self.pieces[0].offset, self.pieces[0].length)
+        return x.flatten(0, 1).index_select(0, self.tokens)[None]
+
+    def put(self, out: Tensor, x: Tensor) -> None:
+        """Write their tokens into a contiguous [B, T, ...]."""
+        if self.tokens is None:
+            self.take(out).copy_(x)
+        else:
+            out.view(-1, *out.shape[2:]).index_copy_(0, self.tokens, x[0].to(out.dtype))
+
+
+class _Call(NamedTuple):
+    """One rank's part of a call.
+
+    Attributes:
+        tensors: [B, T, ...] this rank's share.
+        options: As the caller asked.
+        context: Who holds what.
+    """
+
+    tensors: TTTTensors
+    options: TTTOptions
+    context: ContextParallel
+
+    @property
+    def B(self) -> int:
+        return self.tensors.v.shape[0]
+
+    @property
+    def inside(self) -> TTTOptions:
+        """The options of local calls: states in full width, [.., K, V], and always returned."""
+        dtype = wide(self.tensors.q.dtype)
+        return self.options._replace(state_v_first=False, state_dtype=dtype, final_state=True)
+
+    def states(self) -> State:
+        """Zeros for every piece."""
+        HV, D = self.tensors.v.shape[2:]
+        rows = self.B * len(self.context.pieces)
+        return State(*(self.tensors.v.new_zeros(rows, HV, n, D, dtype=wide(self.tensors.q.dtype)) for n in (D, 1)))
+
+    def begun(self) -> State:
+        """States entering every piece, so far as the caller gave them."""
+        t, found, first = self.tensors, self.states(), self.context.beginning(self.B, self.tensors.q.device)
+        if t.state is not None:
+            found.S[first] = turned(t.state, self.options).to(found.S.dtype)
+        if t.bias is not None:
+            found.c[first] = t.bias.to(found.c.dtype)
+        return found
+
+    def rows(self, piece: Piece) -> slice:
+        """A piece's rows among the states of all pieces."""
+        return slice(piece.number, None, len(self.context.pieces))
+
+    def waves(self) -> list[_Wave]:
+        """One for every depth that any rank has."""
+        shares, rank, device = self.context.shares, self.context.rank, self.tensors.q.device
+        T, count = self.tensors.v.shape[1], len(self.context.pieces)
+        found = []
+        for depth in range(shares.depth + 1):
+            pieces = shares.wave(rank, depth)
+            placed = [(row, piece) for row in range(self.B) for piece in pieces]
+            numbers = [row * count + piece.number for row, piece in placed]
+            states = torch.tensor(numbers, dtype=torch.int64, device=device)
+            tokens = cu = None
+            if len(pieces) > 1:
+                starts = [row * T + piece.offset for row, piece in placed]
+                lengths = torch.tensor([0, *(piece.length for _, piece in placed)])
+                runs = [torch.arange(start, start + piece.length) for start, (_, piece) in zip(starts, placed)]
+                tokens, cu = torch.cat(runs).to(device), lengths.cumsum(0).to(device)
+            found.append(_Wave(pieces, states, tokens, cu, shares.handed(depth)))
+        return found
+
+    def tensors_of(self, wave: _Wave, states: State) -> TTTTensors:
+        """The call of a wave, from the states that enter its pieces."""
+        t = self.tensors
+        col = None if t.eta_col is None else wave.take(t.eta_col)
+        S, c = states.S[wave.states], states.c[wave.states]
+        tokens = t._replace(q=wave.take(t.q), k=wave.take(t.k), v=wave.take(t.v), eta=wave.take(t.eta), eta_col=col)
+        return tokens._replace(state=S, bias=c, cu_seqlens=wave.cu_seqlens)
+
+    def hand(self, handed: Sequence[Handed], states: State, before: Tensor | None, *, forward: bool) -> Tensor | None:
+        """What all ranks hand on, or back, of the states of all pieces: [world, places, B, HV, D + 1, D], c under S.
+
+        One collective, after the one `before`, if anything is handed at all; otherwise that.
+        """
+        if not handed:
+            return before
+        HV, D = self.tensors.v.shape[2:]
+        placed = _placed(handed, forward)
+        sent = states.S.new_zeros(1 + max(place for _, _, place in placed), self.B, HV, D + 1, D)
+        for giver, _, place in placed:
+            if giver.rank == self.context.rank:
+                sent[place] = torch.cat([states.S[self.rows(giver)], states.c[self.rows(giver)]], dim=2)
+        return self.context.gather(after(sent, before))
+
+    def handed(
+        self, handed: Sequence[Handed], told: Tensor | None, *, forward: bool
+    ) -> Iterator[tuple[Handed, Tensor, Tensor]]:
+        """Of what `hand` was told, what is this rank's: whose it is, and [B, HV, ..] of both states."""
+        for one, (giver, taker, place) in zip(handed, _placed(handed, forward), strict=True):
+            if told is not None and taker.rank == self.context.rank:
+                S, c = told[giver.rank, place].split([told.shape[-1], 1], dim=2)
+                yield one, S, c
+
+
+def _placed(handed: Sequence[Handed], forward: bool) -> list[tuple[Piece, Piece, int]]:
+    """Who gives, who takes, and the place of it among what the giver's rank sends."""
+    counts: dict[int, int] = {}
+    found = []
+    for one in handed:
+        giver, taker = (one.giver, one.taker) if forward else (one.taker, one.giver)
+        place = counts.get(giver.rank, 0)
+        counts[giver.rank] = place + 1
+        found.append((giver, taker, place))
+    return found

@@ -1,0 +1,189 @@
+"""`carry` and `send` in Triton: one program per state, value head and tile of value rows.
+
+The state is held transposed, [V, K], as in the scans, and goes through a map as S^T M^T, in slices of the sum's rows.
+All numbers are float32, and products exact to 16 bits of them at least (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import StateRows
+from wyfold.runtime.kernel_configs import Config, tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.dot.triton import contracts, exact, mm_exact
+from wyfold.tile.index.triton import strides
+from wyfold.tile.state.triton import load_state, store_state
+
+
+def carry(
+    told: Tensor,
+    routes: Tensor,
+    outer: StateRows,
+    borders: StateRows,
+    tails: Tensor | None,
+    *,
+    back: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Write the states at the ends of routes where they enter, as `carry.eager` has it.
+
+    `told` and `tails` are contiguous. `dtype`: of the call's tokens; products are as exact as theirs.
+    """
+    B, HV, K, width = told.shape[2:]
+    V, config = width - K, _config(K, told.device)
+    launched(
+        wyfold_carry_triton,
+        outer.rows.shape[0] * HV * -(-V // config.blocks["BV"]),
+        told,
+        routes,
+        B,
+        outer.states,
+        strides(outer.states),
+        outer.rows,
+        borders.states,
+        strides(borders.states),
+        borders.rows,
+        tails,
+        HV=HV,
+        K=K,
+        V=V,
+        BK=tile_width(K),
+        BV=config.blocks["BV"],
+        BS=min(tile_width(K), config.blocks["BS"]),
+        BACK=back,
+        EXACT=exact(dtype),
+        **config.options(contract=contracts(dtype)),
+    )
+
+
+def send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: torch.dtype) -> None:
+    """Write what leaves at borders, as `carry.eager` has it. `tails` and `out` are contiguous."""
+    HV, K, columns = borders.states.shape[1:]
+    config = _config(K, out.device)
+    launched(
+        wyfold_send_triton,
+        borders.rows.shape[0] * HV * -(-columns // config.blocks["BV"]),
+        borders.states,
+        strides(borders.states),
+        borders.rows,
+        tails,
+        out,
+        strides(out),
+        HV=HV,
+        K=K,
+        V=columns if tails is None else tails.shape[-1] - K,
+        COLUMNS=columns,
+        BK=tile_width(K),
+        BV=config.blocks["BV"],
+        BS=min(tile_width(K), config.blocks["BS"]),
+        EXACT=exact(dtype),
+        **config.options(contract=contracts(dtype)),
+    )
+
+
+def _config(K: int, device: torch.device) -> Config:
+    return tuned("carry.triton", f"K{K}", device)
+
+
+@triton.jit(do_not_specialize=["B"])
+def wyfold_carry_triton(
+    p_told,
+    p_routes,
+    B,
+    p_outer,
+    s_outer,
+    p_outer_rows,
+    p_borders,
+    s_borders,
+    p_border_rows,
+    p_tails,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    BACK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns BV value rows of one state, from where its sequence begins, or ends, to where it enters."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    SIZE: tl.constexpr = K * (V + K)
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    column = (i_v * BV).to(tl.int32)
+    route, row = i_n // B, i_n % B
+    start, stop = tl.load(p_routes + route), tl.load(p_routes + route + 1)
+    p_own = p_told + (row * HV + i_hv) * SIZE
+    step = tl.cast(B, tl.int64) * HV * SIZE
+    b_S = _beside_a_map(p_own + tl.load(p_routes + start) * step, column, K, V, BK, BV)
+    for i in range(start + 1, stop):
+        p_map = p_own + tl.load(p_routes + i) * step
+        b_own = _beside_a_map(p_map, column, K, V, BK, BV)
+        b_S = b_own + _through(b_S, p_map + V, V + K, 1, K, BK, BS, EXACT)
+    store_state(p_outer, s_outer, tl.load(p_outer_rows + i_n), i_hv, column, b_S, K, V, BK, BV)
+    i_border = tl.load(p_border_rows + i_n)
+    if p_tails is not None:
+        b_S = _through(b_S, p_tails + (i_n * HV + i_hv) * SIZE + V, 1, V + K, K, BK, BS, EXACT)
+    if BACK:
+        b_S += load_state(p_borders, s_borders, i_border, i_hv, column, K, V, BK, BV)
+    store_state(p_borders, s_borders, i_border, i_hv, column, b_S, K, V, BK, BV)
+
+
+@triton.jit
+def wyfold_send_triton(
+    p_borders,
+    s_borders,
+    p_rows,
+    p_tails,
+    p_out,
+    s_out,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns BV columns of one state and of the map beside it."""
+    NV: tl.constexpr = (COLUMNS + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    column = (i_v * BV).to(tl.int32)
+    b_S = load_state(p_borders, s_borders, tl.load(p_rows + i_n), i_hv, column, K, COLUMNS, BK, BV)
+    if p_tails is not None:
+        p_tail = p_tails + (i_n * HV + i_hv) * (K * (V + K))
+        b_own = _beside_a_map(p_tail, column, K, V, BK, BV)
+        b_S = b_own + _through(b_S, p_tail + V, V + K, 1, K, BK, BS, EXACT)
+    store_state(p_out, s_out, i_n, i_hv, column, b_S, K, COLUMNS, BK, BV)
+
+
+@triton.jit
+def _beside_a_map(p, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Value rows column.. of S in [S | M], [K, V + K]; zeros past its columns.   [BV, BK]"""
+    o_v = column + tl.arange(0, BV)
+    o_k = tl.arange(0, BK)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    return tl.load(p + o_k[None, :] * (V + K) + o_v[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _through(b_S, p_M, s_row, s_column, K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, EXACT: tl.constexpr):
+    """S^T M^T, M of these strides.   [BV, BK]"""
+    BV: tl.constexpr = b_S.shape[0]
+    o_s = tl.arange(0, BK // BS)[None, :, None]
+    o_k = tl.arange(0, BK)[None, :]
+    b_sum = tl.zeros((BV, BK), tl.float32)
+    for i_s in tl.static_range(BK // BS):
+        # M^T[k, k'], rows k of this slice.
+        o_row = i_s * BS + tl.arange(0, BS)[:, None]
+        b_M = tl.load(p_M + o_k * s_row + o_row * s_column, mask=(o_row < K) & (o_k < K), other=0.0)
+        b_slice = tl.sum(tl.where(o_s == i_s, b_S.reshape(BV, BK // BS, BS), 0.0), axis=1)
+        b_sum = mm_exact(b_slice, b_M, b_sum, EXACT)
+    return b_sum

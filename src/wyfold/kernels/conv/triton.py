@@ -1,0 +1,447 @@
+"""`conv` in Triton: a program walks along a span of tokens with a block of channels.
+
+The last W - 1 inputs stay in registers, so that each is loaded once. Where a sequence begins they are replaced by what
+its state holds, or by zeros. Backward walks the same way, W - 1 tokens further: the gradients of the last W - 1 inputs
+stay in registers until the last tap has given to them. What a sequence's state gives or gets is the work of programs of
+its own, behind the others in the same launch.
+
+Boundaries are read on the device and clamped there, so that no contents lead outside a tensor.
+
+Gradients of the taps and the bias are summed over a few tokens, then over a span, then over spans, always in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.conv import ConvGradients
+from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.activation.triton import silu, silu_bwd
+from wyfold.tile.taps.triton import load_row, load_taps, tap_products, taps, taps_bwd, zeros
+
+NEVER = tl.constexpr(1 << 62)
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | int,
+    activated: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+) -> None:
+    """Write y to out, and the latest inputs to final_state.
+
+    Args:
+        x: [T, D], float32 or narrower, any strides; tokens of all sequences, one after another.
+        weight: [D, W], float32 or narrower, any strides.
+        bias: [D] or None.
+        residual: [T, D] or None. Added after the activation.
+        state: [N, D, S], S >= W-1, or None (zeros). The latest inputs, oldest first.
+        cu_seqlens: [N+1] boundaries, int32 or int64 on x's device, or the one length of all sequences.
+        activated: Whether act is silu, else the identity.
+        out: [T, D]. Zero past the last boundary.
+        final_state: [N, D, S], or None if unwanted.
+    """
+    D, W = weight.shape
+    spans = _spans("conv", x, W, 0)
+    N = _sequences(cu_seqlens, state, final_state)
+    programs = spans.programs + (0 if final_state is None else N)
+    if programs * D == 0:
+        return
+    launched(
+        wyfold_conv_triton, programs * spans.blocks,
+        x, x.stride(), weight, weight.stride(), _vector(bias), residual, _strides(residual, 2),
+        state, _strides(state, 3), _boundaries(cu_seqlens), out, out.stride(), final_state, _strides(final_state, 3),
+        x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
+        0 if final_state is None else final_state.shape[2], spans.programs, spans.groups,
+        ACTIVATED=activated, D=D, W=W, **spans.launch(),
+    )  # fmt: skip
+
+
+def conv_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | int,
+    activated: bool,
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    dtype: torch.dtype,
+    out: ConvGradients,
+) -> None:
+    """Gradients of `conv`.
+
+    Args:
+        x, weight, bias, state, cu_seqlens, activated: As there.
+        dy: [T, D] or None (zeros).
+        dfinal: [N, D, S] or None (zeros).
+        dtype: Of the arithmetic, float32.
+        out: What is wanted.
+    """
+    D, W = weight.shape
+    spans = _spans("conv_bwd", x, W, W - 1)
+    N = _sequences(cu_seqlens, state, dfinal, out.state)
+    sums = out.weight is not None or out.bias is not None
+    walks = spans.programs if sums or out.x is not None else 0
+    programs = walks + (0 if out.state is None else N)
+    if programs * D == 0:
+        return
+    partial = x.new_empty(walks, W + 1, D, dtype=dtype) if sums and walks else None
+    launched(
+        wyfold_conv_bwd_triton, programs * spans.blocks,
+        x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
+        dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,
+        _strides(out.state, 3), partial,
+        x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
+        0 if dfinal is None else dfinal.shape[2], 0 if out.state is None else out.state.shape[2], walks, spans.groups,
+        ACTIVATED=activated, D=D, W=W, **spans.launch(),
+    )  # fmt: skip
+    if partial is not None:
+        total = partial.sum(0)
+        if out.weight is not None:
+            out.weight.add_(total[:W])
+        if out.bias is not None:
+            out.bias.add_(total[W])
+
+
+class _Spans(NamedTuple):
+    """`programs` spans of `groups` groups of BT tokens each, in `blocks` blocks of BD channels."""
+
+    programs: int
+    groups: int
+    blocks: int
+    BD: int
+    BT: int
+    options: dict[str, Any]
+
+    def launch(self) -> dict[str, Any]:
+        return {"BD": self.BD, "BT": self.BT, **self.options}
+
+
+def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
+    """Spans, by shapes alone: as long as leaves a GPU enough of them. Each walks `overlap` tokens into the next."""
+    T, D = x.shape
+    config = tuned("conv.triton", f"{launch} W{W}", x.device)
+    BT, BD = config.blocks["BT"], min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
+    blocks = triton.cdiv(D, BD)
+    span = min(max(T * blocks // config.blocks["PROGRAMS"], config.blocks["SHORTEST"]), config.blocks["LONGEST"])
+    groups = triton.cdiv(span + overlap, BT)
+    warps = max(1, config.warps * BD // config.blocks["BD"])
+    options = {**config.options(contract=False), "num_warps": warps}
+    return _Spans(triton.cdiv(T, groups * BT - overlap), groups, blocks, BD, BT, options)
+
+
+def _sequences(cu_seqlens: Tensor | int, *states: Tensor | None) -> int:
+    """N, which of sequences of one length only their states know."""
+    if isinstance(cu_seqlens, Tensor):
+        return cu_seqlens.shape[0] - 1
+    return max((state.shape[0] for state in states if state is not None), default=0)
+
+
+def _length(cu_seqlens: Tensor | int) -> int:
+    return 0 if isinstance(cu_seqlens, Tensor) else cu_seqlens
+
+
+def _boundaries(cu_seqlens: Tensor | int) -> Tensor | None:
+    return cu_seqlens.contiguous() if isinstance(cu_seqlens, Tensor) else None
+
+
+def _strides(x: Tensor | None, rank: int) -> tuple[int, ...]:
+    return (0,) * rank if x is None else x.stride()
+
+
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+@triton.jit
+def _boundary(p_cu, n, T, length):
+    """Where sequence n begins, within the row of tokens."""
+    if p_cu is None:
+        return n.to(tl.int64) * length
+    else:
+        return tl.minimum(tl.maximum(tl.load(p_cu + n).to(tl.int64), 0), T)
+
+
+@triton.jit
+def _last_boundary(p_cu, N, T):
+    """Tokens from here on belong to no sequence."""
+    if p_cu is None:
+        return T
+    else:
+        return tl.minimum(tl.maximum(tl.load(p_cu + N).to(tl.int64), 0), T)
+
+
+@triton.jit
+def _sequence(p_cu, t, n, N, T, last, length):
+    """The sequence from n on that holds token t: its number, where it begins and where it ends.
+
+    Tokens from `last` on are sequence N, which never ends. Strides that double, then halve: it is mostly the next one,
+    but any number of empty ones may lie between.
+    """
+    if p_cu is None:
+        n = t // tl.maximum(length, 1)
+        start = n * length
+        end = tl.where(t < last, start + length, NEVER)
+    elif t >= last:
+        n = n * 0 + N
+        start = last
+        end = last * 0 + NEVER
+    else:
+        step = n * 0 + 1
+        while (n + step < N) & (_boundary(p_cu, tl.minimum(n + step, N), T, length) <= t):
+            n += step
+            step *= 2
+        high = tl.minimum(n + step, N)
+        while high - n > 1:
+            middle = (n + high) // 2
+            if _boundary(p_cu, middle, T, length) <= t:
+                n = middle
+            else:
+                high = middle
+        # Whatever the contents, t is inside.
+        start = tl.minimum(_boundary(p_cu, n, T, length), t)
+        end = tl.maximum(_boundary(p_cu, n + 1, T, length), t + 1)
+    return n, start, end
+
+
+@triton.jit
+def _input(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d):
+    """Input at token t of sequence n, from the state it came with if that is before its start."""
+    b_x = load_row(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
+    if p_state is not None:
+        o_state = n * s_state[0] + o_d * s_state[1] + (S + t - start) * s_state[2]
+        b_x = tl.where(t < start, load_row(p_state, o_state, m_d & (t < start) & (n < N)), b_x)
+    return b_x
+
+
+@triton.jit
+def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
+    """The W - 1 inputs before token t of sequence n, oldest first."""
+    window: tl.tuple = ()
+    for i in tl.static_range(W - 1):
+        at = t - (W - 1) + i
+        window = window + (_input(p_x, s_x, p_state, s_state, n, start, at, N, S, last, o_d, m_d),)
+    return window
+
+
+@triton.jit
+def _rows(p, s_rows, t, limit, o_d, m_d, BT: tl.constexpr):
+    """BT neighbouring tokens, each a row, zeros from `limit` on."""
+    rows: tl.tuple = ()
+    for i in tl.static_range(BT):
+        if p is not None:
+            rows = rows + (load_row(p, (t + i) * s_rows[0] + o_d * s_rows[1], m_d & (t + i < limit)),)
+        else:
+            rows = rows + (o_d * 0.0,)
+    return rows
+
+
+@triton.jit
+def _output(
+    window, w, b_bias, b_residual, exists, p_bias, p_residual, ACTIVATED: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """y of the token whose window this is; zeros where no sequence has one."""
+    b_y = taps(window, w, W)
+    if p_bias is not None:
+        b_y += b_bias
+    if ACTIVATED:
+        b_y = silu(b_y)
+    if p_residual is not None:
+        b_y += b_residual
+    return tl.where(exists, b_y, 0.0)
+
+
+@triton.jit
+def _through(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.constexpr, W: tl.constexpr):
+    """dp = dy act'(p) of the token whose window this is; zeros where no sequence has one."""
+    b_d = b_dy
+    if ACTIVATED:
+        b_p = taps(window, w, W)
+        if p_bias is not None:
+            b_p += b_bias
+        b_d = tl.where(exists, silu_bwd(b_p, b_d), 0.0)
+    return b_d
+
+
+@triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
+def wyfold_conv_triton(
+    p_x, s_x, p_w, s_w, p_bias, p_residual, s_residual, p_state, s_state, p_cu, p_y, s_y, p_final, s_final,
+    T, N, length, S, S_final, spans, groups,
+    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    i_program = (tl.program_id(0) // blocks).to(tl.int64)
+    last = _last_boundary(p_cu, N, T).to(tl.int64)
+    if i_program < spans:
+        w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
+        t = i_program * groups * BT
+        n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
+        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
+        for _ in range(groups):
+            if t + BT <= end:
+                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
+                residuals = _rows(p_residual, s_residual, t, last, o_d, m_d, BT)
+                for i in tl.static_range(BT):
+                    full = window + (rows[i],)
+                    b_y = _output(full, w, b_bias, residuals[i], t + i < last, p_bias, p_residual, ACTIVATED, W)
+                    tl.store(
+                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                    )
+                    window = full[1:]
+            else:
+                # A sequence ends among these tokens, which go one by one.
+                for i in range(BT):
+                    if t + i >= end:
+                        n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
+                        window = _window(
+                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
+                        )  # fmt: skip
+                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
+                    residual = _rows(p_residual, s_residual, t + i, last, o_d, m_d, 1)
+                    b_y = _output(full, w, b_bias, residual[0], t + i < last, p_bias, p_residual, ACTIVATED, W)
+                    tl.store(
+                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                    )
+                    window = full[1:]
+            t += BT
+    elif p_final is not None:
+        n = i_program - spans
+        start = _boundary(p_cu, n, T, length)
+        end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
+        for c in range(S_final):
+            b_x = _input(p_x, s_x, p_state, s_state, n, start, end - S_final + c, N, S, last, o_d, m_d)
+            p_out = p_final + n * s_final[0] + o_d * s_final[1] + c * s_final[2]
+            tl.store(p_out, b_x.to(p_final.dtype.element_ty), mask=m_d)
+
+
+@triton.jit
+def _left(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
+    """Gradient of the input at t of sequence n through the state that left, of which it is entry S - (end - t)."""
+    c = S - (end - t)
+    return load_row(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
+
+
+@triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
+def wyfold_conv_bwd_triton(
+    p_x, s_x, p_w, s_w, p_bias, p_state, s_state, p_cu, p_dy, s_dy, p_dfinal, s_dfinal, p_dx, s_dx,
+    p_dstate, s_dstate, p_partial,
+    T, N, length, S, S_final, S_dstate, spans, groups,
+    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    i_program = (tl.program_id(0) // blocks).to(tl.int64)
+    last = _last_boundary(p_cu, N, T).to(tl.int64)
+    w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
+    if i_program < spans:
+        first = i_program * (groups * BT - (W - 1))
+        limit = tl.minimum(first + groups * BT - (W - 1), T)
+        t = first
+        n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
+        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
+        pending = zeros(W - 1, BD)
+        total = zeros(W + 1, BD)
+        for _ in range(groups):
+            dw = zeros(W, BD)
+            b_dbias = tl.zeros((BD,), tl.float32)
+            # The row that is complete with t + i is that of W - 1 tokens before. Near a sequence's end the state that
+            # left gives to it as well.
+            if (t + BT <= end) & (t + BT <= limit) & ((p_dfinal is None) | (end - (t + BT - W) > S_final)):
+                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
+                d_rows = _rows(p_dy, s_dy, t, last, o_d, m_d, BT)
+                for i in tl.static_range(BT):
+                    full = window + (rows[i],)
+                    b_d = _through(full, w, b_bias, d_rows[i], t + i < last, p_bias, ACTIVATED, W)
+                    if p_partial is not None:
+                        dw = tap_products(full, b_d, dw, W)
+                        b_dbias += b_d
+                    if p_dx is not None:
+                        b_dx, pending = taps_bwd(b_d, w, pending, W)
+                        at = t + i - (W - 1)
+                        mask = m_d & (at >= first) & (at >= start)
+                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                    window = full[1:]
+            else:
+                for i in range(BT):
+                    if t + i >= end:
+                        # What is pending belongs to a sequence that is over: no later token gives to it.
+                        if p_dx is not None:
+                            for k in tl.static_range(W - 1):
+                                at = t + i - (W - 1) + k
+                                mask = m_d & (at >= first) & (at >= start) & (at < limit)
+                                b_dx = pending[k]
+                                if p_dfinal is not None:
+                                    b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
+                                tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                        n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
+                        window = _window(
+                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
+                        )  # fmt: skip
+                        pending = zeros(W - 1, BD)
+                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
+                    d_row = _rows(p_dy, s_dy, t + i, last, o_d, m_d, 1)
+                    b_d = _through(full, w, b_bias, d_row[0], t + i < last, p_bias, ACTIVATED, W)
+                    if p_partial is not None:
+                        b_own = tl.where(t + i < limit, b_d, 0.0)
+                        dw = tap_products(full, b_own, dw, W)
+                        b_dbias += b_own
+                    if p_dx is not None:
+                        b_dx, pending = taps_bwd(b_d, w, pending, W)
+                        at = t + i - (W - 1)
+                        mask = m_d & (at >= first) & (at >= start) & (at < limit)
+                        if p_dfinal is not None:
+                            b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
+                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                    window = full[1:]
+            sums: tl.tuple = ()
+            for i in tl.static_range(W):
+                sums = sums + (total[i] + dw[i],)
+            total = sums + (total[W] + b_dbias,)
+            t += BT
+        if p_partial is not None:
+            for i in tl.static_range(W + 1):
+                tl.store(p_partial + (i_program * (W + 1) + i) * D + o_d, total[i], mask=m_d)
+    elif p_dstate is not None:
+        n = i_program - spans
+        start = _boundary(p_cu, n, T, length)
+        end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
+        window = _window(p_x, s_x, p_state, s_state, n, start, start, N, S, last, o_d, m_d, W)
+        rows = _rows(p_x, s_x, start, end, o_d, m_d, W - 1)
+        d_rows = _rows(p_dy, s_dy, start, end, o_d, m_d, W - 1)
+        dstate = zeros(W - 1, BD)
+        for i in tl.static_range(W - 1):
+            full = window + (rows[i],)
+            b_d = _through(full, w, b_bias, d_rows[i], start + i < end, p_bias, ACTIVATED, W)
+            given: tl.tuple = ()
+            for k in tl.static_range(W - 1):
+                given = given + ((tl.fma(w[k - i], b_d, dstate[k]) if k >= i else dstate[k]),)
+            dstate = given
+            window = full[1:]
+        p_out = p_dstate + n * s_dstate[0] + o_d * s_dstate[1]
+        for i in tl.static_range(W - 1):
+            b_dstate = dstate[i]
+            if p_dfinal is not None:
+                at = start - (W - 1) + i
+                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+            tl.store(p_out + (S_dstate - (W - 1) + i) * s_dstate[2], b_dstate, mask=m_d)
+        for c in range(S_dstate - (W - 1)):
+            b_dstate = tl.zeros((BD,), tl.float32)
+            if p_dfinal is not None:
+                at = start - S_dstate + c
+                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+            tl.store(p_out + c * s_dstate[2], b_dstate, mask=m_d)

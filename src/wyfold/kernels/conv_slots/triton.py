@@ -1,0 +1,147 @@
+"""`update` in Triton: one program per sequence and block of channels walks along the sequence's tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Slots
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.activation.triton import silu
+from wyfold.tile.index.triton import strides
+from wyfold.tile.taps.triton import load_row, load_taps, taps
+
+
+def update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    slots: Slots,
+    grid: ChunkGrid,
+    activated: bool,
+    y: Tensor,
+) -> None:
+    """Convolve every sequence's tokens behind what its slot holds, and leave there what the next ones need.
+
+    Args:
+        x: [B, T, D], float32 or narrower, any strides.
+        weight: [D, W], float32 or narrower, any strides.
+        bias: [D] or None.
+        pool: [slots, D, S], any strides, updated in place, rounding once.
+        slots: Uses `source`, `given`, `pad`, and `accepted`, which here says where in a slot the inputs before the
+            first token begin: at entry accepted[n] - 1, or the nearest there is.
+        grid: The call's boundaries.
+        activated: Whether y passes a silu.
+        y: [B, T, D] written; zero where a sequence was skipped, and past the last boundary.
+    """
+    D, W = weight.shape
+    config = tuned("conv_slots.triton", f"W{W}", x.device)
+    BD = min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
+    launched(
+        wyfold_conv_slots_triton,
+        (grid.sequences + (grid.cu is not None)) * triton.cdiv(D, BD),
+        x,
+        x.stride(),
+        weight,
+        weight.stride(),
+        None if bias is None else bias.contiguous(),
+        pool,
+        pool.stride(),
+        slots.source,
+        strides(slots.source),
+        slots.given,
+        slots.accepted,
+        y,
+        y.stride(),
+        grid.cu,
+        grid.sequences,
+        grid.tokens,
+        pool.shape[0],
+        pool.shape[2],
+        slots.pad,
+        ACTIVATED=activated,
+        D=D,
+        W=W,
+        BD=BD,
+        # Every rounding is written out: a token has the bits that a whole sequence's convolution gives it.
+        **config.options(contract=False),
+    )
+
+
+@triton.jit(do_not_specialize=["N", "T", "slots", "S", "pad"])
+def wyfold_conv_slots_triton(
+    p_x,
+    s_x,
+    p_w,
+    s_w,
+    p_bias,
+    p_pool,
+    s_pool,
+    p_source,
+    s_source,
+    p_given,
+    p_accepted,
+    p_y,
+    s_y,
+    p_cu,
+    N,
+    T,
+    slots,
+    S,
+    pad,
+    ACTIVATED: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One program owns BD channels of one sequence, its slot's included."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0).to(tl.int64)
+    o_d, i_n = pid % BLOCKS * BD + tl.arange(0, BD), pid // BLOCKS
+    m_d = o_d < D
+    b, t, length = i_n, i_n * 0, i_n * 0 + T
+    live = i_n < N
+    if p_cu is not None:
+        # A sequence more: the tokens past the last boundary.
+        b, t = i_n * 0, tl.load(p_cu + i_n)
+        length = tl.load(p_cu + i_n + 1) - t
+    slot = i_n
+    if p_source is not None:
+        slot = tl.load(p_source + i_n * s_source[0], mask=live, other=pad).to(tl.int64)
+    live = live & (slot > pad) & (slot < slots)
+    p_row = p_y + b * s_y[0] + t * s_y[1] + o_d * s_y[2]
+    if not live:
+        for i in range(length):
+            tl.store(p_row + i * s_y[1], tl.zeros((BD,), p_y.dtype.element_ty), mask=m_d)
+        return
+
+    there = m_d
+    if p_given is not None:
+        there = there & (tl.load(p_given + i_n) != 0)
+    begin = i_n * 0
+    if p_accepted is not None:
+        begin = tl.minimum(tl.maximum(tl.load(p_accepted + i_n).to(tl.int64) - 1, 0), S - (W - 1))
+    p_slot = p_pool + slot * s_pool[0] + o_d * s_pool[1]
+    window: tl.tuple = ()
+    for i in tl.static_range(W - 1):
+        window = window + (load_row(p_slot, (begin + i) * s_pool[2], there),)
+    w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
+    tl.debug_barrier()  # what one thread overwrites another may have to read first
+    if length > 0:
+        for i in tl.static_range(W - 2):
+            tl.store(p_slot + i * s_pool[2], window[i + 1].to(p_pool.dtype.element_ty), mask=m_d)
+    for i in range(length):
+        b_x = load_row(p_x + b * s_x[0] + (t + i) * s_x[1], o_d * s_x[2], m_d)
+        tl.store(p_slot + (W - 2 + i) * s_pool[2], b_x.to(p_pool.dtype.element_ty), mask=m_d & (W - 2 + i < S))
+        full = window + (b_x,)
+        b_y = taps(full, w, W)
+        if p_bias is not None:
+            b_y += b_bias
+        if ACTIVATED:
+            b_y = silu(b_y)
+        tl.store(p_row + i * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d)
+        window = full[1:]

@@ -1,0 +1,27 @@
+"""`fold` in PyTorch: a loop over the borders of each sequence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import Segments
+
+
+def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> None:
+    """Fold summaries into states, in place.
+
+    Args:
+        S: [borders, HV, K, V] view, H of the segment that ends at each border, or c of the one that begins there.
+        M: [borders, HV, K, K] map of the segment that ends at each border; a sequence's first is not read.
+        segments: Where they lie.
+        back: Whether these are gradients.
+    """
+    borders = [first - n for n, first in enumerate(segments.first.tolist())]
+    for start, stop in pairwise(borders):
+        for r in range(stop - 1, start, -1) if back else range(start + 1, stop):
+            if back:
+                S[r - 1] += M[r].mT @ S[r]
+            else:
+                S[r] += M[r] @ S[r - 1]

@@ -1,0 +1,159 @@
+"""`fold` in Triton: one program per sequence that is cut, value head and tile of value rows, serial over the borders.
+
+The state is held transposed, [V, K], as in the scans, and is the left operand of
+
+    S^T[r + 1] = H^T[r + 1] + S^T[r] M^T[r + 1]        dS^T[r - 1] = c^T[r - 1] + dS^T[r] M[r]
+
+whose right one comes from memory in slices of the sum's rows, loaded ahead over the borders: nothing else has to be
+waited for. All numbers are float32, and products exact to 16 bits of them at least (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import Segments
+from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.dot.triton import contracts, exact, mm_exact
+from wyfold.tile.index.triton import strides
+from wyfold.tile.state.triton import load_state, store_state
+
+
+def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.dtype) -> None:
+    """Fold summaries into states, in place.
+
+    Args:
+        S: [borders, HV, K, V] float32 view, H or c as `fold.eager` has them.
+        M: [borders, HV, K, K] float32 view. A zero is negative only among rows of nothing else: a diagonal of negative
+            zeros stands for a map of zeros.
+        segments: Where they lie.
+        back: Whether these are gradients.
+        dtype: Of the call's tokens: products are as exact as theirs.
+    """
+    HV, K, V = S.shape[1:]
+    config = tuned("fold.triton", f"K{K}", S.device)
+    BK = tile_width(K)
+    launched(
+        wyfold_fold_triton,
+        segments.divided.shape[0] * HV * -(-V // config.blocks["BV"]),
+        S,
+        strides(S),
+        M,
+        strides(M.mT if back else M),
+        segments.first,
+        segments.divided,
+        segments.sequences,
+        HV=HV,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=config.blocks["BV"],
+        BS=min(BK, config.blocks["BS"]),
+        BACK=back,
+        EXACT=exact(dtype),
+        STAGES=config.stages,
+        **config.options(contract=contracts(dtype)),
+    )
+
+
+@triton.jit(do_not_specialize=["N"])
+def wyfold_fold_triton(
+    p_S,
+    s_S,
+    p_M,
+    s_M,
+    p_first,
+    p_divided,
+    N,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    BACK: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns BV value rows of one state, from border to border; a product is BK / BS steps."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    SLICES: tl.constexpr = BK // BS
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, tl.load(p_divided + pid // (NV * HV))
+    column = (i_v * BV).to(tl.int32)
+    start, stop = tl.load(p_first + i_n) - i_n, tl.load(p_first + i_n + 1, mask=i_n < N, other=0) - i_n - 1
+    if start + 1 < stop:
+        if _nothing_added(p_S, s_S, p_M, s_M, start, stop, i_hv, column, K, V, BK, BV, BACK):
+            stop = start
+    if start + 1 < stop:
+        r = start
+        if BACK:
+            r = stop - 1
+        b_S = load_state(p_S, s_S, r, i_hv, column, K, V, BK, BV)
+        b_sum = tl.zeros((BV, BK), tl.float32)
+        o_s = tl.arange(0, BK // BS)[None, :, None]
+        o_k = tl.arange(0, BK)[None, :]
+        for i in tl.range(0, ((stop - start - 1) * SLICES).to(tl.int32), num_stages=STAGES):
+            i_s = i % SLICES
+            if BACK:
+                r = stop - 2 - i // SLICES
+                i_map = r + 1
+            else:
+                r = start + 1 + i // SLICES
+                i_map = r
+            # M^T[k, k'], rows k of this slice; M where gradients are folded, its strides exchanged by the launch.
+            o_row = i_s * BS + tl.arange(0, BS)[:, None]
+            offsets = i_map * s_M[0] + i_hv * s_M[1] + o_row.to(tl.int64) * s_M[3] + o_k.to(tl.int64) * s_M[2]
+            b_M = tl.load(p_M + offsets, mask=(o_row < K) & (o_k < K), other=0.0)
+            # Asked for before the product, which it does not wait for.
+            b_own = load_state(p_S, s_S, r, i_hv, column, K, V, BK, BV)
+            b_slice = tl.sum(tl.where(o_s == i_s, b_S.reshape(BV, BK // BS, BS), 0.0), axis=1)
+            b_sum = mm_exact(b_slice, b_M, b_sum, EXACT)
+            if i_s == SLICES - 1:
+                b_S = b_own + b_sum
+                store_state(p_S, s_S, r, i_hv, column, b_S, K, V, BK, BV)
+                b_sum = tl.zeros((BV, BK), tl.float32)
+
+
+@triton.jit
+def _nothing_added(
+    p_S,
+    s_S,
+    p_M,
+    s_M,
+    start,
+    stop,
+    i_hv,
+    column,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """Whether all maps between these borders are zeros, and all states finite that they are applied to: then what lies
+    at the borders is right. Of such a map `summary` says so by the sign of its zeros."""
+    SOME: tl.constexpr = 8
+    o_k = tl.arange(0, BK)
+    o_v = column + tl.arange(0, BV)
+    adds = 0
+    for at in range(start, stop - 1, SOME):
+        r = at + tl.arange(0, SOME).to(tl.int64)
+        m_r = (r < stop - 1)[:, None]
+        m_k = m_r & (o_k < K)[None, :]
+        diagonal = (r + 1)[:, None] * s_M[0] + i_hv * s_M[1] + o_k[None, :].to(tl.int64) * (s_M[2] + s_M[3])
+        b_diagonal = tl.load(p_M + diagonal, mask=m_k, other=0.0)
+        marked = (b_diagonal.to(tl.int32, bitcast=True) == -(2**31)) | ~m_k
+        if BACK:
+            r += 1
+        tiles = (r * s_S[0] + i_hv * s_S[1])[:, None, None] + o_v.to(tl.int64)[None, :, None] * s_S[3]
+        tiles += o_k.to(tl.int64)[None, None, :] * s_S[2]
+        m_v = (o_v < V)[None, :, None] & (o_k < K)[None, None, :]
+        b_S = tl.load(p_S + tiles, mask=m_r[:, :, None] & m_v, other=0.0)
+        unbounded = tl.max(tl.max(tl.max((b_S - b_S != 0.0).to(tl.int32), 2), 1), 0)
+        adds = tl.maximum(adds, tl.maximum(unbounded, tl.max(tl.max((~marked).to(tl.int32), 1), 0)))
+    return adds == 0

@@ -1,0 +1,575 @@
+"""`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, as many heads as keys.
+
+One program has a chunk of one head. Whatever it reads is on its way to shared memory before it computes: four groups of
+tiles, each with a barrier of its own, in the order in which they are wanted; states come in halves of K, the second
+when the first has been read. Two programs fill a multiprocessor, so there is no tile to spare:
+
+    X       then dv, then of a scalar gate the pairs of its sums, then dP and dJ, which products read both ways round
+    q, k    then dq, dk, from where they leave
+
+q and k that are normalised here stay raw, as in the other launches. Both grams' gradients then carry both norms, so
+that what they add to a row is that row's gradient times its own 1/|x|, as is the part through the states; which is what
+the norm's adjoint wants, z = dy/|x|, y = x/|x|:
+
+    dx = dy/|x| - y <y, dy>/|x| = z - x <x, z>/|x|^2
+
+The sum takes both halves of K. The first half of z waits in the place of x, rounded; its x comes a second time.
+
+The chunk that a sequence does not fill has its rows that are no tokens cleared, and leaves by address. Whatever the
+strides, bits are one kernel's: rows that have no boxes are copied, and what is not wanted has memory of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.kernels.gradients.gluon import channel
+from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
+from wyfold.kernels.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
+from wyfold.kernels.records import TokenBorders, TokenGradients
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
+from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
+from wyfold.tile.index.gluon import barrier, shared, tma_load
+from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
+
+
+def kernels_of(key: str) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    if "channel" not in key.split():
+        return (wyfold_gradients_gluon.fn.__name__,)
+    kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if "norm" in key.split() else []))
+    return tuple([kernel.fn.__name__ for kernel in kernels])
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    do: Tensor,
+    borders: TokenBorders,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: str,
+    out: TokenGradients,
+) -> None:
+    """Gradients of every token and parameter. Arguments as of the Triton launch.
+
+    Args:
+        q, k, g, beta, A_log, dt_bias: As given to the operator, as the table's rows for `key` say.
+        do: [B, T, HV, V] gradient of the output.
+        borders: From `scan_bwd`.
+        grid: The call's chunk grid, of chunks of 64.
+        options: As given to `prepare`.
+        key: Of the launch configuration.
+        out: Written, as by the Triton launch.
+    """
+    flags = gate_flags(g)
+    if flags["CHANNEL"] and g is not None:
+        channel.gradients(q, k, g, beta, A_log, dt_bias, do, borders, grid, options, key, out)
+        return
+    (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
+    config = tuned("gradients.gluon", key, q.device)
+    read_q, read_k, read_do = (x if _boxed(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do))
+    wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
+    to_q, to_k, to_v = (like.new_empty(like.shape) if to is None or not _boxed(to) else to for to, like in wanted)
+    dA_log, ddt_bias = (
+        None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
+    )
+    launched(
+        wyfold_gradients_gluon,
+        grid.chunks * HV,
+        *_boxes((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),
+        *(read_q.stride(2), read_k.stride(2), read_do.stride(2)),
+        *(to_q, to_k, to_v),
+        *(to_q.stride(), to_k.stride(), to_v.stride()),
+        g,
+        strides(g),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        out.g,
+        strides(out.g),
+        out.beta,
+        strides(out.beta),
+        dA_log,
+        ddt_bias,
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.scale,
+        options.unit,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        PACKED=grid.cu is not None,
+        WHOLE=grid.cu is None and grid.tokens % C == 0,
+        SCALAR=g is not None,
+        ACTIVATION=options.activation,
+        CLAMPED=options.clamp != 0,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        **config.options(),
+    )
+    for to, (wished, _) in zip((to_q, to_k, to_v), wanted, strict=True):
+        if wished is not None and wished is not to:
+            wished.copy_(to)
+    if out.A_log is not None and dA_log is not None:
+        out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
+    if out.dt_bias is not None and ddt_bias is not None:
+        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+
+
+def _boxed(x: Tensor) -> bool:
+    """Whether memory is laid out for boxes of tokens."""
+    return token_boxes(x, 1, 64) is not None
+
+
+def _boxes(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+    """The kernel's first arguments: boxes of q, k, do and their gradients' like, and of tiles."""
+    V = tokens[2].shape[3]
+    found = [token_boxes(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
+    found += [tile_boxes(x, V, BK) for x in (borders.S, borders.dS)] + [tile_boxes(x, C, V) for x in borders[2:]]
+    return shared(found)
+
+
+class Source(NamedTuple):
+    """What a tile's copies name: boxes, and where this tile's are: rows of tokens and tiles, columns of tokens."""
+
+    q: Any
+    k: Any
+    do: Any
+    S: Any
+    dS: Any
+    e: Any
+    X: Any
+    token: Any
+    tile: Any
+    column_q: Any
+    column_k: Any
+    column_do: Any
+
+
+class Tiles(NamedTuple):
+    """Shared memory, and the barriers of its groups."""
+
+    q: Any
+    k: Any
+    do: Any
+    e: Any
+    X: Any
+    S: Any
+    dS: Any
+    values_here: Any
+    rows_here: Any
+    tokens_here: Any
+    states_here: Any
+
+
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
+def wyfold_gradients_gluon(
+    x_q,
+    x_k,
+    x_do,
+    x_dq,
+    x_dk,
+    x_dv,
+    x_S,
+    x_dS,
+    x_e,
+    x_X,
+    h_q,
+    h_k,
+    h_do,
+    p_dq,
+    p_dk,
+    p_dv,
+    s_dq,
+    s_dk,
+    s_dv,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_dg,
+    s_dg,
+    p_dbeta,
+    s_dbeta,
+    p_dA_log,
+    p_ddt_bias,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    scale,
+    unit,
+    lower_bound,
+    clamp,
+    beta_most,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    PACKED: gl.constexpr,
+    WHOLE: gl.constexpr,
+    SCALAR: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    NORM: gl.constexpr,
+    LOGIT: gl.constexpr,
+):
+    """One program owns a chunk of one head: first the gradients of its grams, then K in two halves."""
+    BK: gl.constexpr = K // 2
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
+    LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LC)
+    COL: gl.constexpr = gl.SliceLayout(0, LC)
+    ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    pid = gl.program_id(0).to(gl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    at = Place(b, t, (b * T + t).to(gl.int32), i_h, rows)
+    o_r, o_c, o_1 = gl.arange(0, BT, layout=ROW), gl.arange(0, BT, layout=COL), gl.arange(0, BT, layout=ONE)
+    if PACKED:
+        if i_n == N:
+            store_rows(p_dv, s_dv, at, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
+            for h in range(2):
+                store_rows(p_dq, s_dq, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+                store_rows(p_dk, s_dk, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+            store_scalars(p_dbeta, s_dbeta, at, o_1, gl.zeros([BT], gl.float32, ONE))
+            store_scalars(p_dg, s_dg, at, o_1, gl.zeros([BT], gl.float32, ONE))
+            if p_dA_log is not None:
+                gl.store(p_dA_log + pid, 0.0)
+            if p_ddt_bias is not None:
+                gl.store(p_ddt_bias + pid, 0.0)
+            return
+
+    s_q = gl.allocate_shared_memory(x_q.dtype, [2, BT, BK], x_q.layout)
+    s_k = gl.allocate_shared_memory(x_k.dtype, [2, BT, BK], x_k.layout)
+    s_do = gl.allocate_shared_memory(x_do.dtype, [BT, V], x_do.layout)
+    s_e = gl.allocate_shared_memory(x_e.dtype, [BT, V], x_e.layout)
+    s_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
+    s_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
+    s_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
+    pair = s_X._reinterpret(x_q.dtype, [2, BT, BT], x_q.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    tiles = Tiles(s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3))
+    source = Source(
+        x_q, x_k, x_do, x_S, x_dS, x_e, x_X, at.token, pid.to(gl.int32),
+        (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_h * h_do).to(gl.int32),
+    )  # fmt: skip
+    _bring(source, tiles, BT, BK)
+    _bring_states(source, tiles, 0, V, BK)
+
+    # Numbers of a token, which lie along columns and along rows.
+    here = o_1 < rows
+    beta = gl.where(here, 1.0, 0.0)
+    if p_beta is not None:
+        beta = load_scalars(p_beta, s_beta, at, o_1)
+        if LOGIT:
+            beta = gl.where(here, sigmoid(beta) * beta_most, 0.0)
+    numbers.slice(0, BT).store(beta)
+    if SCALAR:
+        log_g = log_gate(
+            load_scalars(p_g, s_g, at, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
+            "scalar", ACTIVATION, K, BK,
+        )  # fmt: skip
+        numbers.slice(BT, BT).store(gl.associative_scan(gl.where(here, log_g, 0.0), 0, _add))
+    barrier()
+    beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
+    none = gl.zeros([BT, BT], gl.float32, LC)
+    weight = none + beta_c[None, :]
+    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * unit, beta_r * unit
+    total = 1.0
+    if SCALAR:
+        G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
+        last = gl.sum(gl.where(o_c == BT - 1, G_c, 0.0), axis=0)
+        weight = exp2((G_r[:, None] - G_c[None, :]) * 1.4426950408889634) * beta_c[None, :]
+        total = gl.exp(last)
+        scale_q, scale_k, scale_w = scale_q * gl.exp(G_r), scale_k * gl.exp(G_r), scale_w * gl.exp(last - G_r)
+
+    # Gradients of the grams; that of v, in the place of X.
+    mbarrier.wait(tiles.rows_here, 0)
+    X = s_X.load(LV)
+    x_a = gl.convert_layout(X, gl.DotOperandLayout(0, LV, 2), assert_trivial=True)
+    mbarrier.wait(tiles.values_here, 0)
+    if not WHOLE:
+        if rows < BT:
+            _clear_rows(s_do, rows, BT, V)
+    dJ = warpgroup_mma(x_a, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
+    dP = warpgroup_mma(s_do, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
+    fence_async_shared()
+    barrier()
+    send(x_dv, p_dv, s_dv, at, 0, s_X, WHOLE, BT, V)
+    mbarrier.wait(tiles.tokens_here, 0)
+    if not WHOLE:
+        if rows < BT:
+            for h in gl.static_range(2):
+                _clear_rows(s_q.index(h), rows, BT, BK)
+                _clear_rows(s_k.index(h), rows, BT, BK)
+    r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+    if NORM:
+        r_q, r_k = _reciprocal_norms(s_q, LC, BT), _reciprocal_norms(s_k, LC, BT)
+        numbers.slice(0, BT).store(r_k)
+        barrier()
+        weight *= numbers.slice(0, BT).load(COL)[None, :]
+        scale_q, scale_k, scale_w = scale_q * r_q, scale_k * r_k, scale_w * r_k
+    dJ, dP = warpgroup_mma_wait(0, deps=[dJ, dP])
+    if p_dbeta is not None:
+        dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
+        if LOGIT:
+            dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, at, o_r), dbeta) * beta_most
+        store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
+    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
+    dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
+    to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
+    nothing = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
+    if SCALAR:
+        dg = _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT)
+    else:
+        tma.store_wait(pendings=0)
+        barrier()
+    pair.index(0).store(to_P)
+    pair.index(1).store(to_J)
+    fence_async_shared()
+    barrier()
+
+    # Through the states and the grams.
+    read, write, traced = (
+        gl.zeros([BT], gl.float32, ROW),
+        gl.zeros([BT], gl.float32, ROW),
+        gl.zeros([BT], gl.float32, ROW),
+    )
+    along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
+    for h in range(2):
+        mbarrier.wait(tiles.states_here, h)
+        same = h * nothing
+        e, do, S, dS = _anew(s_e, same), _anew(s_do, same), _anew(s_S, same), _anew(s_dS, same)
+        square_P, square_J = pair.index(same), pair.index(same + 1)
+        dw = warpgroup_mma(e, dS, none, use_acc=False, is_async=True)
+        if SCALAR:
+            trace = warpgroup_mma(S.permute((1, 0)), dS, none, use_acc=False, is_async=True)
+        dk = warpgroup_mma(x_a, S, none, use_acc=False, is_async=True)
+        dq = warpgroup_mma(do, S, none, use_acc=False, is_async=True)
+        q, k = s_q.index(h), s_k.index(h)
+        if SCALAR:
+            dw, trace = warpgroup_mma_wait(2, deps=[dw, trace])
+            traced += gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1)
+            dw = dw * scale_w[:, None]
+            write += gl.sum(k.load(LC).to(gl.float32) * dw, axis=1)
+            dk, dq = warpgroup_mma_wait(0, deps=[dk, dq])
+        else:
+            dw, dk, dq = warpgroup_mma_wait(0, deps=[dw, dk, dq])
+            dw = dw * scale_w[:, None]
+        barrier()
+        if h == 0:
+            _bring_states(source, tiles, 1, V, BK)
+        elif NORM:
+            _bring_again(source, tiles, BT, BK)
+        dq = dq * scale_q[:, None]
+        if SCALAR:
+            along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
+            read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, along), axis=1)
+        dk = gl.fma(dk, scale_k[:, None], dw)
+        dq = warpgroup_mma(square_P, k, dq, is_async=True)
+        dk = warpgroup_mma(square_J, k, dk, is_async=True)
+        dk = warpgroup_mma(square_J.permute((1, 0)), k, dk, is_async=True)
+        dk = warpgroup_mma(square_P.permute((1, 0)), q, dk, is_async=True)
+        dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
+        if NORM:
+            row_q, row_k = q.load(LC).to(gl.float32), k.load(LC).to(gl.float32)
+            along_q += gl.sum(row_q * dq, axis=1)
+            along_k += gl.sum(row_k * dk, axis=1)
+            if h == 1:
+                along_q, along_k = -(along_q * r_q * r_q), -(along_k * r_k * r_k)
+                dq, dk = gl.fma(row_q, along_q[:, None], dq), gl.fma(row_k, along_k[:, None], dk)
+        barrier()
+        q.store(dq.to(q.dtype))
+        k.store(dk.to(k.dtype))
+        fence_async_shared()
+        barrier()
+        if not NORM or h == 1:
+            send(x_dq, p_dq, s_dq, at, h * BK, q, WHOLE, BT, BK)
+            send(x_dk, p_dk, s_dk, at, h * BK, k, WHOLE, BT, BK)
+    if NORM:
+        mbarrier.wait(tiles.states_here, 0)
+        again = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
+        q, k = s_q.index(0), s_k.index(0)
+        dq = gl.fma(again.index(0).load(LC).to(gl.float32), along_q[:, None], q.load(LC).to(gl.float32))
+        dk = gl.fma(again.index(1).load(LC).to(gl.float32), along_k[:, None], k.load(LC).to(gl.float32))
+        q.store(dq.to(q.dtype))
+        k.store(dk.to(k.dtype))
+        fence_async_shared()
+        barrier()
+        send(x_dq, p_dq, s_dq, at, 0, q, WHOLE, BT, BK)
+        send(x_dk, p_dk, s_dk, at, 0, k, WHOLE, BT, BK)
+    # Before sums among warps, whose memory may be what is still being stored from.
+    tma.store_wait(pendings=0)
+    barrier()
+    if SCALAR:
+        numbers.slice(0, BT).store(read)
+        numbers.slice(BT, BT).store(write)
+        barrier()
+        read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
+        dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
+        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total * unit, dg)
+        raw = load_scalars(p_g, s_g, at, o_r)
+        dx, dA = log_gate_bwd(
+            raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
+        )
+        store_scalars(p_dg, s_dg, at, o_r, dx)
+        if p_dA_log is not None:
+            gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
+        if p_ddt_bias is not None:
+            gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
+    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
+
+
+@gluon.jit
+def _anew(tile, same):
+    """A tile in shared memory whose place is worked out once more; `same` is 0, of which no compiler knows.
+
+    What is alike in every turn of a loop a compiler works out before it. Places of tiles, as products want them, are
+    two registers for every 16 columns: kept, they go to local memory and come back in every turn
+    (docs/facts/hopper.md, SASS-7).
+    """
+    return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(same)
+
+
+@gluon.jit
+def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
+    """Of a scalar gate's dg what pairs give: each to the tokens after its column up to its row.   [BT]
+
+    Once dv has left its memory, which the pairs take in two parts. `nothing` is 0, of which no compiler knows its
+    sign: a constant in a left operand would be put into its register after the product has begun
+    (docs/facts/compilers.md, PTXAS-2).
+    """
+    LC: gl.constexpr = dJ.type.layout
+    o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))
+    o_c = gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
+    none = gl.zeros([BT, BT], gl.float32, LC)
+    kk, qk = none, none
+    for h in gl.static_range(2):
+        kk = warpgroup_mma(s_k.index(h), s_k.index(h).permute((1, 0)), kk, use_acc=h > 0, is_async=True)
+        qk = warpgroup_mma(s_q.index(h), s_k.index(h).permute((1, 0)), qk, use_acc=h > 0, is_async=True)
+    after = gl.where((o_r + nothing)[:, None] <= o_c[None, :], 1.0, 0.0).to(s_q.dtype)
+    after = gl.convert_layout(after, gl.DotOperandLayout(0, LC, 2), assert_trivial=True)
+    kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
+    high, low = _parts(gl.fma(dP, qk, dJ * kk))
+    tma.store_wait(pendings=0)
+    barrier()
+    pair.index(0).store(high)
+    pair.index(1).store(low)
+    fence_async_shared()
+    barrier()
+    sums = warpgroup_mma(after, pair.index(1), none, use_acc=False, is_async=True)
+    sums = warpgroup_mma(after, pair.index(0), sums, is_async=True)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    dg = gl.sum(gl.where(o_c[None, :] < o_r[:, None], sums, 0.0), axis=1)
+    barrier()
+    return dg
+
+
+@gluon.jit
+def _reciprocal_norms(tiles, LC: gl.constexpr, BT: gl.constexpr):
+    """(sum x^2 + 1e-6)^(-1/2) of rows in two halves.   [BT]"""
+    square = gl.full([BT], 1e-6, gl.float32, gl.SliceLayout(1, LC))
+    for h in gl.static_range(2):
+        x = tiles.index(h).load(LC).to(gl.float32)
+        square += gl.sum(x * x, axis=1)
+    return gl.rsqrt(square)
+
+
+@gluon.jit
+def _bring(source, tiles, BT: gl.constexpr, BK: gl.constexpr):
+    """Ask for everything but states, what is wanted first before the rest."""
+    row = source.tile * BT
+    mbarrier.expect(tiles.rows_here, source.X.block_type.nbytes)
+    tma_load(source.X, [row, 0], tiles.rows_here, tiles.X)
+    mbarrier.expect(tiles.values_here, source.do.block_type.nbytes + source.e.block_type.nbytes)
+    tma_load(source.e, [row, 0], tiles.values_here, tiles.e)
+    tma_load(source.do, [source.token, source.column_do], tiles.values_here, tiles.do)
+    mbarrier.expect(tiles.tokens_here, 2 * (source.q.block_type.nbytes + source.k.block_type.nbytes))
+    for h in gl.static_range(2):
+        tma_load(source.q, [source.token, source.column_q + h * BK], tiles.tokens_here, tiles.q.index(h))
+        tma_load(source.k, [source.token, source.column_k + h * BK], tiles.tokens_here, tiles.k.index(h))
+
+
+@gluon.jit
+def _bring_states(source, tiles, h, V: gl.constexpr, BK: gl.constexpr):
+    """Ask for one half of both states."""
+    mbarrier.expect(tiles.states_here, source.S.block_type.nbytes + source.dS.block_type.nbytes)
+    tma_load(source.S, [source.tile * V, h * BK], tiles.states_here, tiles.S)
+    tma_load(source.dS, [source.tile * V, h * BK], tiles.states_here, tiles.dS)
+
+
+@gluon.jit
+def _bring_again(source, tiles, BT: gl.constexpr, BK: gl.constexpr):
+    """Ask for the first halves of q and k once more, where S was."""
+    again = tiles.S._reinterpret(source.q.dtype, [2, BT, BK], source.q.layout)
+    mbarrier.expect(tiles.states_here, source.q.block_type.nbytes + source.k.block_type.nbytes)
+    tma_load(source.q, [source.token, source.column_q], tiles.states_here, again.index(0))
+    tma_load(source.k, [source.token, source.column_k], tiles.states_here, again.index(1))
+
+
+@gluon.jit
+def _clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
+    """Zero the rows of a tile in shared memory that are no tokens: zero times NaN is NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+    x = tile.load(L)
+    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    tile.store(gl.where((o_t < rows)[:, None], x, gl.zeros([BT, BW], x.dtype, L)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _parts(x):
+    """x as a sum of two bfloat16, but for 2^-17 of it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 u, v; .reg .f32 s, t;"
+        " cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 u, $0, 16; and.b32 v, $0, 0xffff0000;"
+        " mov.b32 s, u; mov.b32 t, v; sub.f32 s, $2, s; sub.f32 t, $3, t; cvt.rn.bf16x2.f32 $1, t, s; }",
+        "=&r,=&r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b

@@ -1,0 +1,186 @@
+"""`kkt` in Triton: one program per chunk and value head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
+from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, interval_decay, load_gate
+from wyfold.tile.dot.triton import contracts, exact, operand, precision, self_products, self_sum
+from wyfold.tile.index.triton import (
+    chunk_span,
+    load_sub_chunks,
+    load_token_scalars,
+    load_tokens,
+    store_tokens,
+    strides,
+)
+
+FAR = 16
+"""Channels of a slice where gates pass what one anchor reaches: few, so that the usual way keeps its registers."""
+
+
+def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor) -> None:
+    """Write L to out, and zeros past a packed batch's last boundary.
+
+    Args:
+        k: [B, T, H, K], any strides; with a channel gate, whose sums run along columns, rows 16 numbers can be read of.
+        beta: [B, T, HV].
+        g: [B, T, HV] or [B, T, HV, K], as k. Natural-log decay per token, <= 0. None: no decay.
+        grid: The call's chunk grid.
+        out: [B, T, HV, C], any strides.
+    """
+    (H, K), HV, C = k.shape[2:], beta.shape[2], grid.chunk_size
+    gates = gate_flags(g)
+    # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
+    held = torch.float32 if gates["CHANNEL"] else k.dtype
+    config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate_kind(g)), k.device)
+    launched(
+        wyfold_kkt_triton,
+        grid.chunks * HV,
+        k,
+        k.stride(),
+        beta,
+        beta.stride(),
+        g,
+        strides(g),
+        out,
+        out.stride(),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        FLOOR,
+        H=H,
+        HV=HV,
+        K=K,
+        BT=C,
+        BK=min(tile_width(K), config.blocks["BK"]),
+        BF=FAR,
+        PACKED=grid.cu is not None,
+        **gates,
+        OP=operand(held),
+        PRECISION=precision(held),
+        EXACT=exact(held),
+        **config.options(contract=contracts(held)),
+    )
+
+
+def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> str:
+    """What a launch configuration depends on."""
+    return f"{dtype_word(dtype)} K{K} C{chunk_size} {gate}"
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "floor"])
+def wyfold_kkt_triton(
+    p_k,
+    s_k,
+    p_beta,
+    s_beta,
+    p_g,
+    s_g,
+    p_L,
+    s_L,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    floor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALAR: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns a chunk of one value head: its keys, and the rows of L at its tokens."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = i_tile // HV, i_tile % HV
+    i_h = i_hv // (HV // H)
+    i_n, _first, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
+            return
+    # These and a scalar gate are asked for before the keys: behind the products they would be waited for by themselves.
+    b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
+    if CHANNEL:
+        b_J = _channel_gram(p_k, s_k, p_g, s_g, b, t, i_h, i_hv, rows, tl.minimum(T, 0), floor, K, BT, BK, BF, EXACT)
+    else:
+        _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
+        b_J, b_rest = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
+        for column in range(0, K, BK):
+            b_k = load_tokens(p_k, s_k, b, t, i_h, column, rows, K, BT, BK)
+            b_J, b_rest = self_products(b_k, b_J, b_rest, OP, PRECISION)
+        b_J = self_sum(b_J, b_rest, OP, PRECISION)
+        if SCALAR:
+            b_J = b_J * interval_decay(b_g, BT)
+    b_L = b_J * b_beta[:, None]
+    o = tl.arange(0, BT)
+    # Selected last: a strength that is not finite must not reach what is zero by definition.
+    store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.where(o[:, None] > o[None, :], b_L, 0.0), BT, BT, BT)
+
+
+@triton.jit
+def _channel_gram(
+    p_k,
+    s_k,
+    p_g,
+    s_g,
+    b,
+    t,
+    i_h,
+    i_hv,
+    rows,
+    nothing,
+    floor,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """J under a channel gate, anything where s is not before r.   [BT, BT], [r, s]
+
+    Args:
+        nothing: As of `load_sub_chunks`.
+    """
+    NB: tl.constexpr = BT // 16
+    b_JT, b_least = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BK), tl.float32)
+    b_k = load_sub_chunks(p_k, s_k, b, t, i_h, 0, rows, nothing, K, BT, BK)
+    b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, nothing, K, BT, BK)
+    for column in range(0, K, BK):
+        # The next slice is on its way while this one's products are made. That the loop hands it on also hides from the
+        # compiler how narrow keys were, by which it would lay out the products' operands
+        # (docs/facts/compilers.md, TRITON-10).
+        more = tl.where(column + BK < K, rows, 0)
+        b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, nothing, K, BT, BK)
+        b_g_next = load_sub_chunks(p_g, s_g, b, t, i_hv, column + BK, more, nothing, K, BT, BK)
+        b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g, floor, NB)
+        b_least = tl.minimum(b_least, b_last)
+        b_JT = add_key_gram(b_JT, b_k.to(tl.float32), b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
+        b_k, b_g = b_k_next, b_g_next
+    if beyond_reach(tl.min(b_least)):
+        for column in range(0, K, BF):
+            b_far = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BF).to(tl.float32)
+            b_g_far = load_sub_chunks(p_g, s_g, b, t, i_hv, column, rows, nothing, K, BT, BF)
+            b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g_far, floor, NB)
+            b_JT = add_far_key_gram(b_JT, b_far, b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
+    return tl.trans(b_JT.permute(1, 0, 2).reshape(BT, BT))

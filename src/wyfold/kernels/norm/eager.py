@@ -1,0 +1,101 @@
+"""Norms in PyTorch, a cacheful of rows at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
+from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd, silu, silu_bwd
+from wyfold.tile.norm import eager as norm
+from wyfold.tile.rows.eager import contiguous_rows, row_blocks, widest
+
+ACTIVATIONS = {"swish": (silu, silu_bwd), "silu": (silu, silu_bwd), "sigmoid": (sigmoid, sigmoid_bwd)}
+
+
+def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
+    """Write x at unit length to out.
+
+    Args:
+        x: [n, W], any float.
+        eps: Added to the squared length.
+        out: [n, W], any float.
+    """
+    for rows in row_blocks(*x.shape):
+        out[rows] = norm.l2norm(contiguous_rows(x[rows], widest(x)), eps)[0]
+
+
+def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
+    """Write the gradient of `l2norm` in x to dx; all [n, W]."""
+    dtype = widest(x)
+    for rows in row_blocks(*x.shape):
+        y, r = norm.l2norm(contiguous_rows(x[rows], dtype), eps)
+        dx[rows] = norm.l2norm_bwd(y, r, contiguous_rows(dy[rows], dtype))
+
+
+def rms_norm_gated(
+    x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, out: Tensor
+) -> None:
+    """Write the normed and gated rows to out.
+
+    Args:
+        x, z: [n, W], any float.
+        weight, bias: [W], any float; no bias: None.
+        options: The whole record.
+        out: [n, W], dtype of x.
+    """
+    dtype = widest(x, z, weight, bias)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    for rows in row_blocks(*x.shape):
+        y = _forward(contiguous_rows(x[rows], dtype), contiguous_rows(z[rows], dtype), weight, bias, options, x.dtype)
+        out[rows] = y.affine * y.gate if options.norm_before_gate else y.affine
+
+
+def rms_norm_gated_bwd(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dy: Tensor,
+    options: RmsNormOptions,
+    out: RmsNormGradients,
+) -> None:
+    """Gradients of `rms_norm_gated`; arguments as there, dy [n, W]."""
+    dtype = widest(x, z, weight, bias)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    activation_bwd = ACTIVATIONS[options.activation][1]
+    for rows in row_blocks(*x.shape):
+        x_rows, z_rows, d = (contiguous_rows(t[rows], dtype) for t in (x, z, dy))
+        y = _forward(x_rows, z_rows, weight, bias, options, x.dtype)
+        d_affine = d * y.gate if options.norm_before_gate else d
+        d_normed = norm.rms_norm_bwd(y.normed, y.r, d_affine * weight)
+        if out.weight is not None:
+            out.weight.add_((d_affine * y.rounded).sum(0))
+        if out.bias is not None:
+            out.bias.add_(d_affine.sum(0))
+        if out.x is not None:
+            out.x[rows] = d_normed if options.norm_before_gate else d_normed * y.gate
+        if out.z is not None:
+            out.z[rows] = activation_bwd(z_rows, d * y.affine if options.norm_before_gate else d_normed * x_rows)
+
+
+class _Rows(NamedTuple):
+    """act(z); the normed row and its reciprocal root mean square; as the weight meets it; times weight, plus bias."""
+
+    gate: Tensor
+    normed: Tensor
+    r: Tensor
+    rounded: Tensor
+    affine: Tensor
+
+
+def _forward(
+    x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, storage: torch.dtype
+) -> _Rows:
+    gate = ACTIVATIONS[options.activation][0](z)
+    normed, r = norm.rms_norm(x if options.norm_before_gate else x * gate, options.eps)
+    rounded = normed.to(storage).to(x.dtype) if options.round_before_weight else normed
+    affine = rounded * weight
+    return _Rows(gate, normed, r, rounded, affine if bias is None else affine.add_(bias))

@@ -1,0 +1,47 @@
+"""`prepare` in Gluon, for Hopper: bfloat16, K = 128, chunks of 64; a kernel for a gate that is one number, or none, and
+one for a gate over channels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wyfold.kernels.prepare.gluon import channel, scalar
+from wyfold.kernels.prepare.gluon.channel import wyfold_prepare_channel_gluon
+from wyfold.kernels.prepare.gluon.scalar import wyfold_prepare_gluon
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.triton import gate_flags
+
+__all__ = ["kernels_of", "prepare", "wyfold_prepare_channel_gluon", "wyfold_prepare_gluon"]
+
+
+def kernels_of(key: str) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    return ("wyfold_prepare_channel_gluon",) if "channel" in key.split() else ("wyfold_prepare_gluon",)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    forward: bool = True,
+    clear: bool = True,
+) -> Prepared:
+    """Factors of every chunk, from tokens where they lie; arguments as of the Triton launch.
+
+    Unfolded without a gate or with a scalar one, E and F with one over channels, as the configurations' rows say.
+    """
+    channels = gate_flags(g)["CHANNEL"]
+    launch = channel.prepare if channels else scalar.prepare
+    given = q, k, g, beta, A_log, dt_bias, grid, options, o
+    return launch(*given, folded=folded, backward=backward, forward=forward, clear=clear)

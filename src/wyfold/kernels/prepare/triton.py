@@ -1,0 +1,378 @@
+"""`prepare` in Triton: one program per chunk and value head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.channel.triton import (
+    add_channel_grams,
+    load_sub_chunk_gate,
+    sub_chunk_sums,
+    sums_after,
+    sums_between,
+)
+from wyfold.tile.decay.triton import (
+    FLOOR,
+    decayed_grams_transposed,
+    gate_flags,
+    gate_kind,
+    load_gate,
+    running_sum,
+    scalar_rows,
+)
+from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    chunk_span,
+    copies_boxes,
+    every_box,
+    fetch_tokens,
+    load_strength,
+    load_sub_chunks,
+    load_tokens,
+    store_sub_chunks,
+    store_tile,
+    store_tokens,
+    store_upper,
+    strides,
+    token_boxes,
+)
+from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
+from wyfold.tile.norm.triton import reciprocal_norm
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    forward: bool = True,
+    clear: bool = True,
+) -> Prepared:
+    """Factors of every chunk, from tokens where they lie.
+
+    Args:
+        q, k: [B, T, H, K], any strides.
+        g: [B, T, HV] or [B, T, HV, K] or None, as the caller gave it.
+        beta: [B, T, HV] or None (1), as the caller gave it.
+        A_log, dt_bias: Gate parameters or None.
+        grid: The call's chunk grid.
+        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
+        o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
+        folded: Whether the scans will read E instead of W.
+        backward: Whether `scan_bwd` and `summary_bwd` will read these.
+        forward: Whether `scan` and `summary` will.
+        clear: Whether o is written at all; if not, any tensor of its shape serves.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
+    tiles, whole = grid.chunks * HV, tile_width(K)
+    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
+    if clear and backward and grid.cu is not None:
+        # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
+        # tile of a packed batch is written.
+        for x in found:
+            if x is not None:
+                x.zero_()
+    config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    # With a channel gate a warp has a sub-chunk of its own.
+    warps = C // 16 if channel else config.warps
+    BK = BE = whole
+    if channel:
+        BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
+    written = found if found.W is not None else found._replace(W=found.F)
+    rows = None
+    # With a channel gate sub-chunks are loaded. A chunk that a sequence does not fill has no box; and sums along rows
+    # lie in registers as the rows do, which differs with how they came.
+    plain = not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0
+    if plain and copies_boxes(q.device):
+        rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
+    x_q, x_k = rows or (q, k)
+    launched(
+        wyfold_prepare_triton,
+        tiles,
+        x_q,
+        q.stride(),
+        x_k,
+        k.stride(),
+        g,
+        strides(g),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        o,
+        o.stride(),
+        *written[:4],
+        written.back,
+        *written[4:8],
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        int(clear),
+        # A number, so that both directions of the folded form launch one kernel, which is compiled once.
+        int(found.W is not None),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BE=BE,
+        BV=tile_width(V),
+        PACKED=grid.cu is not None,
+        BOXED=rows is not None,
+        GATE=gate,
+        CHANNEL=channel,
+        ACTIVATION=options.activation,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        WHOLE=config.blocks["BM"] >= C,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        EXACT=exact(q.dtype),
+        WARPS=warps,
+        STAGES=config.stages,
+        **{**config.options(contract=contracts(q.dtype)), "num_warps": warps},
+    )
+    return found
+
+
+def empty(
+    q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool, forward: bool = True
+) -> Prepared:
+    """Unwritten factors of so many tiles; sizes come from metadata alone."""
+    C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
+    stored, both = workspace(q.dtype), forward and backward and not folded
+    upper = tiles, 3, C // 2, C // 2
+    return Prepared(
+        rows=q.new_empty(tiles, 4, C, dtype=torch.float32),
+        total=q.new_empty(tiles, K if channel else 1, dtype=torch.float32),
+        q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
+        k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
+        E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
+        F=q.new_empty(upper, dtype=stored) if backward or folded else None,
+        W=q.new_empty(upper, dtype=stored) if backward or not folded else None,
+        FB=q.new_empty(upper, dtype=stored) if forward and not folded else None,
+        back=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
+    )
+
+
+def reads_folded(g: Tensor | None) -> bool:
+    """Whether a call's scans read E, which spares them a product, or W, which spares them memory."""
+    return gate_kind(g) == "channel"
+
+
+def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
+    """What a launch configuration depends on."""
+    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
+def wyfold_prepare_triton(
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_o,
+    s_o,
+    p_rows,
+    p_total,
+    p_qd,
+    p_kd,
+    p_back,
+    p_E,
+    p_F,
+    p_W,
+    p_FB,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    lower_bound,
+    clamp,
+    beta_most,
+    clear,
+    with_w,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOXED: tl.constexpr,
+    GATE: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    LOGIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = i_tile // HV, i_tile % HV
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            if clear:
+                store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            return
+
+    o_r = tl.arange(0, BT)
+    b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
+    if CHANNEL:
+        # 0, for addresses in sub-chunks.
+        nothing = tl.minimum(T, 0)
+        b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
+        b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
+        for column in tl.range(0, K, BK, num_stages=STAGES):
+            b_q = load_sub_chunks(x_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            if NORM:
+                b_q *= b_rq.reshape(BT // 16, 16, 1)
+                b_k *= b_rk.reshape(BT // 16, 16, 1)
+            b_P, b_first, b_rest = sub_chunk_sums(
+                load_sub_chunk_gate(
+                    p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                    ACTIVATION, K, BT, BK,
+                )
+            )  # fmt: skip
+            b_between = sums_between(b_first, b_rest, BT // 16)
+            b_JT, b_PT, b_qf, b_kf = add_channel_grams(
+                b_JT, b_PT, b_q, b_k, b_P, b_rest, b_between, BT // 16, BK, OP, PRECISION
+            )
+            i_i = tl.arange(0, BT // 16)[:, None, None]
+            b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
+            b_in = tl.exp2(b_start)[:, None]
+            store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, nothing, K, BT, BK)
+            store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, nothing, K, BT, BK)
+            o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
+            last = (o_n == BT // 16 - 1) & (o_k < K)
+            tl.store(p_total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
+        b_JT, b_PT = b_JT.permute(1, 0, 2).reshape(BT, BT), b_PT.permute(1, 0, 2).reshape(BT, BT)
+        before = o_r[:, None] < o_r[None, :]
+        b_JT = tl.where(before, b_JT, 0.0)
+        b_PT = tl.where(before, b_PT, tl.where(o_r[:, None] == o_r[None, :], b_qk[None, :], 0.0))
+        # Goes to no product of tiles.
+        b_J = tl.trans(b_JT)
+    else:
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
+        _, b_g = load_gate(
+            p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
+        )
+        b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+        if NORM:
+            b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
+        b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
+
+    b_divisor = divisor(b_beta)
+    if WHOLE:
+        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
+    else:
+        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
+    if with_w:
+        b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
+        store_upper(p_W, i_tile, b_W, BT)
+    b_FT = mm_exact(b_AT, b_PT, None, EXACT)
+    if p_F is not None:
+        store_upper(p_F, i_tile, b_FT, BT)
+    if p_FB is not None:
+        store_upper(p_FB, i_tile, b_FT * b_beta[:, None], BT)
+
+    if CHANNEL:
+        if p_E is not None:
+            for column in tl.range(0, K, BE, num_stages=STAGES):
+                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
+                if NORM:
+                    b_k *= b_rk.reshape(BT // 16, 16, 1)
+                b_P, b_first, b_rest = sub_chunk_sums(
+                    load_sub_chunk_gate(
+                        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                        ACTIVATION, K, BT, BE,
+                    )
+                )  # fmt: skip
+                b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
+                b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
+                store_tile(p_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
+        b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
+        b_rk, b_rq = b_in, b_in
+    else:
+        b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
+        tl.store(p_total + i_tile, total)
+        if p_E is not None:
+            b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
+            store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
+    b_in_k, b_in_q, b_out = b_in * b_rk, b_in * b_rq, b_out * b_rk
+    if p_back is not None:
+        _store_rows(p_back, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+    if p_FB is not None:
+        b_out = b_beta * b_out
+    _store_rows(p_rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+
+
+@triton.jit
+def _store_rows(p, i_tile, b_in_k, b_in_q, b_out, b_beta, BT: tl.constexpr):
+    p += i_tile * (4 * BT) + tl.arange(0, BT)
+    tl.store(p, b_in_k)
+    tl.store(p + BT, b_in_q)
+    tl.store(p + 2 * BT, b_out)
+    tl.store(p + 3 * BT, b_beta)
+
+
+@triton.jit
+def _row_products(x_q, s_q, x_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """Reciprocal norms of rows of q and k, or ones, and the product of each q with its own k, normalised.   3 x [BT]"""
+    BW: tl.constexpr = 64
+    b_qq, b_kk, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
+    for column in range(0, K, BW):
+        b_q = load_tokens(x_q, s_q, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_k = load_tokens(x_k, s_k, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_qk += tl.sum(b_q * b_k, axis=1)
+        if NORM:
+            b_qq += tl.sum(b_q * b_q, axis=1)
+            b_kk += tl.sum(b_k * b_k, axis=1)
+    if NORM:
+        b_rq, b_rk = tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
+        return b_rq, b_rk, b_qk * b_rq * b_rk
+    else:
+        ones = tl.full((BT,), 1.0, tl.float32)
+        return ones, ones, b_qk

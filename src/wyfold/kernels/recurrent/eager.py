@@ -1,0 +1,130 @@
+"""`recurrent` and `recurrent_bwd` in PyTorch: a loop over tokens, batched over sequences and value heads."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels.records import Gradients, Inputs
+from wyfold.runtime.chunk_layout import ChunkTable
+from wyfold.tile.decay.eager import to_gate_shape, token_decay
+from wyfold.tile.index.eager import from_chunks, ranked, unranked
+
+Tiles = TypeVar("Tiles", Inputs, Gradients)
+
+
+def recurrent(
+    inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None
+) -> Tensor:
+    """Run a part's tokens from the entering states. Arguments and result as `scan`."""
+    HV = S0.shape[1]
+    out = torch.empty_like(inputs.v)
+    S = ranked(S0, table)
+    for chunks, rows in _columns(table):
+        c = slice(chunks.start * HV, chunks.stop * HV)
+        running = S[: c.stop - c.start]
+        _run(running, _rows(inputs, c), rows, out[c])
+        if leaving is not None:
+            leaving[chunks] = running.unflatten(0, (-1, HV))
+    from_chunks(out.mul_(scale), table, o)
+    return unranked(S, table)
+
+
+def recurrent_bwd(inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable) -> tuple[Gradients, Tensor]:
+    """Gradients of a part's inputs and entering states; states are replayed from the entering ones.
+
+    Args:
+        inputs: From `prepare`.
+        do: [n, C, V] tiles of the output's gradient, times scale.
+        S0, dST: [n, HV, K, V].
+        table: The part's chunk grid.
+    """
+    HV = S0.shape[1]
+    found = Gradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
+    columns = list(_columns(table))
+    S, entering = ranked(S0, table), []
+    for chunks, rows in columns:
+        running = S[: (chunks.stop - chunks.start) * HV]
+        entering.append(running.clone())
+        c = slice(chunks.start * HV, chunks.stop * HV)
+        _run(running, _rows(inputs, c), rows, None)
+    dS = ranked(dST, table)
+    for (chunks, rows), S in zip(reversed(columns), reversed(entering), strict=True):
+        c = slice(chunks.start * HV, chunks.stop * HV)
+        _run_bwd(S, dS[: c.stop - c.start], _rows(inputs, c), do[c], rows, _rows(found, c))
+    return found, unranked(dS, table)
+
+
+def _columns(table: ChunkTable) -> list[tuple[slice, int]]:
+    """Chunks of each column, and the rows the longest of them has: padding below it changes nothing."""
+    valid = table.valid
+    return [
+        (slice(first, first + count), int(valid[first : first + count].max()))
+        for first, count in zip(table.starts, table.columns, strict=True)
+    ]
+
+
+def _rows(tiles: Tiles, c: slice) -> Tiles:
+    return type(tiles)(*(None if x is None else x[c] for x in tiles))  # type: ignore[arg-type]
+
+
+def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[Tensor] | None = None) -> None:
+    """Advance S [n, K, V] in place over `rows` tokens; keeps the decayed state before each write in `states`."""
+    q, k, v, beta = inputs[:4]
+    decay = token_decay(inputs.g)
+    # Two rows, not one: a product with a single row takes another road in batches of one (docs/facts/cpu.md, CPU-1).
+    kq, k_pair, y_pair = torch.stack([k, q], 2), _paired(k), _paired(v[:, 0])
+    qk = (q * k).sum(-1, keepdim=True)
+    for t in range(rows):
+        if decay is not None:
+            S.mul_(decay[:, t])
+        if states is not None:
+            states.append(S.clone())
+        seen = torch.bmm(kq[:, t], S)
+        y = (v[:, t] - seen[:, 0]).mul_(beta[:, t])
+        if out is not None:
+            out[:, t] = seen[:, 1] + qk[:, t] * y
+        y_pair[:, 0] = y
+        S.baddbmm_(k_pair[:, t].transpose(1, 2), y_pair)
+
+
+def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found: Gradients) -> None:
+    """Take dS [n, K, V] in place from the last of `rows` tokens to before the first, filling `found`."""
+    q, k, v, beta = inputs[:4]
+    decay = token_decay(inputs.g)
+    decayed: list[Tensor] = []
+    _run(S, inputs, rows, None, decayed)
+    q_pair, k_pair, do_pair, de_pair = _paired(q), _paired(k), _paired(do), _paired(v[:, 0])
+    for t in reversed(range(rows)):
+        Sd = decayed.pop()
+        e = v[:, t] - _columns_dot(Sd, k[:, t])
+        y = e * beta[:, t]
+        dS.baddbmm_(q_pair[:, t].transpose(1, 2), do_pair[:, t])
+        found.q[:, t] = _rows_dot(Sd, do[:, t]) + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)
+        dn = _columns_dot(dS, k[:, t])
+        de = beta[:, t] * dn
+        found.v[:, t] = de
+        found.beta[:, t] = (dn * e).sum(-1, keepdim=True)
+        found.k[:, t] = _rows_dot(dS, y) - _rows_dot(Sd, de)
+        de_pair[:, 0] = de
+        dS.baddbmm_(k_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
+        if decay is not None and found.g is not None:
+            found.g[:, t] = to_gate_shape((Sd * dS).sum(-1), found.g)
+            dS.mul_(decay[:, t])
+
+
+def _paired(x: Tensor) -> Tensor:
+    """[..., W] -> [..., 2, W]: a row of zeros beside each, so that an outer product is one of two rows (see `_run`)."""
+    return torch.stack([x, torch.zeros_like(x)], -2)
+
+
+def _columns_dot(S: Tensor, k: Tensor) -> Tensor:
+    """S^T k.   [n, K, V], [n, K] -> [n, V]"""
+    return (S * k[..., None]).sum(-2)
+
+
+def _rows_dot(S: Tensor, v: Tensor) -> Tensor:
+    """S v.   [n, K, V], [n, V] -> [n, K]"""
+    return (S * v[:, None]).sum(-1)

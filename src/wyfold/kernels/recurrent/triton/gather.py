@@ -1,0 +1,223 @@
+"""Gradients of tokens: the shares of value tiles and value heads, added up in their order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Shares, TokenGradients
+from wyfold.kernels.recurrent.triton.tokens import WIDE
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.triton import (
+    FLOOR,
+    NEAR,
+    gate_flags,
+    gate_width,
+    load_raw_gate,
+    log_gate_bwd,
+    store_gate_gradient,
+)
+from wyfold.tile.index.triton import load_tokens, store_token_scalars, store_tokens, strength_bwd, strides
+from wyfold.tile.norm.triton import row_norm, row_norm_bwd
+
+
+def gather(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    shares: Shares,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    out: TokenGradients,
+) -> None:
+    """Gradients of tokens and parameters from the shares of value tiles and value heads, added up in their order.
+
+    Args:
+        q, k, g, beta, A_log, dt_bias, grid, options: As given to `recurrent`.
+        shares: From `recurrent_bwd`.
+        out: Tokens of every gradient but v's, zero past a packed batch's last boundary, and the parameters' sums; None
+            where none is wanted.
+    """
+    (B, T, H, K), HV, gates = q.shape, shares.q.shape[2], gate_width(g)
+    config = tuned("recurrent.triton", "gather", q.device)
+    BT, BK = config.blocks["BT"], tile_width(K)
+    tiles = B * -(-T // BT)
+    dA_log = ddt_bias = None
+    if out.A_log is not None:
+        dA_log = q.new_empty(tiles, HV, 1, dtype=WIDE)
+    if out.dt_bias is not None:
+        ddt_bias = q.new_empty(tiles, HV, gates, dtype=WIDE)
+    launched(
+        wyfold_recurrent_gather_triton,
+        tiles * H,
+        q,
+        q.stride(),
+        k,
+        k.stride(),
+        g,
+        strides(g),
+        beta,
+        strides(beta),
+        A_log,
+        dt_bias,
+        *shares,
+        out.q,
+        strides(out.q),
+        out.k,
+        strides(out.k),
+        out.g,
+        strides(out.g),
+        out.beta,
+        strides(out.beta),
+        dA_log,
+        ddt_bias,
+        grid.cu,
+        grid.sequences,
+        grid.tokens,
+        B * T,
+        options.lower_bound,
+        options.clamp or FLOOR,
+        options.beta_most,
+        H=H,
+        HV=HV,
+        K=K,
+        NV=shares.q.shape[0],
+        BT=BT,
+        BK=BK,
+        PACKED=grid.cu is not None,
+        **gate_flags(g),
+        ACTIVATION=options.activation,
+        CLAMPED=options.clamp != 0,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        **config.options(contract=False),
+    )
+    if out.A_log is not None and dA_log is not None:
+        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
+    if out.dt_bias is not None and ddt_bias is not None:
+        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+
+
+@triton.jit(do_not_specialize=["N", "T", "tokens", "lower_bound", "clamp", "beta_most"])
+def wyfold_recurrent_gather_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_g,
+    s_g,
+    p_beta,
+    s_beta,
+    p_A_log,
+    p_dt_bias,
+    p_dq_shares,
+    p_dk_shares,
+    p_dbeta_shares,
+    p_dg_shares,
+    p_dq,
+    s_dq,
+    p_dk,
+    s_dk,
+    p_dg,
+    s_dg,
+    p_dbeta,
+    s_dbeta,
+    p_dA_log,
+    p_ddt_bias,
+    p_cu,
+    N,
+    T,
+    tokens,
+    lower_bound,
+    clamp,
+    beta_most,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    NV: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATE: tl.constexpr,
+    SCALAR: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    NORM: tl.constexpr,
+    LOGIT: tl.constexpr,
+):
+    """One program owns BT tokens of one key head, and of its value heads one after another."""
+    GR: tl.constexpr = HV // H
+    pid = tl.program_id(0).to(tl.int64)
+    i_tile, i_h = pid // H, pid % H
+    per_row = tl.cdiv(T, BT)
+    b, t = i_tile // per_row, (i_tile % per_row) * BT
+    rows = tl.minimum(T - t, BT).to(tl.int32)
+    real = rows
+    if PACKED:
+        real = tl.maximum(tl.minimum(tl.load(p_cu + N) - t, rows), 0).to(tl.int32)
+    i_row = b * T + t
+    b_dq, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
+    for i_hv in range(i_h * GR, i_h * GR + GR):
+        b_dq += _shared(p_dq_shares, i_row, i_hv, tokens, real, HV, K, NV, BT, BK)
+        b_dk += _shared(p_dk_shares, i_row, i_hv, tokens, real, HV, K, NV, BT, BK)
+        if p_dbeta is not None:
+            b_dbeta = tl.sum(_shared(p_dbeta_shares, i_row, i_hv, tokens, real, HV, 1, NV, BT, 1), axis=1)
+            if LOGIT:
+                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, real, b_dbeta, beta_most, BT)
+            store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
+        if SCALAR or CHANNEL:
+            b_dg = _shared(
+                p_dg_shares, i_row, i_hv, tokens, real, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
+            )
+            if SCALAR:
+                b_dg = tl.sum(b_dg, axis=1)
+            b_x = load_raw_gate(p_g, s_g, b, t, i_hv, 0, real, GATE, K, BT, BK)
+            b_dx, b_dA = log_gate_bwd(
+                b_x, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
+            )
+            if CHANNEL:
+                b_dx, b_dA = b_dx.reshape(BT // NEAR, NEAR, BK), b_dA.reshape(BT // NEAR, NEAR, BK)
+            store_gate_gradient(
+                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile * HV + i_hv, b, t, i_hv, 0, rows, b_dx, b_dA, tl.minimum(T, 0),
+                GATE, K, BT, BK,
+            )  # fmt: skip
+    if p_dq is not None:
+        if NORM:
+            b_y, b_r = row_norm(load_tokens(p_q, s_q, b, t, i_h, 0, real, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_dq = row_norm_bwd(b_y, b_r, b_dq, 1)
+        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, K, BT, BK)
+    if p_dk is not None:
+        if NORM:
+            b_y, b_r = row_norm(load_tokens(p_k, s_k, b, t, i_h, 0, real, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_dk = row_norm_bwd(b_y, b_r, b_dk, 1)
+        store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, K, BT, BK)
+
+
+@triton.jit
+def _shared(
+    p,
+    i_row,
+    i_hv,
+    tokens,
+    rows,
+    HV: tl.constexpr,
+    W: tl.constexpr,
+    NV: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """Sum of the shares [NV, tokens, HV, W] of one value head in some tokens, zero in others.   [BT, BW]"""
+    o_r, o_w = tl.arange(0, BT)[:, None], tl.arange(0, BW)[None, :]
+    mask = (o_r < rows) & (o_w < W)
+    b_x = tl.zeros((BT, BW), tl.float32)
+    for i_v in tl.static_range(NV):
+        b_x += tl.load(p + ((i_v * tokens + i_row + o_r) * HV + i_hv) * W + o_w, mask=mask, other=0.0)
+    return b_x

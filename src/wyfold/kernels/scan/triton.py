@@ -1,0 +1,411 @@
+"""`scan` in Triton: one program per sequence, value head and tile of value rows; the state stays in its registers.
+
+The state is held transposed, [V, K], so that every product reads the running value as its left operand and nothing in
+registers is transposed into one:
+
+    R^T = V^T - (S^T k^T) in          Y^T = R^T beta
+    o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
+    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else: one product more, 128
+                                                                                          bytes a token less
+in, out: decay of rows, per token; a channel gate's is in q and k. F beta and beta out come from `prepare`. Of e = W R,
+which it needs, `scan_bwd` makes the same state, bit for bit.
+
+Where memory is laid out for it, tiles come and go as boxes. Then the chunk that a sequence does not fill is a step of
+its own after the loop, the only one that has to tell its tokens from the next sequence's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Prepared, Slots
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.kernel_configs import crowd, tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.dot.triton import contracts, mm, operand, precision
+from wyfold.tile.index.triton import (
+    copies_boxes,
+    every_box,
+    fetch_numbers,
+    fetch_rows,
+    fetch_tile,
+    fetch_tokens,
+    load_upper,
+    number_boxes,
+    segment_place,
+    sequence_span,
+    slot_place,
+    store_tokens,
+    strides,
+    tile_boxes,
+    token_boxes,
+)
+from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
+
+SLOT_NUMBERS = ["s_source", "s_target", "slots", "pad"]
+"""Arguments of the kernels that no code is made for."""
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: str,
+    o: Tensor,
+    final_state: Tensor | None,
+    states: Tensor | None,
+    first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
+    behind: bool | None = None,
+    slots: Slots | None = None,
+) -> None:
+    """Run every sequence, or every segment of one, from its entering state.
+
+    Args:
+        q, k: [B, T, H, K] tokens, any strides.
+        v: [B, T, HV, V].
+        prepared: From `prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        grid: The call's chunk grid, or that of its segments.
+        options: Uses `scale`, `checkpoint_every`.
+        key: Of the launch configuration.
+        o: [B, T, HV, V] written.
+        final_state: [N, HV, K, V] view, written, or None.
+        states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
+        first_state: [N] int64 row in `states` of each sequence's first.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
+        behind: Whether to run those segments, or the others; None where there are no segments.
+        slots: Uses `source`, `target`, `given`, `pad`. Then `initial_state` and `final_state` are views of the pool,
+            one slot written by each sequence and read by no other, and no sequence is cut; o is zero where there is no
+            live slot. None: states lie by sequence.
+    """
+    (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
+    side_by_side = grid.sequences if segments is None else segments.likely
+    named, shift, count = scanned(grid, segments, behind)
+    config = tuned("scan.triton", scan_key(key, side_by_side, v, kept=states is not None), q.device)
+    BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
+    channel = prepared.q is not None
+    folded = prepared.E is not None
+    factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
+    where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
+    # A box of wider outputs would take shared memory that the tiles have.
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) and o.dtype == v.dtype else None
+    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
+    launched(
+        wyfold_scan_triton,
+        count * HV * -(-V // BV),
+        x_q,
+        None if channel else q.stride(),
+        x_k,
+        None if channel else k.stride(),
+        x_v,
+        v.stride(),
+        x_rows,
+        x_total,
+        x_E,
+        p_W,
+        p_F,
+        initial_state,
+        strides(initial_state),
+        x_o,
+        o,
+        o.stride(),
+        final_state,
+        strides(final_state),
+        states,
+        strides(states),
+        first_state,
+        borders,
+        strides(borders),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        0 if segments is None else segments.sequences,
+        named,
+        shift,
+        *slot_arguments(initial_state, slots),
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        grid.per_sequence,
+        options.scale,
+        max(1, options.checkpoint_every // C),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BV=BV,
+        PACKED=grid.cu is not None,
+        CHANNEL=channel,
+        FOLDED=folded,
+        TMA=boxes is not None,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        STAGES=config.stages,
+        **config.options(contract=contracts(q.dtype)),
+    )
+
+
+def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+    """All of them as boxes, or None if one cannot be."""
+    q, k, v, rows, total, E, W, F, o = given
+    channel = q.ndim == 3
+    found = (
+        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(v, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        # Triangular tiles are in quarters, and go by address.
+        W,
+        F,
+        token_boxes(o, C, BV),
+    )
+    return every_box(given, found)
+
+
+class SlotArguments(NamedTuple):
+    """What the kernels are told of a pool's slots, in their order; None throughout where there are none."""
+
+    source: Tensor | None = None
+    source_step: int | None = None
+    target: Tensor | None = None
+    target_step: int | None = None
+    given: Tensor | None = None
+    slots: int | None = None
+    pad: int | None = None
+
+
+def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
+    """Of a call whose states enter from a pool, where `slots` says."""
+    if slots is None or pool is None:
+        return SlotArguments()
+    source, target = slots.source, slots.target
+    steps = (None if x is None else x.stride(0) for x in (source, target))
+    return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
+
+
+def scanned(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
+    """Which of the grid's sequences a launch runs: tensor and number as the kernels take them, and their count.
+
+    Of borders that no sequence needs those behind have no token.
+    """
+    if segments is None:
+        return None, 0, grid.sequences
+    return (segments.leading, 1, segments.borders) if behind else (segments.first, 0, segments.sequences)
+
+
+def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
+    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty.
+
+    `kept`: states are stored on the way, which takes room beside the tiles that are under way meanwhile.
+    """
+    HV, V = v.shape[2:]
+    return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
+
+
+@triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale", "every"])
+def wyfold_scan_triton(
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    p_W,
+    p_F,
+    p_S0,
+    s_S0,
+    x_o,
+    p_o,
+    s_o,
+    p_ST,
+    s_ST,
+    p_states,
+    s_states,
+    p_first_state,
+    p_borders,
+    s_borders,
+    p_sequence,
+    p_first_segment,
+    N,
+    p_named,
+    shift,
+    p_source,
+    s_source,
+    p_target,
+    s_target,
+    p_given,
+    slots,
+    pad,
+    p_cu,
+    p_first,
+    T,
+    per_sequence,
+    scale,
+    every,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
+
+    Sequence i_n is a segment where p_sequence says of which one, so many behind one that p_named names; states that
+    come and go have that one's number. Where there are slots, they have the numbers of these.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    if p_named is not None:
+        i_n = tl.load(p_named + i_n) + shift
+    i_h = i_hv // (HV // H)
+    column = (i_v * BV).to(tl.int32)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_tile = i_c * HV + i_hv
+    begins, ends, i_border, i_from, i_to = True, True, i_n, i_n, i_n
+    if slots is not None:
+        i_from, begins, i_to, ends, live = slot_place(
+            i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
+        )  # fmt: skip
+        if not live:
+            # Zeroed here; to all that follows there are none.
+            for row in range(0, length, BT):
+                rows = tl.minimum(length - row, BT).to(tl.int32)
+                store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+            length = length * 0
+    steps = (length // BT).to(tl.int32)
+    if not TMA:
+        steps = tl.cdiv(length, BT).to(tl.int32)
+
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_from, i_to = i_n, i_n
+    b_S = load_end(
+        p_S0, s_S0, i_from, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+    )  # fmt: skip
+    total = 0.0
+    if not CHANNEL:
+        total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        next_total = total
+        if not CHANNEL:
+            next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
+        b_S = _step(
+            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
+            i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
+            K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+        )  # fmt: skip
+        total = next_total
+        if p_states is not None:
+            if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
+                i_state = (i + 1) // every - 1 + tl.load(p_first_state + i_n)
+                store_state(p_states, s_states, i_state, i_hv, column, b_S, K, V, BK, BV)
+    if TMA:
+        if steps * BT < length:
+            b_S = _step(
+                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
+                i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+            )  # fmt: skip
+    if p_ST is not None:
+        if ends:
+            store_state(p_ST, s_ST, i_to, i_hv, column, b_S, K, V, BK, BV)
+
+
+@triton.jit
+def _step(
+    b_S,
+    total,
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    p_W,
+    p_F,
+    x_o,
+    p_o,
+    s_o,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write a chunk's output; returns the state leaving it. FULL: all its rows are tokens."""
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_FT = load_upper(p_F, i_tile, BT)
+
+    b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+    # After the product, which needs the most registers: these numbers would be as many again.
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_R = residual(b_v, b_Sk, b_in_k)
+    if FOLDED:
+        b_R = b_R * b_beta[None, :]
+    b_y = b_R.to(OP)
+    b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
+    if TMA and FULL:
+        x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
+    else:
+        store_tokens(p_o, s_o, b, t, i_hv, column, rows, tl.trans(b_o), V, BT, BV)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        return advance(b_S, total, b_y, b_E, OP, PRECISION)
+    else:
+        b_WT = load_upper(p_W, i_tile, BT)
+        b_e = mm(b_y, b_WT, None, OP, PRECISION)
+        return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)

@@ -1,0 +1,869 @@
+"""`scan_bwd` in Gluon, for Hopper: one warp brings tiles ahead of the warpgroups that hold a state, or its gradient.
+
+The products are those of the Triton kernel beside it, in the same order and with the same roundings. A chunk leaves S
+and e, or dS and X; how it is read and handed over is as in `scan` in Gluon:
+
+    forward half                                reverse half
+    R^T = v^T - (S^T k^T) in                    X^T  = s do^T F + dS^T E^T                            folded
+    e^T = R^T W^T                               X^T  = s do^T F + ((dS^T k^T) out beta) W / beta      else
+    S^T <- total S^T + (R^T beta) E   folded    dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
+    S^T <- total S^T + (e^T beta out) k   else
+
+A state leaves as its rounded copy, which is the left operand of the chunk's first product: it is put into shared memory
+under that product, and given to the copy engine together with what the chunk before left of its own, e or X, which was
+put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
+room for two states, a chunk more for the state.
+
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1, and then multiplies nothing; a product
+with W starts from what was rounded off its operand, but e does not where it is written into the state. In the reverse
+half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
+
+A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
+does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no
+tokens are cleared in shared memory first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.kernels.records import Prepared, TokenBorders
+from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.dot.gluon import in_bfloat16, one_over
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_lower,
+    clear_rows,
+    quarters,
+    shared,
+    tma_load,
+    tma_load_upper,
+    tma_store,
+)
+from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
+    every_box,
+    number_boxes,
+    segment_place,
+    sequence_span,
+    strides,
+    tile_boxes,
+    token_boxes,
+    upper_boxes,
+)
+from wyfold.tile.inverse.triton import divisor
+
+
+def scan_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    do: Tensor,
+    dST: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: str,
+    dS0: Tensor | None,
+    found: TokenBorders,
+    segments: Segments | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
+    half: Half = "both",
+) -> None:
+    """States and their gradients at the borders of every chunk. Arguments as of the Triton launch, to which calls are
+    left whose memory the copy engine cannot read.
+
+    Args:
+        q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
+        v, do: [B, T, HV, V].
+        prepared: From `prepare`, W among it.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
+        grid: The call's chunk grid, or that of its segments, of chunks of 64.
+        options: Uses `scale`.
+        key: Of the launch configuration.
+        dS0: [N, HV, K, V] view, written, or None.
+        found: From `token_borders`, written.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
+        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
+    """
+    (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
+    config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)
+    halves, going_back = programs(half, grid.sequences)
+    BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
+    if prepared.q is None:
+        q, k = boxable(q, C, K), boxable(k, C, K)
+    v, do = boxable(v, C, BV // parts), boxable(do, C, BV // parts)
+    boxes = boxes_or_refusal("scan_bwd", _boxes(q, k, v, prepared, do, found, C, BV // parts))
+    launched(
+        wyfold_scan_bwd_gluon,
+        halves * grid.sequences * HV * (V // BV),
+        *boxes,
+        q.stride(2),
+        k.stride(2),
+        v.stride(2),
+        do.stride(2),
+        initial_state,
+        strides(initial_state),
+        dST,
+        strides(dST),
+        dS0,
+        strides(dS0),
+        entering,
+        strides(entering),
+        leaving,
+        strides(leaving),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        grid.sequences if segments is None else segments.sequences,
+        grid.cu,
+        grid.first,
+        going_back,
+        grid.tokens,
+        grid.per_sequence,
+        options.unit,
+        None if options.scale == options.unit else options.scale / options.unit,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BV=BV,
+        PARTS=parts,
+        OUT=out,
+        PACKED=grid.cu is not None,
+        CHANNEL=prepared.q is not None,
+        FOLDED=prepared.E is not None,
+        STAGES=config.stages,
+        **config.options(),
+    )
+
+
+def _boxes(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, found: TokenBorders, C: int, BW: int
+) -> list[Any] | None:
+    """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
+    rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
+    K, channel = q.shape[3], q_tiles is not None
+    if W is None:
+        return None
+    given = q, k, v, do, rows, total, E, F, W, *found
+    boxes = every_box(
+        given,
+        (
+            tile_boxes(q_tiles, C, K) if q_tiles is not None else token_boxes(q, C, K),
+            tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
+            token_boxes(v, C, BW),
+            token_boxes(do, C, BW),
+            number_boxes(rows.flatten(1), 4 * C),
+            number_boxes(total, K) if channel else total,
+            None if E is None else tile_boxes(E, C, K),
+            None if F is None else upper_boxes(F),
+            upper_boxes(W),
+            tile_boxes(found.S, BW, K),
+            tile_boxes(found.dS, BW, K),
+            tile_boxes(found.e, C, BW),
+            tile_boxes(found.X, C, BW),
+        ),
+    )
+    return None if boxes is None else shared(boxes)
+
+
+class Tiles(NamedTuple):
+    """Shared memory. Of every stage what a chunk reads; x: v or do, by parts; square: W or F; write: E, or W going
+    back. state, tokens: where S and e, or dS and X, wait to be stored."""
+
+    q: Any
+    k: Any
+    x: Any
+    rows: Any
+    total: Any
+    square: Any
+    write: Any
+    state: Any
+    tokens: Any
+    full: Any
+    free: Any
+
+
+class Source(NamedTuple):
+    """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    rows: Any
+    total: Any
+    E: Any
+    F: Any
+    W: Any
+    tile: Any
+    token: Any
+    column_q: Any
+    column_k: Any
+    column_v: Any
+    column_do: Any
+
+
+class Memory(NamedTuple):
+    """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, states, and those at
+    the borders of segments."""
+
+    total: Any
+    S: Any
+    dS: Any
+    e: Any
+    X: Any
+    S0: Any
+    s_S0: Any
+    dST: Any
+    s_dST: Any
+    dS0: Any
+    s_dS0: Any
+    entering: Any
+    s_entering: Any
+    leaving: Any
+    s_leaving: Any
+
+
+class Place(NamedTuple):
+    """Of a program: whether it goes back, first tile, sequence, border behind a segment, whether the sequence begins in
+    it, whether it has one, and whether it ends in it, value head, first value row, chunks that are full, and tokens of
+    one that is not."""
+
+    back: Any
+    tile: Any
+    n: Any
+    border: Any
+    begins: Any
+    here: Any
+    ends: Any
+    hv: Any
+    column: Any
+    steps: Any
+    rest: Any
+
+
+@gluon.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
+def wyfold_scan_bwd_gluon(
+    x_q,
+    x_k,
+    x_v,
+    x_do,
+    x_rows,
+    x_total,
+    x_E,
+    x_F,
+    x_W,
+    x_S,
+    x_dS,
+    x_e,
+    x_X,
+    h_q,
+    h_k,
+    h_v,
+    h_do,
+    p_S0,
+    s_S0,
+    p_dST,
+    s_dST,
+    p_dS0,
+    s_dS0,
+    p_entering,
+    s_entering,
+    p_leaving,
+    s_leaving,
+    p_sequence,
+    p_first_segment,
+    N,
+    p_cu,
+    p_first,
+    going_back,
+    T,
+    per_sequence,
+    unit,
+    scale,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BV: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    PACKED: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first.
+
+    So many sequences are gone back through, or segments, of sequences that p_sequence names; states that come and go
+    have theirs.
+    """
+    NV: gl.constexpr = V // BV
+    BW: gl.constexpr = BV // PARTS
+    pid = gl.program_id(0).to(gl.int64)
+    half = going_back * HV * NV
+    back = (pid < half).to(gl.int32)
+    pid -= gl.where(back != 0, 0, half)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    i_h = i_hv // (HV // H)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_tile = (i_c * HV + i_hv).to(gl.int32)
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+    column = (i_v * BV).to(gl.int32)
+    token = (b * T + t).to(gl.int32)
+    steps = (length // BT).to(gl.int32)
+    rest = (length - steps.to(gl.int64) * BT).to(gl.int32)
+    count = steps + (rest > 0).to(gl.int32)
+    ahead = back * (count - 1)  # the first chunk's number
+
+    q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
+    k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
+    x = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
+    square = gl.allocate_shared_memory(x_F.dtype, [STAGES, BT, BT], x_F.layout)
+    if FOLDED:
+        write = gl.allocate_shared_memory(x_E.dtype, [STAGES, BT, K], x_E.layout)
+    else:
+        write = gl.allocate_shared_memory(x_W.dtype, [STAGES, BT, BT], x_W.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
+    state = gl.allocate_shared_memory(x_S.dtype, [OUT * PARTS, BW, K], x_S.layout)
+    tokens = gl.allocate_shared_memory(x_e.dtype, [PARTS, BT, BW], x_e.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=PARTS)
+    clear_lower(quarters(square, x_F, STAGES), STAGES)
+    if not FOLDED:
+        clear_lower(quarters(write, x_W, STAGES), STAGES)
+    fence_async_shared()
+    barrier()
+
+    tiles = Tiles(q, k, x, rows, total, square, write, state, tokens, full, free)
+    memory = Memory(
+        x_total,
+        x_S,
+        x_dS,
+        x_e,
+        x_X,
+        p_S0,
+        s_S0,
+        p_dST,
+        s_dST,
+        p_dS0,
+        s_dS0,
+        p_entering,
+        s_entering,
+        p_leaving,
+        s_leaving,
+    )
+    source = Source(
+        x_q,
+        x_k,
+        x_v,
+        x_do,
+        x_rows,
+        x_total,
+        x_E,
+        x_F,
+        x_W,
+        i_tile + ahead * HV,
+        token + ahead * BT,
+        (i_h * h_q).to(gl.int32),
+        (i_h * h_k).to(gl.int32),
+        (i_hv * h_v).to(gl.int32) + column,
+        (i_hv * h_do).to(gl.int32) + column,
+    )
+    at = Place(back, i_tile, i_n, i_border, begins, i_n < N, ends, i_hv, column, steps, rest)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_walk, (memory, tiles, at, unit, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit
+def _bring(
+    source,
+    tiles,
+    back,
+    count,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
+    BYTES: gl.constexpr = (
+        source.k.block_type.nbytes
+        + source.rows.block_type.nbytes
+        + (source.total.block_type.nbytes if CHANNEL else 0)
+        + (source.E.block_type.nbytes if FOLDED else 0)
+    )
+    FORWARD: gl.constexpr = BYTES + source.v.block_type.nbytes * PARTS + source.W.block_type.nbytes * 3
+    REVERSE: gl.constexpr = (
+        BYTES
+        + source.q.block_type.nbytes
+        + source.do.block_type.nbytes * PARTS
+        + source.F.block_type.nbytes * 3
+        + (0 if FOLDED else source.W.block_type.nbytes * 3)
+    )
+    tile, token = source.tile, source.token
+    squares = quarters(tiles.square, source.F, STAGES)
+    ahead = 1 - 2 * back
+    stage = 0
+    phase = 1
+    for _ in range(count):
+        full = tiles.full.index(stage)
+        mbarrier.wait(tiles.free.index(stage), phase)
+        mbarrier.expect(full, FORWARD, pred=back == 0)
+        mbarrier.expect(full, REVERSE, pred=back != 0)
+        if CHANNEL:
+            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+        else:
+            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+        if FOLDED:
+            tma_load(source.E, [tile * BT, 0], full, tiles.write.index(stage))
+        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+        if back != 0:
+            for part in gl.static_range(PARTS):
+                tma_load(source.do, [token, source.column_do + part * BW], full, tiles.x.index(stage * PARTS + part))
+            tma_load_upper(source.F, tile, full, squares, stage)
+            if not FOLDED:
+                tma_load_upper(source.W, tile, full, quarters(tiles.write, source.W, STAGES), stage)
+            if CHANNEL:
+                tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
+            else:
+                tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
+        else:
+            for part in gl.static_range(PARTS):
+                tma_load(source.v, [token, source.column_v + part * BW], full, tiles.x.index(stage * PARTS + part))
+            tma_load_upper(source.W, tile, full, squares, stage)
+        tile += ahead * HV
+        token += ahead * BT
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _walk(
+    memory,
+    tiles,
+    at,
+    unit,
+    scale,
+    part,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take BW value rows through every chunk, one way or the other."""
+    if at.back != 0:
+        _reverse(memory, tiles, at, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+    else:
+        _forward(memory, tiles, at, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _reverse(
+    memory,
+    tiles,
+    at,
+    unit,
+    scale,
+    part,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The last chunk first, which may be the one that is not full."""
+    mine = at.column + part * BW
+    dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
+    unit = gl.where(at.steps + at.rest > 0, unit, 1.0)  # through no token a gradient passes as it is
+    dS = dS * (1.0 / unit)
+    total = 0.0
+    if not CHANNEL:
+        total = gl.load(memory.total + at.tile + (at.steps - 1) * HV, mask=at.steps > 0, other=0.0)
+    stage = 0
+    phase = 0
+    done = 0
+    if at.rest > 0:
+        last_total = total
+        if not CHANNEL:
+            last_total = gl.load(memory.total + at.tile + at.steps * HV)
+        mbarrier.wait(tiles.full.index(stage), phase)
+        dS = _reverse_step(
+            dS, last_total, memory, tiles, at, scale, part, stage, at.steps, done,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
+        )  # fmt: skip
+        done += 1
+        stage += 1  # of two or more
+    for j in range(at.steps):
+        i = at.steps - 1 - j
+        next_total = total
+        if not CHANNEL:
+            next_total = gl.load(memory.total + at.tile + (i - 1) * HV, mask=i > 0, other=0.0)
+        mbarrier.wait(tiles.full.index(stage), phase)
+        dS = _reverse_step(
+            dS, total, memory, tiles, at, scale, part, stage, i, done,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
+        )  # fmt: skip
+        total = next_total
+        done += 1
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if done > 0:
+        fence_async_shared()
+        tma_store(memory.X, [at.tile * BT, mine], tiles.tokens.index(part))
+    dS = dS * unit
+    if memory.leaving is None:
+        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
+    elif at.begins:
+        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
+
+
+@gluon.jit
+def _forward(
+    memory,
+    tiles,
+    at,
+    part,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The first chunk first; the state that leaves the last one is nobody's."""
+    mine = at.column + part * BW
+    before = at.border - 1
+    S = _entering(memory.S0, memory.s_S0, at.begins, memory.entering, memory.s_entering, before, at, mine, K, BW)
+    total = 0.0
+    if not CHANNEL:
+        total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
+    stage = 0
+    phase = 0
+    for i in range(at.steps):
+        next_total = total
+        if not CHANNEL:
+            next_total = gl.load(
+                memory.total + at.tile + (i + 1) * HV, mask=(i + 1) * BT < at.steps * BT + at.rest, other=0.0
+            )
+        mbarrier.wait(tiles.full.index(stage), phase)
+        S = _forward_step(
+            S, total, memory, tiles, at, part, stage, i,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
+        )  # fmt: skip
+        total = next_total
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    last = at.steps - 1
+    if at.rest > 0:
+        mbarrier.wait(tiles.full.index(stage), phase)
+        _forward_step(
+            S, total, memory, tiles, at, part, stage, at.steps,
+            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
+        )  # fmt: skip
+        last = at.steps
+    if last >= 0:
+        fence_async_shared()
+        tma_store(memory.e, [(at.tile + last * HV) * BT, mine], tiles.tokens.index(part))
+
+
+@gluon.jit
+def _reverse_step(
+    dS,
+    total,
+    memory,
+    tiles,
+    at,
+    scale,
+    part,
+    stage,
+    i,
+    done,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+    FULL: gl.constexpr,
+):
+    """Write dS and X of chunk i, before which so many were done; returns the gradient of the state entering it.
+
+    FULL: all its rows are tokens.
+    """
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
+    AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, LC)
+    OP: gl.constexpr = tiles.k.dtype
+    nothing = gl.zeros([BW, BT], gl.float32, LC)
+    key, query, number = tiles.k.index(stage), tiles.q.index(stage), tiles.rows.index(stage)
+    x, square, write = tiles.x.index(stage * PARTS + part), tiles.square.index(stage), tiles.write.index(stage)
+    if not FULL:
+        if not CHANNEL:
+            clear_rows(key, at.rest, BT, K)
+            clear_rows(query, at.rest, BT, K)
+        clear_rows(x, at.rest, BT, BW)
+
+    rounded = dS.to(OP)
+    left = gl.convert_layout(rounded, AS, assert_trivial=True)
+    if FOLDED:
+        dY = warpgroup_mma(left, write.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        dY = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    tile = at.tile + i * HV
+    _leave(
+        memory.dS, memory.X, rounded, tiles, part, tile, tile + HV, at.column + part * BW, stage, done,
+        V, BT, BW, PARTS, OUT, STAGES,
+    )  # fmt: skip
+    doT = x.permute((1, 0)).load(LC)
+    X = warpgroup_mma(
+        gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
+    in_q = number.slice(BT, BT).load(ROW)
+    if scale is not None:
+        in_q *= scale
+    doT = gl.convert_layout((doT.to(gl.float32) * in_q[None, :]).to(OP), AC, assert_trivial=True)
+    if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+    dS = dS * total
+    if not FOLDED:
+        out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
+        dY = warpgroup_mma_wait(1, deps=[dY])
+        d, d_wide = in_bfloat16(dY * out[None, :])
+        less = gl.fma(dY, out[None, :], -d_wide)
+        d = gl.convert_layout(d, AC, assert_trivial=True)
+        dY = warpgroup_mma(d, write.permute((1, 0)), less, is_async=True)
+    dS = warpgroup_mma(doT, query, dS, is_async=True)
+    # Numbers of rows are read where they are wanted, again if need be: registers are short here.
+    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    X, dY = warpgroup_mma_wait(1, deps=[X, dY])
+    if scale is not None:
+        X *= scale
+    if FOLDED:
+        X += dY
+    else:
+        X += dY * one_over(divisor(beta))[None, :]
+    dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
+    dS = warpgroup_mma(dR, key, dS, is_async=True)
+    tma.store_wait(pendings=OUT - 1)
+    tiles.tokens.index(part).permute((1, 0)).store(X.to(OP))
+    return warpgroup_mma_wait(0, deps=[dS])
+
+
+@gluon.jit
+def _forward_step(
+    S,
+    total,
+    memory,
+    tiles,
+    at,
+    part,
+    stage,
+    i,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+    FULL: gl.constexpr,
+):
+    """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
+    AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, LC)
+    OP: gl.constexpr = tiles.k.dtype
+    nothing = gl.zeros([BW, BT], gl.float32, LC)
+    key, number, x = tiles.k.index(stage), tiles.rows.index(stage), tiles.x.index(stage * PARTS + part)
+    if not FULL:
+        if not CHANNEL:
+            clear_rows(key, at.rest, BT, K)
+        clear_rows(x, at.rest, BT, BW)
+
+    rounded = S.to(OP)
+    left = gl.convert_layout(rounded, AS, assert_trivial=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    tile = at.tile + i * HV
+    _leave(
+        memory.S, memory.e, rounded, tiles, part, tile, tile - HV, at.column + part * BW, stage, i,
+        V, BT, BW, PARTS, OUT, STAGES,
+    )  # fmt: skip
+    v = x.permute((1, 0)).load(LC)
+    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    if CHANNEL:
+        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+    S = S * total
+    Sk = warpgroup_mma_wait(0, deps=[Sk])
+    R = v.to(gl.float32) - Sk * in_k[None, :]
+    if FOLDED:
+        y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
+        r, r_wide = in_bfloat16(R)
+        less = R - r_wide
+        r = gl.convert_layout(r, AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.square.index(stage), less, is_async=True)
+        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+        e = warpgroup_mma_wait(1, deps=[e])
+    else:
+        r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.square.index(stage), nothing, use_acc=False, is_async=True)
+        beta_out = beta * number.slice(2 * BT, BT).load(ROW)
+        e = warpgroup_mma_wait(0, deps=[e])
+        u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
+        S = warpgroup_mma(u, key, S, is_async=True)
+    tma.store_wait(pendings=OUT - 1)
+    tiles.tokens.index(part).permute((1, 0)).store(e.to(OP))
+    return warpgroup_mma_wait(0, deps=[S])
+
+
+@gluon.jit
+def _leave(
+    x_state,
+    x_tokens,
+    rounded,
+    tiles,
+    part,
+    tile,
+    tile_before,
+    mine,
+    stage,
+    done,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    OUT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Give the copy engine a chunk's state and what waits of the chunk before; hand back that one's stage.
+
+    Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk
+    waits until the engine has read all but the last OUT - 1 states.
+    """
+    state = tiles.state.index((done % OUT) * PARTS + part)
+    state.store(rounded)
+    fence_async_shared()
+    before = gl.where(stage == 0, STAGES, stage) - 1
+    mbarrier.arrive(tiles.free.index(before), count=1, pred=done > 0)
+    if done > 0:
+        tma_store(x_tokens, [tile_before * BT, mine], tiles.tokens.index(part))
+    tma_store(x_state, [tile * V + mine, 0], state)
+
+
+@gluon.jit
+def _entering(p, strides, outer, p_border, s_border, border, at, mine, K: gl.constexpr, BW: gl.constexpr):
+    """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, or a border's;
+    zeros where there is none."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    S = gl.zeros([BW, K], gl.float32, LS)
+    if p_border is None:
+        if p is not None:
+            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
+    elif outer:
+        if p is not None:
+            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
+    elif at.here:
+        S = gl.load(p_border + _offsets(s_border, border, at, mine, K, BW))
+    return S
+
+
+@gluon.jit
+def _leaving(p, strides, at, mine, S, K: gl.constexpr, BW: gl.constexpr):
+    """Write them, rounding once to the storage dtype, where they are wanted."""
+    if p is not None:
+        gl.store(p + _offsets(strides, at.n, at, mine, K, BW), S.to(p.dtype.element_ty))
+
+
+@gluon.jit
+def _offsets(strides, row, at, mine, K: gl.constexpr, BW: gl.constexpr):
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
+    first = row * strides[0] + at.hv * strides[1]
+    return first + o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2]

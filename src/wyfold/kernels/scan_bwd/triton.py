@@ -1,0 +1,457 @@
+"""`scan_bwd` in Triton: two halves of one grid, each program with a state, or its gradient, in its registers.
+
+forward half:  store S, then as `scan` without output; stores e = W R, which starts from what was rounded off R if
+               nothing is written with it
+reverse half:  store dS (of the state leaving the chunk), then
+               X^T  = s do^T F + dS^T E^T                    folded
+               X^T  = s do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
+               dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
+
+dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1. W has a unit diagonal, so what rounding
+takes from its operand is left in the sum: it starts from that.
+
+Boxes, and the chunk that a sequence does not fill, as in `scan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Prepared, TokenBorders
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.kernel_configs import crowd, tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    copies_boxes,
+    every_box,
+    fetch_numbers,
+    fetch_rows,
+    fetch_tile,
+    fetch_tokens,
+    load_upper,
+    number_boxes,
+    segment_place,
+    send_tile,
+    sequence_span,
+    strides,
+    tile_boxes,
+    token_boxes,
+)
+from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
+
+Half = Literal["forward", "reverse", "both"]
+
+
+def scan_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    do: Tensor,
+    dST: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: str,
+    dS0: Tensor | None,
+    found: TokenBorders,
+    segments: Segments | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
+    half: Half = "both",
+) -> None:
+    """States and their gradients at the borders of every chunk.
+
+    Args:
+        q, k: [B, T, H, K] tokens, any strides.
+        v, do: [B, T, HV, V].
+        prepared: From `prepare`, W among it.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
+        grid: The call's chunk grid, or that of its segments.
+        options: Uses `scale`.
+        key: Of the launch configuration.
+        dS0: [N, HV, K, V] view, written, or None.
+        found: From `token_borders`, written.
+        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
+        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
+    """
+    (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
+    halves, going_back = programs(half, grid.sequences)
+    config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
+    BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
+    channel = prepared.q is not None
+    where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *found
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
+    x_q, x_k, x_v, x_do, *x_tiles = boxes or where
+    launched(
+        wyfold_scan_bwd_triton,
+        halves * grid.sequences * HV * -(-V // BV),
+        x_q,
+        None if channel else q.stride(),
+        x_k,
+        None if channel else k.stride(),
+        x_v,
+        v.stride(),
+        x_do,
+        do.stride(),
+        *x_tiles,
+        initial_state,
+        strides(initial_state),
+        dST,
+        strides(dST),
+        dS0,
+        strides(dS0),
+        entering,
+        strides(entering),
+        leaving,
+        strides(leaving),
+        None if segments is None else segments.sequence,
+        None if segments is None else segments.first,
+        grid.sequences if segments is None else segments.sequences,
+        grid.cu,
+        grid.first,
+        going_back,
+        grid.tokens,
+        grid.per_sequence,
+        options.unit,
+        options.scale / options.unit,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BV=BV,
+        PACKED=grid.cu is not None,
+        CHANNEL=channel,
+        FOLDED=prepared.E is not None,
+        TMA=boxes is not None,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        STAGES=config.stages,
+        **config.options(contract=contracts(q.dtype)),
+    )
+
+
+def token_borders(q: Tensor, v: Tensor, grid: ChunkGrid) -> TokenBorders:
+    """What `scan_bwd` leaves, unwritten."""
+    return TokenBorders.of(*border_pairs(q, v, grid))
+
+
+def border_pairs(q: Tensor, v: Tensor, grid: ChunkGrid) -> tuple[Tensor, Tensor]:
+    """The same as it lies in memory, for `TokenBorders.of`."""
+    K, V, tiles = q.shape[3], v.shape[3], grid.chunks * v.shape[2]
+    states = v.new_empty(2, tiles, V, K, dtype=workspace(q.dtype))
+    tokens = v.new_empty(2, tiles, grid.chunk_size, V, dtype=workspace(q.dtype))
+    return states, tokens
+
+
+def programs(half: Half, sequences: int) -> tuple[int, int]:
+    """How many programs a launch has for a tile of value rows and head of each sequence, and for how many sequences
+    the first of them go back."""
+    return (2 if half == "both" else 1), (0 if half == "forward" else sequences)
+
+
+def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
+    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
+    HV, V = v.shape[2:]
+    return crowd(key, 2 * sequences * HV * -(-V // 128), v.device)
+
+
+def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+    """All of them as boxes, or None if one cannot be."""
+    q, k, v, do, rows, total, E, F, W, S, dS, e, X = given
+    channel = q.ndim == 3
+    found = (
+        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(v, C, BV),
+        token_boxes(do, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        # Triangular tiles are in quarters, and go by address.
+        F,
+        W,
+        tile_boxes(S, BV, BK),
+        tile_boxes(dS, BV, BK),
+        tile_boxes(e, C, BV),
+        tile_boxes(X, C, BV),
+    )
+    return every_box(given, found)
+
+
+@triton.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
+def wyfold_scan_bwd_triton(
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_do,
+    s_do,
+    x_rows,
+    x_total,
+    x_E,
+    p_F,
+    p_W,
+    x_S,
+    x_dS,
+    x_e,
+    x_X,
+    p_S0,
+    s_S0,
+    p_dST,
+    s_dST,
+    p_dS0,
+    s_dS0,
+    p_entering,
+    s_entering,
+    p_leaving,
+    s_leaving,
+    p_sequence,
+    p_first_segment,
+    N,
+    p_cu,
+    p_first,
+    going_back,
+    T,
+    per_sequence,
+    unit,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns BV value rows of one state, or of its gradient: the latter of so many sequences, or segments."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    half = going_back * HV * NV
+    reverse = pid < half
+    pid -= tl.where(reverse, 0, half)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    i_h = i_hv // (HV // H)
+    column = (i_v * BV).to(tl.int32)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_tile = i_c * HV + i_hv
+    steps = (length // BT).to(tl.int32)
+    if not TMA:
+        steps = tl.cdiv(length, BT).to(tl.int32)
+    total = 0.0
+    begins, ends, i_border = True, True, i_n
+    if p_sequence is not None:
+        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+
+    if reverse:
+        b_dS = load_end(
+            p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
+        )  # fmt: skip
+        unit = tl.where(length > 0, unit, 1.0)  # through no token a gradient passes as it is
+        b_dS *= 1.0 / unit
+        if TMA:
+            if steps * BT < length:
+                if not CHANNEL:
+                    total = tl.load(x_total + i_tile + steps * HV)
+                b_dS = _reverse_step(
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
+                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                )  # fmt: skip
+        if not CHANNEL:
+            total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
+        for j in tl.range(0, steps, num_stages=STAGES):
+            i = steps - 1 - j
+            next_total = total
+            if not CHANNEL:
+                next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
+            b_dS = _reverse_step(
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
+                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            )  # fmt: skip
+            total = next_total
+        b_dS *= unit
+        if p_dS0 is not None:
+            if p_sequence is None:
+                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+            elif begins:
+                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+    else:
+        b_S = load_end(
+            p_S0, s_S0, i_n, begins, p_entering, s_entering, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+        )  # fmt: skip
+        if not CHANNEL:
+            total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            next_total = total
+            if not CHANNEL:
+                next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
+            b_S = _forward_step(
+                b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
+                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            )  # fmt: skip
+            total = next_total
+        if TMA:
+            if steps * BT < length:
+                _forward_step(
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
+                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _reverse_step(
+    b_dS,
+    total,
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_do,
+    s_do,
+    x_rows,
+    x_total,
+    x_E,
+    p_F,
+    p_W,
+    x_dS,
+    x_X,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dS and X of a chunk; returns the gradient of the state entering it. FULL: all its rows are tokens.
+
+    scale: Of what do brings, in units.
+    """
+    if CHANNEL:
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_FT = load_upper(p_F, i_tile, BT)
+
+    send_tile(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, TMA)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
+    else:
+        b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
+    b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
+    b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
+    if FOLDED:
+        b_X += b_dY
+    else:
+        b_WT = load_upper(p_W, i_tile, BT)
+        b_divisor = divisor(b_beta)
+        b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
+        b_X += b_dR * (1.0 / b_divisor)[None, :]
+    send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
+    b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+    return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
+
+
+@triton.jit
+def _forward_step(
+    b_S,
+    total,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    p_W,
+    x_S,
+    x_e,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
+    if CHANNEL:
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_WT = load_upper(p_W, i_tile, BT)
+
+    send_tile(x_S, i_tile, column, 0, b_S, V, K, BV, BK, TMA)
+    b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+    b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_R = residual(b_v, b_Sk, b_in_k)
+    if FOLDED:
+        b_e = mm_unit_diagonal(b_R, None, b_WT, OP, PRECISION)
+    else:
+        b_e = mm(b_R, b_WT, None, OP, PRECISION)
+    send_tile(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, TMA)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        return advance(b_S, total, b_R * b_beta[None, :], b_E, OP, PRECISION)
+    else:
+        return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)

@@ -1,0 +1,108 @@
+"""`enter` and `leave` in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels.records import Slots
+from wyfold.runtime.chunk_layout import ChunkGrid
+
+
+def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
+    """Write the state that every sequence enters with.
+
+    Args:
+        pool: [slots, HV, ., .].
+        slots: Uses `source`, `accepted`, `given`, `pad`.
+        states: [N, HV, ., .] written, of any float dtype.
+    """
+    slot, live = entered(slots, states.shape[0], pool)
+    given = live if slots.given is None else live & slots.given
+    states.zero_()
+    states[given] = pool[slot[given]].to(states.dtype)
+
+
+def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = None, o: Tensor | None = None) -> None:
+    """Store the state that every sequence is left with.
+
+    Args:
+        states: [N, HV, ., .], of any float dtype.
+        slots: Uses `source`, `accepted`, `target`, `pad`.
+        pool: [slots, HV, ., .], written in place, rounding once.
+        grid: The call's boundaries.
+        o: [B, T, HV, V], cleared where a sequence was skipped; None, as `grid` then may be: nothing to clear.
+    """
+    slot, live = entered(slots, states.shape[0], pool)
+    target = slot if slots.target is None else slots.target.to(torch.int64)
+    kept = live & is_slot(target, pool, slots.pad)
+    pool[target[kept]] = states[kept].to(pool.dtype)
+    if grid is not None and o is not None:
+        _clear(live, grid, o)
+
+
+def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
+    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+
+    Args:
+        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        slots: Uses `entering`, `source`, `pad`.
+        grid: The call's.
+        pool: [slots, HV, ., .], another one, written in place, rounding once.
+        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+    """
+    N, rows = grid.sequences, torch.arange(states.shape[0], device=pool.device)
+    if N == 0 or slots.entering is None:
+        return
+    sequence = torch.searchsorted(grid.first_states(pool.device)[:N], rows, right=True) - 1
+    _, live = entered(slots, N, slots.entering)
+    target = where.to(torch.int64)
+    kept = live[sequence] & is_slot(target, pool, slots.pad)
+    if grid.first_state is not None:
+        kept = kept & (rows < grid.first_state[N])
+    pool[target[kept]] = states[kept].to(pool.dtype)
+
+
+def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: Tensor) -> None:
+    """`leave` of the states [tokens, HV, ., .] after every token j of each sequence, in the slots in column j."""
+    columns = slots.source if slots.target is None else slots.target
+    _, live = entered(slots, grid.sequences, pool)
+    begin, length = _spans(grid, pool.device)
+    for j, target in enumerate(() if columns is None else columns.to(torch.int64).unbind(1)):
+        kept = live & is_slot(target, pool, slots.pad) & (length > j)
+        pool[target[kept]] = states[begin[kept] + j].to(pool.dtype)
+    _clear(live, grid, o)
+
+
+def _clear(live: Tensor, grid: ChunkGrid, o: Tensor) -> None:
+    if grid.cu is None:
+        o[~live] = 0
+        return
+    begin, length = _spans(grid, o.device)
+    for n in (~live).nonzero().flatten().tolist():
+        o[0, begin[n] : begin[n] + length[n]] = 0
+
+
+def entered(slots: Slots, sequences: int, pool: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] slot that each sequence enters from, and whether it is one."""
+    slot = torch.arange(sequences, device=pool.device)
+    if slots.source is not None:
+        column = torch.zeros_like(slot)
+        if slots.accepted is not None:
+            column = (slots.accepted.to(torch.int64) - 1).clamp(0, slots.source.shape[1] - 1)
+        slot = slots.source.to(torch.int64).gather(1, column[:, None])[:, 0]
+    return slot, is_slot(slot, pool, slots.pad)
+
+
+def is_slot(slot: Tensor, pool: Tensor, pad: int) -> Tensor:
+    """Which numbers are a slot of the pool."""
+    return (slot > pad) & (slot < pool.shape[0])
+
+
+def _spans(grid: ChunkGrid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[N] first token of each sequence among all of the call, and how many it has."""
+    if grid.cu is None:
+        begin = torch.arange(grid.sequences, device=device) * grid.tokens
+        return begin, torch.full_like(begin, grid.tokens)
+    cu = grid.cu[: grid.sequences + 1]
+    return cu[:-1], cu.diff()

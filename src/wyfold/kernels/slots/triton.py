@@ -1,0 +1,229 @@
+"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied as it lies."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Slots
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import Config, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.index.triton import store_tokens, strides
+
+CLEARED: tl.constexpr = tl.constexpr(16)
+"""Rows of output that are zeroed at a time."""
+
+SOUGHT: tl.constexpr = tl.constexpr(256)
+"""Sequences among which a row's own is looked for at a time."""
+
+
+def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
+    """Write the state that every sequence enters with.
+
+    Args:
+        pool: [slots, HV, ., .]; the numbers of a head's state lie one after another, here as in `states`.
+        slots: Uses `source`, `accepted`, `given`, `pad`.
+        states: [N, HV, ., .] written, of any float dtype.
+    """
+    _copy(pool, states, slots, slots.pad, None, None, entering=True)
+
+
+def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = None, o: Tensor | None = None) -> None:
+    """Store the state that every sequence is left with.
+
+    Args:
+        states: [N, HV, ., .], of any float dtype.
+        slots: Uses `source`, `accepted`, `target`, `pad`.
+        pool: [slots, HV, ., .], written in place, rounding once.
+        grid: The call's boundaries.
+        o: [B, T, HV, V], cleared where a sequence was skipped; None, as `grid` then may be: nothing to clear.
+    """
+    _copy(states, pool, slots, slots.pad, grid, o, entering=False)
+
+
+def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
+    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+
+    Args:
+        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        slots: Uses `entering`, `source`, `pad`.
+        grid: The call's.
+        pool: [slots, HV, ., .], another one, written in place, rounding once.
+        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+    """
+    (rows, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
+    config, BN = _pieces(states)
+    launched(
+        wyfold_slots_between_triton,
+        rows * HV * -(-numbers // BN),
+        states,
+        states.stride()[:2],
+        pool,
+        pool.stride()[:2],
+        where,
+        where.stride(0),
+        slots.source,
+        strides(slots.source),
+        grid.first_state,
+        grid.sequences,
+        max(1, grid.tokens // grid.every),
+        0 if slots.entering is None else slots.entering.shape[0],
+        pool.shape[0],
+        slots.pad,
+        HV=HV,
+        NUMBERS=numbers,
+        BN=BN,
+        **config.options(),
+    )
+
+
+def _pieces(states: Tensor) -> tuple[Config, int]:
+    """How the kernels are launched, and numbers of a head's state that one program copies."""
+    config = tuned("slots.triton", "", states.device)
+    return config, min(config.blocks["BN"], triton.next_power_of_2(states.shape[2] * states.shape[3]))
+
+
+def _copy(
+    given: Tensor, taken: Tensor, slots: Slots, pad: int, grid: ChunkGrid | None, o: Tensor | None, *, entering: bool
+) -> None:
+    pool, states = (given, taken) if entering else (taken, given)
+    (N, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
+    config, BN = _pieces(states)
+    launched(
+        wyfold_slots_triton,
+        N * HV * -(-numbers // BN),
+        given,
+        given.stride()[:2],
+        taken,
+        taken.stride()[:2],
+        slots.source,
+        strides(slots.source),
+        None if entering else slots.target,
+        None if entering else strides(slots.target),
+        slots.given if entering else None,
+        slots.accepted,
+        o,
+        strides(o),
+        None if grid is None else grid.cu,
+        0 if grid is None else grid.tokens,
+        pool.shape[0],
+        pad,
+        1 if slots.source is None else slots.source.shape[1],
+        HV=HV,
+        NUMBERS=numbers,
+        BN=BN,
+        V=1 if o is None else o.shape[3],
+        BV=1 if o is None else triton.next_power_of_2(o.shape[3]),
+        ENTERING=entering,
+        **config.options(),
+    )
+
+
+@triton.jit(do_not_specialize=["T", "slots", "pad", "columns"])
+def wyfold_slots_triton(
+    p_from,
+    s_from,
+    p_to,
+    s_to,
+    p_source,
+    s_source,
+    p_target,
+    s_target,
+    p_given,
+    p_accepted,
+    p_o,
+    s_o,
+    p_cu,
+    T,
+    slots,
+    pad,
+    columns,
+    HV: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BN: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ENTERING: tl.constexpr,
+):
+    """One program owns BN numbers of one head's state."""
+    PIECES: tl.constexpr = (NUMBERS + BN - 1) // BN
+    pid = tl.program_id(0).to(tl.int64)
+    i_piece, i_hv, i_n = pid % PIECES, (pid // PIECES) % HV, pid // (PIECES * HV)
+    slot = i_n
+    if p_source is not None:
+        entry = i_n * s_source[0]
+        if p_accepted is not None:
+            accepted = tl.load(p_accepted + i_n).to(tl.int64)
+            entry += tl.minimum(tl.maximum(accepted - 1, 0), columns - 1) * s_source[1]
+        slot = tl.load(p_source + entry).to(tl.int64)
+    live = (slot > pad) & (slot < slots)
+    o_s = (i_piece * BN).to(tl.int32) + tl.arange(0, BN)
+    m_s = o_s < NUMBERS
+    if ENTERING:
+        there = live
+        if p_given is not None:
+            there = there & (tl.load(p_given + i_n) != 0)
+        b_S = tl.load(p_from + slot * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s & there, other=0.0)
+        tl.store(p_to + i_n * s_to[0] + i_hv * s_to[1] + o_s, b_S.to(p_to.dtype.element_ty), mask=m_s)
+    else:
+        to = slot
+        if p_target is not None:
+            to = tl.load(p_target + i_n * s_target[0]).to(tl.int64)
+        b_S = tl.load(p_from + i_n * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s, other=0.0)
+        kept = m_s & live & (to > pad) & (to < slots)
+        tl.store(p_to + to * s_to[0] + i_hv * s_to[1] + o_s, b_S.to(p_to.dtype.element_ty), mask=kept)
+        if p_o is not None:
+            if (i_piece == 0) & (live == 0):
+                b, t, length = i_n, i_n * 0, i_n * 0 + T
+                if p_cu is not None:
+                    b, t = i_n * 0, tl.load(p_cu + i_n)
+                    length = tl.load(p_cu + i_n + 1) - t
+                zeros = tl.zeros((CLEARED, BV), tl.float32)
+                for row in range(0, length, CLEARED):
+                    rows = tl.minimum(length - row, CLEARED).to(tl.int32)
+                    store_tokens(p_o, s_o, b, t + row, i_hv, 0, rows, zeros, V, CLEARED, BV)
+
+
+@triton.jit(do_not_specialize=["s_where", "N", "each", "slots", "kept_slots", "pad"])
+def wyfold_slots_between_triton(
+    p_from,
+    s_from,
+    p_to,
+    s_to,
+    p_where,
+    s_where,
+    p_source,
+    s_source,
+    p_first,
+    N,
+    each,
+    slots,
+    kept_slots,
+    pad,
+    HV: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One program owns BN numbers of one head's state in one row."""
+    PIECES: tl.constexpr = (NUMBERS + BN - 1) // BN
+    pid = tl.program_id(0).to(tl.int64)
+    i_piece, i_hv, i_row = pid % PIECES, (pid // PIECES) % HV, pid // (PIECES * HV)
+    i_n = i_row // each
+    if p_first is not None:
+        # As many sequences end at or before this row; all of them: nobody's.
+        i_n = i_row * 0
+        for start in range(0, N, SOUGHT):
+            o_n = start + tl.arange(0, SOUGHT)
+            b_end = tl.load(p_first + o_n + 1, mask=o_n < N, other=i_row + 1)
+            i_n += tl.sum((b_end <= i_row).to(tl.int64), axis=0)
+    slot = i_n
+    if p_source is not None:
+        slot = tl.load(p_source + i_n * s_source[0], mask=i_n < N, other=-1).to(tl.int64)
+    to = tl.load(p_where + i_row * s_where).to(tl.int64)
+    kept = (i_n < N) & (slot > pad) & (slot < slots) & (to > pad) & (to < kept_slots)
+    o_s = (i_piece * BN).to(tl.int32) + tl.arange(0, BN)
+    m_s = (o_s < NUMBERS) & kept
+    b_S = tl.load(p_from + i_row * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s, other=0.0)
+    tl.store(p_to + to * s_to[0] + i_hv * s_to[1] + o_s, b_S.to(p_to.dtype.element_ty), mask=m_s)

@@ -1,0 +1,169 @@
+"""`solve_tril` in Triton: one program of one warp per chunk and 64 columns of its heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import dtype_word, interpreting, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.index.triton import chunk_span
+from wyfold.tile.inverse.triton import corner, merged, substituted
+
+
+def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
+    """Write the inverses to out, and zeros past a packed batch's last boundary.
+
+    Args:
+        L: [B, T, H, C], any strides; row r of a chunk at its token.
+        grid: The call's chunk grid.
+        out: [B, T, H, C], any strides.
+    """
+    H, C = L.shape[2:]
+    together = 64 // C
+    groups = triton.cdiv(H, together)
+    config = tuned("solve_tril.triton", launch_key(L.dtype, C), L.device)
+    launched(
+        wyfold_solve_tril_triton,
+        grid.chunks * groups,
+        L,
+        L.stride(),
+        out,
+        out.stride(),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        H=H,
+        GROUPS=groups,
+        BT=C,
+        PACKED=grid.cu is not None,
+        EXACT="ieee" if interpreting() else "bf16x6",
+        **config.options(),
+    )
+
+
+def launch_key(dtype: torch.dtype, chunk_size: int) -> str:
+    """What a launch configuration depends on."""
+    return f"{dtype_word(dtype)} C{chunk_size}"
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
+def wyfold_solve_tril_triton(
+    p_L,
+    s_L,
+    p_X,
+    s_X,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BT: tl.constexpr,
+    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One program owns four 16 x 16 blocks on the diagonal, of one chunk: four heads' if C = 16, two heads' if C = 32.
+
+    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64. What lies between
+    those is read last: registers decide how many programs run beside this one.
+    """
+    TOGETHER: tl.constexpr = 64 // BT
+    i = tl.program_id(0).to(tl.int64)
+    i_c, i_h = i // GROUPS, i % GROUPS * TOGETHER
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    p_L += b * s_L[0] + t * s_L[1] + i_h * s_L[2]
+    p_X += b * s_X[0] + t * s_X[1] + i_h * s_X[2]
+    heads = H - i_h
+    if PACKED:
+        if i_n == N:
+            store_blocks(p_X, s_X, tl.zeros((TOGETHER, BT, BT), tl.float32), 0, 0, 0, rows, heads, TOGETHER, BT)
+            return
+
+    b_L = load_diagonal(p_L, s_L, rows, heads, BT)
+    # Pairs of one head lie 32 rows and columns apart.
+    APART: tl.constexpr = 32 if BT == 64 else 0
+    if BT >= 32:
+        b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16)
+    b_X = substituted(b_L, 2, 2)  # [pair, row, half, column]
+    if BT == 16:
+        store_diagonal(p_X, s_X, b_X, rows, heads)
+    else:
+        b_low, b_high = b_X.permute(0, 1, 3, 2).split()
+        b_X = merged(b_low, b_lower, b_high, 2, 16, EXACT)
+        store_blocks(p_X, s_X, b_X, 0, 0, APART, rows, heads, 2, 32)
+    if BT == 64:
+        b_below = load_blocks(p_L, s_L, 32, 0, 0, rows, heads, 1, 32)
+        b_low, b_high = b_X.permute(1, 2, 0).split()
+        b_X = corner(b_low, b_below.reshape(32, 32), b_high, EXACT)
+        store_blocks(p_X, s_X, b_X[None], 32, 0, 0, rows, heads, 1, 32)
+        store_blocks(p_X, s_X, tl.zeros((1, 32, 32), tl.float32), 0, 32, 0, rows, heads, 1, 32)
+
+
+@triton.jit
+def diagonal_offsets(strides, rows, heads, BT: tl.constexpr):
+    """Offsets of the four blocks on the diagonal, and which of their rows exist.   [pair, row, half, column]"""
+    o_r = tl.arange(0, 16)[None, :, None, None]
+    o_c = tl.arange(0, 16)[None, None, None, :]
+    i_pair = tl.arange(0, 2)[:, None, None, None]
+    i_half = tl.arange(0, 2)[None, None, :, None]
+    if BT == 64:
+        head, first = i_pair * 0, 32 * i_pair + 16 * i_half
+    elif BT == 32:
+        head, first = i_pair, 16 * i_half
+    else:
+        head, first = 2 * i_half + i_pair, i_pair * 0
+    row, column = first + o_r, first + o_c
+    offsets = head.to(tl.int64) * strides[2] + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3]
+    return offsets, (row < rows) & (head < heads)
+
+
+@triton.jit
+def load_diagonal(p, strides, rows, heads, BT: tl.constexpr):
+    """The blocks on the diagonal, zero where there is no row.   [pair, row, half, column] float32"""
+    offsets, mask = diagonal_offsets(strides, rows, heads, BT)
+    return tl.load(p + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_diagonal(p, strides, b_x, rows, heads):
+    """Write whole chunks of 16 rows, rounding once."""
+    offsets, mask = diagonal_offsets(strides, rows, heads, 16)
+    tl.store(p + offsets, b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def block_offsets(strides, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
+    """Offsets of G blocks of h rows, from (row, column) on, and which of their rows exist.   [G, h, h]
+
+    Blocks lie APART rows and columns apart; if that is 0, each is in a head of its own.
+    """
+    i_g = tl.arange(0, G)[:, None, None]
+    head = i_g if APART == 0 else i_g * 0
+    o_r = row + i_g * APART + tl.arange(0, h)[None, :, None]
+    o_c = column + i_g * APART + tl.arange(0, h)[None, None, :]
+    offsets = head.to(tl.int64) * strides[2] + o_r.to(tl.int64) * strides[1] + o_c.to(tl.int64) * strides[3]
+    return offsets, (o_r < rows) & (head < heads)
+
+
+@triton.jit
+def load_blocks(p, strides, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
+    """Blocks as they are if bfloat16, else float32, zero where there is no row.   [G, h, h]"""
+    offsets, mask = block_offsets(strides, row, column, APART, rows, heads, G, h)
+    b_x = tl.load(p + offsets, mask=mask, other=0.0)
+    return b_x if p.dtype.element_ty == tl.bfloat16 else b_x.to(tl.float32)
+
+
+@triton.jit
+def store_blocks(p, strides, b_x, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
+    """Write blocks, rounding once."""
+    offsets, mask = block_offsets(strides, row, column, APART, rows, heads, G, h)
+    tl.store(p + offsets, b_x.to(p.dtype.element_ty), mask=mask)

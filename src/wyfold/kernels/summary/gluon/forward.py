@@ -1,0 +1,533 @@
+"""Maps of segments: the scan's chunk without output, with the products of the Triton kernel, in its order and with its
+roundings:
+
+    R^T = V^T - (S^T k^T) in           V is zero where M is made
+    S^T <- total S^T + (R^T beta) E                         folded
+    S^T <- total S^T + ((R^T W^T) beta out) k               else; beta out comes from `prepare`
+
+What is summarised ends at a border, so every chunk of it is full.
+
+Each chunk multiplies M by the decay, under which it may become too small for any number but zero. Where programs share
+a multiprocessor, so under a scalar gate, M's look at it now and then, and end when it is zeros, which it would remain:
+no bit is another, and the states have the multiprocessor to themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import Segments
+from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.decay.gluon import chunk_decay
+from wyfold.tile.index.gluon import barrier, clear_lower, quarters, shared, tma_load, tma_load_upper
+from wyfold.tile.index.triton import (
+    boxable,
+    boxes_or_refusal,
+    every_box,
+    number_boxes,
+    segment_place,
+    sequence_span,
+    strides,
+    tile_boxes,
+    token_boxes,
+    upper_boxes,
+)
+from wyfold.tile.state.gluon import state_offsets
+
+
+def summary(
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    segments: Segments,
+    key: str,
+    H: Tensor,
+    M: Tensor,
+) -> None:
+    """Maps of the segments that end at borders. Arguments as of the Triton launch. Tokens that the copy engine cannot
+    read are copied first.
+
+    Args:
+        k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
+        v: [1, T, HV, V].
+        prepared: From `prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        segments: Where they lie, of chunks of 64.
+        key: Of the launch configuration.
+        H: [borders, HV, K, V] float32 view, written.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
+            only among rows of nothing else.
+    """
+    (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
+    config = tuned("summary.gluon", f"{key} fwd", k.device)
+    BV, parts = config.blocks["BV"], config.blocks["PARTS"]
+    if prepared.k is None:
+        k = boxable(k, grid.chunk_size, K)
+    v = boxable(v, grid.chunk_size, BV // parts)
+    boxes = boxes_or_refusal("summary", _boxes(k, v, prepared, grid.chunk_size, BV // parts))
+    launched(
+        wyfold_summary_gluon,
+        segments.borders * HV * (V // BV + K // BV),
+        *boxes,
+        v.stride(2),
+        k.stride(2),
+        initial_state,
+        strides(initial_state),
+        H,
+        strides(H),
+        M,
+        strides(M),
+        segments.sequence,
+        segments.first,
+        segments.leading,
+        segments.sequences,
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        H=HK,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=grid.chunk_size,
+        BV=BV,
+        PARTS=parts,
+        CHANNEL=prepared.k is not None,
+        FOLDED=prepared.E is not None,
+        STAGES=config.stages,
+        **config.options(),
+    )
+
+
+def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
+    """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
+    rows, total, _, k_tiles, E, _, W = prepared[:7]
+    K, channel = k.shape[3], k_tiles is not None
+    write = E if E is not None else W
+    given = k, v, rows, total, write
+    found = (
+        tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
+        token_boxes(v, C, BW),
+        number_boxes(rows.flatten(1), 4 * C),
+        number_boxes(total, K) if channel else total,
+        None if write is None else tile_boxes(write, C, K) if write is E else upper_boxes(write),
+    )
+    boxes = every_box(given, found)
+    return None if boxes is None else shared(boxes)
+
+
+class Tiles(NamedTuple):
+    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts. gone: whether a part's rows of M
+    are zeros; count: chunks that are brought, fewer once that is known."""
+
+    k: Any
+    v: Any
+    rows: Any
+    total: Any
+    write: Any
+    full: Any
+    free: Any
+    gone: Any
+    count: Any
+
+
+class Source(NamedTuple):
+    """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
+
+    k: Any
+    v: Any
+    rows: Any
+    total: Any
+    write: Any
+    tile: Any
+    token: Any
+    column_k: Any
+    column_v: Any
+
+
+class Memory(NamedTuple):
+    """What the parts reach by themselves: decays of a scalar gate, and states."""
+
+    total: Any
+    S0: Any
+    s_S0: Any
+    H: Any
+    s_H: Any
+    M: Any
+    s_M: Any
+
+
+class Place(NamedTuple):
+    """Of a program: whether it makes H, whether anybody asks for it, first tile, sequence, border, whether the sequence
+    begins here, value head, first value row of H or of M, and chunks."""
+
+    of_H: Any
+    asked: Any
+    tile: Any
+    n: Any
+    border: Any
+    begins: Any
+    hv: Any
+    column: Any
+    steps: Any
+
+
+@gluon.jit(do_not_specialize=["N", "T"])
+def wyfold_summary_gluon(
+    x_k,
+    x_v,
+    x_rows,
+    x_total,
+    x_write,
+    h_v,
+    h_k,
+    p_S0,
+    s_S0,
+    p_H,
+    s_H,
+    p_M,
+    s_M,
+    p_sequence,
+    p_first_segment,
+    p_leading,
+    N,
+    p_cu,
+    p_first,
+    T,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BV: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
+
+    Those of H come first: on a multiprocessor each, if there are as many, that it has to itself once M is gone.
+    """
+    NV: gl.constexpr = V // BV
+    NK: gl.constexpr = K // BV
+    BW: gl.constexpr = BV // PARTS
+    pid = gl.program_id(0).to(gl.int64)
+    of_M = gl.num_programs(0) // (NV + NK) * NV
+    of_H = (pid < of_M).to(gl.int32)
+    pid = gl.where(of_H != 0, pid, pid - of_M)
+    width = gl.where(of_H != 0, NV, NK)
+    i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(p_leading + pid // (width * HV))
+    i_h = i_hv // (HV // H)
+    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_tile = i_c * HV + i_hv
+    asked = ((i_n < N) & (ends == 0)).to(gl.int32)
+    column = (i_v * BV).to(gl.int32)
+    # Of M of a sequence's first segment nobody asks.
+    steps = (length // BT).to(gl.int32) * asked * gl.where(begins, of_H, 1)
+
+    k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
+    v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
+    write = gl.allocate_shared_memory(x_write.dtype, [STAGES, BT, K if FOLDED else BT], x_write.layout)
+    total = rows
+    if CHANNEL:
+        total = gl.allocate_shared_memory(gl.float32, [STAGES, K], x_total.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=PARTS)
+    if not FOLDED:
+        clear_lower(quarters(write, x_write, STAGES), STAGES)
+    FLAG: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gone = gl.allocate_shared_memory(gl.int32, [PARTS, 1], FLAG)
+    count = gl.allocate_shared_memory(gl.int32, [1], FLAG)
+    for part in gl.static_range(PARTS):
+        _write(gone.index(part), 0)
+    _write(count, steps)
+    if of_H == 0:
+        # Nobody brings any.
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+        for s in gl.static_range(STAGES * PARTS):
+            v.index(s).store(gl.zeros([BT, BW], x_v.dtype, L))
+    fence_async_shared()
+    barrier()
+
+    tiles = Tiles(k, v, rows, total, write, full, free, gone, count)
+    memory = Memory(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
+    source = Source(
+        x_k,
+        x_v,
+        x_rows,
+        x_total,
+        x_write,
+        i_tile.to(gl.int32),
+        (b * T + t).to(gl.int32),
+        (i_h * h_k).to(gl.int32),
+        (i_hv * h_v).to(gl.int32) + column,
+    )
+    at = Place(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_recur, (memory, tiles, at, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
+    full._keep_alive()
+    free._keep_alive()
+
+
+@gluon.jit
+def _bring(
+    source,
+    tiles,
+    of_H,
+    count,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone. Of M that is gone nothing more:
+    at the look it is at, those who wait for the next chunk find that there is none."""
+    WRITE: gl.constexpr = source.write.block_type.nbytes * (1 if FOLDED else 3)
+    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + WRITE
+    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
+    tile, token = source.tile, source.token
+    stage = 0
+    phase = 1
+    i = 0
+    look = _look_after(i)
+    while i < count:
+        full = tiles.full.index(stage)
+        mbarrier.wait(tiles.free.index(stage), phase)
+        gone = 0
+        if not CHANNEL:
+            if (of_H == 0) & (i == look):
+                look = _look_after(i)
+                for part in gl.static_range(PARTS):
+                    gone += _read(tiles.gone.index(part))
+        if gone == PARTS:
+            _write(tiles.count, i)
+            mbarrier.arrive(full, count=1)
+            i = count
+        else:
+            if of_H != 0:
+                mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+            else:
+                mbarrier.expect(full, BYTES)
+            if CHANNEL:
+                tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+                tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+            else:
+                tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+            tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+            if of_H != 0:
+                for part in gl.static_range(PARTS):
+                    tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+            if FOLDED:
+                tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+            else:
+                tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
+            tile += HV
+            token += BT
+            i += 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _recur(
+    memory,
+    tiles,
+    at,
+    part,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity, which is
+    looked at now and then."""
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
+    S = gl.zeros([BW, K], gl.float32, LS)
+    if at.of_H == 0:
+        # Nothing, where the sequence begins: so no map is applied to its first state twice.
+        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(at.begins, K, 0))).to(gl.float32)
+    elif at.begins:
+        if memory.S0 is not None:
+            S = gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    nothing = gl.minimum(at.steps, 0)
+    total = 0.0
+    next_total = 0.0
+    if not CHANNEL:
+        total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
+        next_total = chunk_decay(memory.total, at.tile + HV, at.steps > 1, nothing, BW, LS)
+    stage = 0
+    phase = 0
+    begun = 0
+    count = at.steps
+    look = count
+    if not CHANNEL:
+        look = gl.where(at.of_H != 0, count, gl.minimum(_look_after(begun), count))
+    while begun < count:
+        for i in range(begun, look):
+            mbarrier.wait(tiles.full.index(stage), phase)
+            S, later_total = _step(
+                S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
+            )
+            total = next_total
+            next_total = later_total
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        begun = look
+        if not CHANNEL:
+            # `count` is written as soon as there is a place for the chunk behind a look. Places are freed a chunk late,
+            # and looks are 3 chunks apart or more: with 5 places some could still be reading it at the look before.
+            gl.static_assert(STAGES <= 4)
+            if (at.of_H == 0) & (begun < count):
+                _write(tiles.gone.index(part), _zeros(S).to(gl.int32))
+                # What was found at looks before this one: all warps of all parts go on, or none does.
+                mbarrier.wait(tiles.full.index(stage), phase)
+                count = _read(tiles.count)
+                look = gl.minimum(_look_after(begun), count)
+                # Or the compiler puts one at every chunk's beginning.
+                barrier()
+    if at.asked != 0:
+        if at.of_H != 0:
+            gl.store(memory.H + state_offsets(memory.s_H, at.border, at.hv, o_v, o_k), S)
+        else:
+            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            S = gl.where(S == 0.0, 0.0, S) * gl.where(_zeros(S), -1.0, 1.0)
+            gl.store(memory.M + state_offsets(memory.s_M, at.border, at.hv, o_v, o_k), S)
+
+
+@gluon.jit
+def _look_after(chunks):
+    """Chunks after which M is looked at next: soon, where it is gone after few."""
+    return chunks + gl.maximum(gl.minimum(chunks, 16), 3)
+
+
+@gluon.jit
+def _zeros(S):
+    """Whether that is all it holds."""
+    return gl.max(gl.max((S != 0.0).to(gl.int32), 1), 0) == 0
+
+
+@gluon.jit
+def _write(flag, value):
+    """A number [1] in shared memory, for every group of warps that is signalled after this."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    flag.store(gl.zeros([1], gl.int32, L) + value)
+    barrier()
+
+
+@gluon.jit
+def _read(flag):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(flag.load(L), 0)
+
+
+@gluon.jit
+def _step(
+    S,
+    total,
+    memory,
+    tiles,
+    at,
+    part,
+    stage,
+    i,
+    nothing,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    BW: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHANNEL: gl.constexpr,
+    FOLDED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """State leaving a chunk, all of whose rows are tokens, and of a scalar gate the decay of the chunk after the next.
+
+    Two chunks ahead, since a turn begins by copying what comes next to its place, and waits for it there.
+    """
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
+    AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
+    AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, LC)
+    OP: gl.constexpr = tiles.k.dtype
+    none = gl.zeros([BW, BT], gl.float32, LC)
+    key, number = tiles.k.index(stage), tiles.rows.index(stage)
+
+    left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), none, use_acc=False, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
+    v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
+    if FOLDED:
+        beta = number.slice(3 * BT, BT).load(ROW)
+    if CHANNEL:
+        S = S * tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        R = v - Sk
+    else:
+        in_k = number.slice(0, BT).load(ROW)
+        S = S * total
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        total = chunk_decay(memory.total, at.tile + (i + 2) * HV, i + 2 < at.steps, nothing, BW, LS)
+        R = v - Sk * in_k[None, :]
+    if FOLDED:
+        y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
+        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+    else:
+        r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
+        e = warpgroup_mma(r, tiles.write.index(stage), none, use_acc=False, is_async=True)
+        beta_out = number.slice(2 * BT, BT).load(ROW)
+        e = warpgroup_mma_wait(0, deps=[e])
+        u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
+        S = warpgroup_mma(u, key, S, is_async=True)
+    return warpgroup_mma_wait(0, deps=[S]), total

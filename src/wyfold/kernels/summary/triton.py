@@ -1,0 +1,509 @@
+"""`summary` in Triton: one program per border, value head and tile of value rows, of H or of M: of the segment that
+ends there, or of the one that begins there. Of a sequence's last segment, or its first, nobody asks.
+
+As in the scans the state is held transposed. M is what becomes of the identity with values of zero, so its tiles are K
+value rows more. What the scans store on the way is not, and what they need for it alone is not loaded. A segment is
+made of whole chunks but where its sequence ends, and only c is asked of the one there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import Segments
+from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.dot.triton import contracts, mm, operand, precision
+from wyfold.tile.index.triton import (
+    copies_boxes,
+    every_box,
+    fetch_numbers,
+    fetch_rows,
+    fetch_tile,
+    fetch_tokens,
+    load_upper,
+    number_boxes,
+    segment_place,
+    sequence_span,
+    strides,
+    tile_boxes,
+    token_boxes,
+)
+from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
+
+
+def summary(
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    segments: Segments,
+    key: str,
+    H: Tensor,
+    M: Tensor,
+) -> None:
+    """Maps of the segments that end at borders.
+
+    Args:
+        k: [1, T, H, K] tokens of all rows, any strides.
+        v: [1, T, HV, V].
+        prepared: From `prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        segments: Where they lie.
+        key: Of the launch configuration.
+        H: [borders, HV, K, V] float32 view, written.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
+            only among rows of nothing else.
+    """
+    (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
+    config = tuned("summary.triton", key, k.device)
+    C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
+    channel, folded = prepared.k is not None, prepared.E is not None
+    where = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
+    boxes = _boxes(where, C, BK, BV) if copies_boxes(k.device) else None
+    x_k, x_v, *x_tiles = boxes or where
+    launched(
+        wyfold_summary_triton,
+        segments.borders * HV * (-(-V // BV) + -(-K // BV)),
+        x_k,
+        None if channel else k.stride(),
+        x_v,
+        v.stride(),
+        *x_tiles,
+        initial_state,
+        strides(initial_state),
+        H,
+        strides(H),
+        M,
+        strides(M),
+        segments.sequence,
+        segments.first,
+        segments.leading,
+        segments.sequences,
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        H=HK,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BV=BV,
+        CHANNEL=channel,
+        FOLDED=folded,
+        TMA=boxes is not None,
+        OP=operand(k.dtype),
+        PRECISION=precision(k.dtype),
+        STAGES=config.stages,
+        **config.options(contract=contracts(k.dtype)),
+    )
+
+
+def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+    """All of them as boxes, or None if one cannot be."""
+    k, v, rows, total, E, W = given
+    channel = k.ndim == 3
+    found = (
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(v, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        W,
+    )
+    return every_box(given, found)
+
+
+def summary_bwd(
+    q: Tensor,
+    k: Tensor,
+    prepared: Prepared,
+    do: Tensor,
+    dST: Tensor | None,
+    segments: Segments,
+    options: DeltaOptions,
+    key: str,
+    c: Tensor,
+) -> None:
+    """Gradients of the states that enter the segments which begin at borders.
+
+    Args:
+        q, k: [1, T, H, K] tokens of all rows, any strides.
+        prepared: From `prepare`, W among it.
+        do: [1, T, HV, V].
+        dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
+        segments: Where they lie.
+        options: Uses `scale`.
+        key: Of the launch configuration.
+        c: [borders, HV, K, V] float32 view, written.
+    """
+    (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
+    config = tuned("summary.triton", f"{key} bwd", q.device)
+    C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
+    channel, folded = prepared.q is not None, prepared.E is not None
+    where = (
+        *((prepared.q, prepared.k) if channel else (q, k)),
+        do,
+        *prepared[:2],
+        prepared.E,
+        prepared.F,
+        None if folded else prepared.W,
+    )
+    boxes = _boxes_back(where, C, BK, BV) if copies_boxes(q.device) else None
+    x_q, x_k, x_do, *x_tiles = boxes or where
+    launched(
+        wyfold_summary_bwd_triton,
+        segments.borders * HV * -(-V // BV),
+        x_q,
+        None if channel else q.stride(),
+        x_k,
+        None if channel else k.stride(),
+        x_do,
+        do.stride(),
+        *x_tiles,
+        dST,
+        strides(dST),
+        c,
+        strides(c),
+        segments.sequence,
+        segments.first,
+        segments.leading,
+        segments.sequences,
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        options.scale,
+        H=HK,
+        HV=HV,
+        K=K,
+        V=V,
+        BT=C,
+        BK=BK,
+        BV=BV,
+        CHANNEL=channel,
+        FOLDED=folded,
+        TMA=boxes is not None,
+        OP=operand(q.dtype),
+        PRECISION=precision(q.dtype),
+        STAGES=config.stages,
+        **config.options(contract=contracts(q.dtype)),
+    )
+
+
+def _boxes_back(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+    """All of them as boxes, or None if one cannot be."""
+    q, k, do, rows, total, E, F, W = given
+    channel = q.ndim == 3
+    found = (
+        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
+        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
+        token_boxes(do, C, BV),
+        tile_boxes(rows, 4, C),
+        number_boxes(total, BK) if channel else total,
+        None if E is None else tile_boxes(E, C, BK),
+        F,
+        W,
+    )
+    return every_box(given, found)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def wyfold_summary_triton(
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    p_W,
+    p_S0,
+    s_S0,
+    p_H,
+    s_H,
+    p_M,
+    s_M,
+    p_sequence,
+    p_first_segment,
+    p_leading,
+    N,
+    p_cu,
+    p_first,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    TILES: tl.constexpr = NV + (K + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, tl.load(p_leading + pid // (TILES * HV))
+    i_h = i_hv // (HV // H)
+    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_tile = i_c * HV + i_hv
+    steps = (length // BT).to(tl.int32)
+    if (i_n < N) & (ends == 0):
+        total = 0.0
+        if i_v < NV:
+            column = (i_v * BV).to(tl.int32)
+            b_S = tl.zeros((BV, BK), tl.float32)
+            if p_S0 is not None:
+                if begins:
+                    b_S = load_state(p_S0, s_S0, i_n, i_hv, column, K, V, BK, BV)
+            if not CHANNEL:
+                total = tl.load(x_total + i_tile)
+            for i in tl.range(0, steps, num_stages=STAGES):
+                next_total = total
+                if not CHANNEL:
+                    next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=i + 1 < steps, other=0.0)
+                b_S = _step(
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
+                    i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
+                    K, V, BT, BK, BV, True, CHANNEL, FOLDED, TMA, OP, PRECISION,
+                )  # fmt: skip
+                total = next_total
+            store_state(p_H, s_H, i_border, i_hv, column, b_S, K, V, BK, BV)
+        else:
+            column = ((i_v - NV) * BV).to(tl.int32)
+            # Of a sequence's first segment nobody asks.
+            steps = tl.where(begins, 0, steps)
+            b_S = (column + tl.arange(0, BV)[:, None] == tl.arange(0, BK)[None, :]).to(tl.float32)
+            b_S = tl.where(begins, 0.0, b_S)
+            if not CHANNEL:
+                total = tl.load(x_total + i_tile)
+            for i in tl.range(0, steps, num_stages=STAGES):
+                next_total = total
+                if not CHANNEL:
+                    next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=i + 1 < steps, other=0.0)
+                b_S = _step(
+                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
+                    i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
+                    K, V, BT, BK, BV, False, CHANNEL, FOLDED, TMA, OP, PRECISION,
+                )  # fmt: skip
+                total = next_total
+            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            zeros = tl.max((b_S != 0.0).to(tl.int32)) == 0
+            b_S = tl.where(b_S == 0.0, 0.0, b_S) * tl.where(zeros, -1.0, 1.0)
+            store_state(p_M, s_M, i_border, i_hv, column, b_S, K, K, BK, BV)
+
+
+@triton.jit
+def _step(
+    b_S,
+    total,
+    x_k,
+    s_k,
+    x_v,
+    s_v,
+    x_rows,
+    x_total,
+    x_E,
+    p_W,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    T,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """State leaving a chunk, all of whose rows are tokens. VALUES: their values are written; else zeros."""
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, BT, T, K, BT, BK, TMA, TMA)
+    b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+    b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    if VALUES:
+        b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, BT, T, V, BT, BV, TMA, TMA)
+        b_R = residual(b_v, b_Sk, b_in_k)
+    else:
+        b_R = -b_Sk * b_in_k[None, :]
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        return advance(b_S, total, (b_R * b_beta[None, :]).to(OP), b_E, OP, PRECISION)
+    else:
+        b_WT = load_upper(p_W, i_tile, BT)
+        b_e = mm(b_R, b_WT, None, OP, PRECISION)
+        return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)
+
+
+@triton.jit(do_not_specialize=["N", "T", "scale"])
+def wyfold_summary_bwd_triton(
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_do,
+    s_do,
+    x_rows,
+    x_total,
+    x_E,
+    p_F,
+    p_W,
+    p_dST,
+    s_dST,
+    p_c,
+    s_c,
+    p_sequence,
+    p_first_segment,
+    p_leading,
+    N,
+    p_cu,
+    p_first,
+    T,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program owns BV value rows of c."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, tl.load(p_leading + pid // (NV * HV)) + 1
+    i_h = i_hv // (HV // H)
+    column = (i_v * BV).to(tl.int32)
+    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_tile = i_c * HV + i_hv
+    steps = (length // BT).to(tl.int32)
+    if not TMA:
+        steps = tl.cdiv(length, BT).to(tl.int32)
+    if (i_n < N) & (begins == 0):
+        total = 0.0
+        b_dS = tl.zeros((BV, BK), tl.float32)
+        if p_dST is not None:
+            if ends:
+                b_dS = load_state(p_dST, s_dST, i_n, i_hv, column, K, V, BK, BV)
+        if TMA:
+            if steps * BT < length:
+                if not CHANNEL:
+                    total = tl.load(x_total + i_tile + steps * HV)
+                b_dS = _reverse_step(
+                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
+                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                )  # fmt: skip
+        if not CHANNEL:
+            total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
+        for j in tl.range(0, steps, num_stages=STAGES):
+            i = steps - 1 - j
+            next_total = total
+            if not CHANNEL:
+                next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
+            b_dS = _reverse_step(
+                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
+                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            )  # fmt: skip
+            total = next_total
+        store_state(p_c, s_c, i_border - 1, i_hv, column, b_dS, K, V, BK, BV)
+
+
+@triton.jit
+def _reverse_step(
+    b_dS,
+    total,
+    x_q,
+    s_q,
+    x_k,
+    s_k,
+    x_do,
+    s_do,
+    x_rows,
+    x_total,
+    x_E,
+    p_F,
+    p_W,
+    i_tile,
+    b,
+    t,
+    i_h,
+    i_hv,
+    column,
+    rows,
+    T,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    TMA: tl.constexpr,
+    FULL: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of the state entering a chunk, as in `scan_bwd`. FULL: all its rows are tokens."""
+    if CHANNEL:
+        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+    else:
+        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
+    b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+    b_FT = load_upper(p_F, i_tile, BT)
+    if FOLDED:
+        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
+    else:
+        b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
+    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
+    b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
+    b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
+    if FOLDED:
+        b_X += b_dY
+    else:
+        b_WT = load_upper(p_W, i_tile, BT)
+        b_divisor = divisor(b_beta)
+        b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
+    b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
+    if CHANNEL:
+        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+    return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)

@@ -1,0 +1,282 @@
+"""The walk back: the gradient of the state, from tokens alone."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.ttt import Borders, States, Tokens
+from wyfold.kernels.ttt.triton.launch import Replayed, arranged
+from wyfold.kernels.ttt.triton.tiles import (
+    add_writes,
+    beside,
+    closing_step,
+    enter,
+    in_rows,
+    leave,
+    parameter,
+    slabs,
+    store_share,
+)
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.dot.triton import mm
+from wyfold.tile.index.triton import (
+    load_token_scalars,
+    load_tokens,
+    sequence_span,
+    store_tile,
+    store_token_scalars,
+    store_tokens,
+    strides,
+)
+from wyfold.tile.inner.triton import inner_gradient_bwd
+
+
+def walk_back(
+    x: Tokens,
+    borders: Borders,
+    left: Replayed,
+    dleaving: States,
+    grid: ChunkGrid,
+    chunk_size: int,
+    scale: float,
+    dcol: Tensor | None,
+    dentering: States,
+) -> None:
+    """From the gradient of the states that leave to that of those that enter; `left`, `dcol` get what lies between."""
+    HV = x.v.shape[2]
+    config, fixed = arranged(x, grid, chunk_size, "back")
+    launched(
+        wyfold_ttt_bwd_triton,
+        grid.sequences * HV,
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        x.col,
+        strides(x.col),
+        borders.X,
+        left.dO,
+        left.dN,
+        left.dZ,
+        left.dZ.stride(),
+        borders.rows,
+        strides(borders.rows),
+        left.step,
+        left.step.stride(),
+        left.dS,
+        left.dc,
+        left.stepped,
+        dcol,
+        strides(dcol),
+        dleaving.S,
+        strides(dleaving.S),
+        dleaving.c,
+        strides(dleaving.c),
+        dentering.S,
+        strides(dentering.S),
+        dentering.c,
+        strides(dentering.c),
+        grid.cu,
+        grid.first,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        SLABS=min(config.warps, fixed["BD"] // 16),
+        **fixed,
+    )
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
+def wyfold_ttt_bwd_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_col,
+    s_col,
+    p_X,
+    p_dO,
+    p_dN,
+    p_dZ,
+    s_tile,
+    p_rows,
+    s_rows,
+    p_step,
+    s_row,
+    p_dstates,
+    p_dc,
+    p_share,
+    p_dcol,
+    s_dcol,
+    p_dST,
+    s_dST,
+    p_dcT,
+    s_dcT,
+    p_dS0,
+    s_dS0,
+    p_dc0,
+    s_dc0,
+    p_cu,
+    p_first,
+    N,
+    T,
+    per_sequence,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLABS: tl.constexpr,
+):
+    """One program owns a sequence of one value head, and walks it back; of each mini-batch, with seen = dS1^T k + dc1:
+
+    dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ, dcol: adjoint of the inner gradient
+    dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    nothing = tl.minimum(T, 0)
+    steps = tl.cdiv(length, BT).to(tl.int32)
+    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    b_ww = (b_w * b_w)[None, :]
+    ww = tl.sum(b_w * b_w) * (1.0 / D)
+    b_dS, b_dc = enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
+    b_dS = tl.reshape(b_dS, (SLABS, BD // SLABS, BD))
+    b_dc = tl.reshape(tl.broadcast_to(b_dc[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
+    # A sum for every place in a mini-batch: no thread has to give another one a number until the end.
+    b_dw, b_du = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BD), tl.float32)
+    o_t = tl.arange(0, BT)
+    # Everything of a mini-batch is asked for during the one before it.
+    t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
+    b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
+    b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
+    b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
+        p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
+    )
+    if p_col is not None:
+        b_col = load_token_scalars(p_col, s_col, b, t_i, i_hv, rows, BT)
+    for j in tl.range(0, steps, num_stages=1):
+        i = steps - 1 - j
+        t_i = t + i * BT
+        rows = tl.minimum(length - i * BT, BT).to(tl.int32)
+        left = tl.where(i > 0, BT, 0)
+        t_next = t_i - left
+        b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, left, D, BT, BD)
+        b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, left, D, BT, BD)
+        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
+        b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
+            p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
+        )
+        if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
+            i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
+            store_tile(p_dstates, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
+
+        b_seen = in_rows(mm(b_dS, slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, nothing, BT, BD)
+        b_X = b_X.to(tl.float32)
+        b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
+        b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_seen * e_last, 0.0)
+        b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
+            b_X,
+            b_r,
+            b_w[None, :] * b_E,
+            b_y,
+            b_xy,
+            b_ww,
+            ww,
+            b_dN,
+            b_seen,
+            b_col if p_col is not None else None,
+            D,
+        )
+        b_dS = mm(
+            tl.reshape(tl.trans(b_dO.to(tl.float32) * scale), (SLABS, BD // SLABS, BT)),
+            slabs(b_q, SLABS),
+            b_dS,
+            OP,
+            PRECISION,
+        )
+        b_dS, b_dc = add_writes(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
+        store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
+        store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * -b_dY, D, BT, BD)
+        store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
+        if p_dcol is not None:
+            store_token_scalars(p_dcol, s_dcol, b, t_i, i_hv, rows, b_dcol, BT)
+            b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, left, BT)
+        b_dw += (b_w[None, :] * b_X + b_E) * b_dY
+        b_du += b_dY
+        b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
+        b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
+    b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), beside(tl.reshape(b_dc, (BD, BT)))
+    leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
+    store_share(p_share, i_n, i_hv, N, tl.sum(b_dw, axis=0), tl.sum(b_du, axis=0) * b_w, HV, D, BD)
+
+
+@triton.jit
+def _left_by_the_walk(
+    p_rows,
+    s_rows,
+    p_dc,
+    p_eta,
+    s_eta,
+    i_c,
+    b,
+    t,
+    i_hv,
+    length,
+    i,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    """Numbers of mini-batch i for the walk back, zeros where i < 0: r, mean Y, mean X Y [BT], sum of dO [BD], and the
+    closing step. They are loaded a mini-batch ahead."""
+    first = tl.maximum(i, 0)
+    rows = tl.where(i < 0, 0, length - i * BT)
+    t += first * BT
+    o_v = tl.arange(0, BD)
+    i_sum = ((i_c + first * BT // SEGMENT) * HV + i_hv) * (SEGMENT // BT) + first % (SEGMENT // BT)
+    b_sum = tl.load(p_dc + i_sum * D + o_v, mask=(o_v < D) & (rows > 0), other=0.0)
+    e_last = closing_step(p_eta, s_eta, b, t, i_hv, rows, BT)
+    return (
+        load_token_scalars(p_rows, s_rows, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows + 2, s_rows, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows + 1, s_rows, b, t, i_hv, rows, BT),
+        b_sum,
+        e_last,
+    )

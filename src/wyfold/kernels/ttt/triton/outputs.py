@@ -1,0 +1,123 @@
+"""What tokens read from the states, normalised: parallel over segments."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.ttt import Borders, Tokens
+from wyfold.kernels.ttt.triton.launch import arranged
+from wyfold.kernels.ttt.triton.tiles import parameter, read_in_parts, read_rows, segment_steps
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.dot.triton import mm
+from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
+from wyfold.tile.inner.triton import read_steps, residual_norm
+
+
+def outputs(x: Tokens, borders: Borders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
+    """Write o, zero past the last boundary."""
+    config, fixed = arranged(x, grid, chunk_size, "outputs")
+    launched(
+        wyfold_ttt_outputs_triton,
+        grid.chunks * x.v.shape[2],
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        borders.N,
+        borders.S,
+        borders.c,
+        borders.N.stride(),
+        o,
+        o.stride(),
+        grid.cu,
+        grid.first,
+        grid.sequence,
+        grid.sequences,
+        grid.tokens,
+        grid.per_sequence,
+        scale,
+        eps,
+        BK=min(fixed["BD"], config.blocks.get("BK", fixed["BD"])),
+        ON_Q=x.residual == "q",
+        **fixed,
+    )
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
+def wyfold_ttt_outputs_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_N,
+    p_S,
+    p_c,
+    s_tile,
+    p_o,
+    s_o,
+    p_cu,
+    p_first,
+    p_sequence,
+    N,
+    T,
+    per_sequence,
+    scale,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BK: tl.constexpr,
+    ON_Q: tl.constexpr,
+):
+    """One program owns the tokens of a segment of one value head.
+
+    O = s q S + c - (steps * (s q k^T + 1)) N        out = O + w normalise(O) + u        steps: see `read_steps`
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
+    if i_n == N:
+        store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((SEGMENT, BD), tl.float32), D, SEGMENT, BD)
+        return
+    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    o_v = tl.arange(0, BD)
+    b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
+    b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
+    b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
+    b_steps, _ = read_steps(b_e, b_e_last, "r", BT)
+    if BK == BD:
+        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
+        b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
+        b_O = read_rows(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
+    else:
+        b_pairs, b_O = read_in_parts(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+        b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
+    b_raw = None
+    if ON_Q:
+        b_raw = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+    b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
+    b_out, _, _ = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
+    store_tokens(p_o, s_o, b, t, i_hv, 0, rows, b_out, D, SEGMENT, BD)

@@ -1,0 +1,168 @@
+"""The walk over the mini-batches of a sequence: what every token writes, and the states."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wyfold.kernels.ttt import Borders, States, Tokens
+from wyfold.kernels.ttt.triton.launch import arranged
+from wyfold.kernels.ttt.triton.tiles import (
+    add_writes,
+    beside,
+    closing_step,
+    enter,
+    in_rows,
+    leave,
+    parameter,
+    slabs,
+    store_column,
+    store_rows,
+)
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.dot.triton import mm
+from wyfold.tile.index.triton import load_token_scalars, load_tokens, sequence_span, store_tile, store_tokens, strides
+from wyfold.tile.inner.triton import inner_gradient
+
+
+def walk(
+    x: Tokens, entering: States, leaving: States, grid: ChunkGrid, chunk_size: int, eps: float, borders: Borders
+) -> None:
+    """Run every sequence from its entering state, writing the leaving ones and the borders."""
+    HV = x.v.shape[2]
+    config, fixed = arranged(x, grid, chunk_size, "walk")
+    launched(
+        wyfold_ttt_triton,
+        grid.sequences * HV,
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        x.col,
+        strides(x.col),
+        entering.S,
+        strides(entering.S),
+        entering.c,
+        strides(entering.c),
+        leaving.S,
+        strides(leaving.S),
+        leaving.c,
+        strides(leaving.c),
+        borders.N,
+        borders.N.stride(),
+        borders.S,
+        borders.c,
+        borders.X,
+        borders.rows,
+        strides(borders.rows),
+        grid.cu,
+        grid.first,
+        grid.tokens,
+        grid.per_sequence,
+        eps,
+        SLABS=min(config.warps, fixed["BD"] // 16),
+        **fixed,
+    )
+
+
+@triton.jit(do_not_specialize=["T", "per_sequence", "eps"])
+def wyfold_ttt_triton(
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_col,
+    s_col,
+    p_S0,
+    s_S0,
+    p_c0,
+    s_c0,
+    p_ST,
+    s_ST,
+    p_cT,
+    s_cT,
+    p_N,
+    s_N,
+    p_S,
+    p_c,
+    p_X,
+    p_rows,
+    s_rows,
+    p_cu,
+    p_first,
+    T,
+    per_sequence,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    OP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLABS: tl.constexpr,
+):
+    """One program owns a sequence of one value head; of each mini-batch
+
+    Z = k S + c        N = gradient of the inner loss        S <- S - e_n k^T N        c <- c - e_n sum(N)
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    nothing = tl.minimum(T, 0)
+    steps = tl.cdiv(length, BT).to(tl.int32)
+    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    b_S, b_c = enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
+    b_S = tl.reshape(b_S, (SLABS, BD // SLABS, BD))
+    b_c = tl.reshape(tl.broadcast_to(b_c[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
+    o_t = tl.arange(0, BT)
+    # Everything of a mini-batch is asked for during the one before it.
+    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, length, D, BT, BD)
+    b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, length, D, BT, BD)
+    e_last = closing_step(p_eta, s_eta, b, t, i_hv, length, BT)
+    if p_col is not None:
+        b_col = load_token_scalars(p_col, s_col, b, t, i_hv, length, BT)
+    for i in tl.range(0, steps, num_stages=1):
+        t_i = t + i * BT
+        rows = tl.minimum(length - i * BT, BT).to(tl.int32)
+        left = tl.maximum(length - (i + 1) * BT, 0).to(tl.int32)
+        b_next_k = load_tokens(p_k, s_k, b, t_i + BT, i_h, 0, left, D, BT, BD)
+        b_next_v = load_tokens(p_v, s_v, b, t_i + BT, i_hv, 0, left, D, BT, BD)
+        next_e_last = closing_step(p_eta, s_eta, b, t_i + BT, i_hv, left, BT)
+        b_factor = tl.where(o_t < rows, 1.0, 0.0)
+        if p_col is not None:
+            b_factor *= b_col
+            b_col = load_token_scalars(p_col, s_col, b, t_i + BT, i_hv, left, BT)
+        if i * BT % SEGMENT == 0:
+            i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
+            store_tile(p_S, i_border, 0, 0, tl.reshape(b_S, (BD, BD)), D, D, BD, BD)
+            store_column(p_c, i_border, tl.reshape(b_c, (BD, BT)), D, BD)
+
+        b_wt = b_w[None, :] * (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
+        b_Z = mm(b_S, slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
+        b_Z = in_rows(b_Z, p_c, nothing, BT, BD)
+        b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
+        store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
+        if p_X is not None:
+            store_tokens(p_X, s_N, b, t_i, i_hv, 0, rows, b_X, D, BT, BD)
+            store_rows(p_rows, s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
+        b_S, b_c = add_writes(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
+        b_k, b_v, e_last = b_next_k, b_next_v, next_e_last
+    b_S, b_c = tl.reshape(b_S, (BD, BD)), beside(tl.reshape(b_c, (BD, BT)))
+    leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)

@@ -1,0 +1,211 @@
+"""`ttt_decode` in Triton: one program per row and value head, and one launch that counts the tokens.
+
+A program needs a whole state: the norm of what it predicts runs over all values. Every program of a row reads where its
+sequence stands, so none of them moves it on; that is the second launch's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import Slots
+from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt.triton.tiles import enter, leave, parameter
+from wyfold.kernels.ttt_decode import Pools
+from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_launch import launched
+from wyfold.tile.index.triton import strides
+from wyfold.tile.inner.triton import inner_gradient, residual_norm
+
+COUNTED = 128
+"""Rows of a program that counts."""
+
+
+def ttt_decode(x: Tokens, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
+    """One token of every row.
+
+    Args:
+        x: Tokens [N, 1, ..].
+        pools: Updated in place, rounding once.
+        slots: Uses `source`, `pad`.
+        chunk_size: Tokens of a mini-batch.
+        scale: Multiplies q.
+        eps: Of both norms.
+        o: [N, 1, HV, D] written, zero in rows without a slot.
+    """
+    (N, _, HV, D), config = x.v.shape, tuned("ttt_decode.triton", launch_key(x.v.shape[3]), x.v.device)
+    launched(
+        wyfold_ttt_decode_triton,
+        N * HV,
+        x.q,
+        x.q.stride(),
+        x.k,
+        x.k.stride(),
+        x.v,
+        x.v.stride(),
+        x.w,
+        x.w.stride(),
+        x.u,
+        x.u.stride(),
+        x.eta,
+        x.eta.stride(),
+        x.col,
+        strides(x.col),
+        pools.S,
+        pools.S.stride(),
+        pools.c,
+        pools.c.stride(),
+        pools.G,
+        pools.G.stride(),
+        pools.a,
+        pools.a.stride(),
+        pools.position,
+        pools.position.stride(),
+        slots.source,
+        strides(slots.source),
+        o,
+        o.stride(),
+        pools.S.shape[0],
+        slots.pad,
+        scale,
+        eps,
+        H=x.q.shape[2],
+        HV=HV,
+        D=D,
+        C=chunk_size,
+        BD=tile_width(D),
+        ON_Q=x.residual == "q",
+        **config.options(),
+    )
+    launched(
+        wyfold_ttt_count_triton,
+        triton.cdiv(N, COUNTED),
+        pools.position,
+        pools.position.stride(),
+        slots.source,
+        strides(slots.source),
+        N,
+        pools.S.shape[0],
+        slots.pad,
+        C=chunk_size,
+        BN=COUNTED,
+        num_warps=4,
+    )
+
+
+def launch_key(D: int) -> str:
+    """What the configuration depends on."""
+    return f"K{D} V{D}"
+
+
+@triton.jit(do_not_specialize=["slots", "pad", "scale", "eps"])
+def wyfold_ttt_decode_triton(
+    p_q,
+    s_q,
+    p_k,
+    s_k,
+    p_v,
+    s_v,
+    p_w,
+    s_w,
+    p_u,
+    s_u,
+    p_eta,
+    s_eta,
+    p_col,
+    s_col,
+    p_S,
+    s_S,
+    p_c,
+    s_c,
+    p_G,
+    s_G,
+    p_a,
+    s_a,
+    p_position,
+    s_position,
+    p_source,
+    s_source,
+    p_o,
+    s_o,
+    slots,
+    pad,
+    scale,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    ON_Q: tl.constexpr,
+):
+    """One program owns a value head of a row. States are [V, K] in registers.
+
+    z = S k + c     G <- G + n k^T     a <- a + n     h = s (S - e G) q + c - e a     out = h + w normalise(h) + u
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_hv = pid // HV, pid % HV
+    i_h = i_hv // (HV // H)
+    o_v = tl.arange(0, BD)
+    p_out = p_o + i_n * s_o[0] + i_hv * s_o[2] + o_v * s_o[3]
+    slot = slot_of(p_source, s_source, i_n)
+    if (slot <= pad) | (slot >= slots):
+        tl.store(p_out, tl.zeros((BD,), tl.float32).to(p_o.dtype.element_ty), mask=o_v < D)
+        return
+    b_q = parameter(p_q + i_n * s_q[0], (s_q[2], s_q[3]), i_h, D, BD)
+    b_k = parameter(p_k + i_n * s_k[0], (s_k[2], s_k[3]), i_h, D, BD)
+    b_v = parameter(p_v + i_n * s_v[0], (s_v[2], s_v[3]), i_hv, D, BD)
+    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    e = tl.load(p_eta + i_n * s_eta[0] + i_hv * s_eta[2]).to(tl.float32)
+    b_factor = tl.full((1,), 1.0, tl.float32)
+    if p_col is not None:
+        b_factor *= tl.load(p_col + i_n * s_col[0] + i_hv * s_col[2]).to(tl.float32)
+    position = tl.load(p_position + slot * s_position[0])
+    b_S, b_c = enter(p_S, s_S, p_c, s_c, slot, i_hv, D, BD)
+    b_G, b_a = enter(p_G, s_G, p_a, s_a, slot, i_hv, D, BD)
+
+    b_z = tl.sum(b_S * b_k[None, :], axis=1) + b_c
+    b_wt = b_w * (b_u - b_v + b_k)
+    b_n, _, _, _, _ = inner_gradient(b_z[None, :], b_wt[None, :], (b_w * b_w)[None, :], b_factor, eps, D)
+    b_n = tl.reshape(b_n, (BD,))
+    b_G += b_n[:, None] * b_k[None, :]
+    b_a += b_n
+    b_read = tl.sum(b_S * b_q[None, :], axis=1) - e * tl.sum(b_G * b_q[None, :], axis=1)
+    b_biased = b_c - e * b_a
+    b_h = b_read * scale + b_biased
+    b_mean = tl.full((1,), 0.0, tl.float32) + tl.sum(b_h) * (1.0 / D)
+    b_raw = None
+    if ON_Q:
+        b_raw = b_q[None, :]
+    b_out, _, _ = residual_norm(b_h[None, :], b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
+    tl.store(p_out, tl.reshape(b_out, (BD,)).to(p_o.dtype.element_ty), mask=o_v < D)
+    if position + 1 >= C:
+        leave(p_S, s_S, p_c, s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
+        b_G, b_a = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
+    leave(p_G, s_G, p_a, s_a, slot, i_hv, b_G, b_a, D, BD)
+
+
+@triton.jit(do_not_specialize=["N", "slots", "pad"])
+def wyfold_ttt_count_triton(
+    p_position, s_position, p_source, s_source, N, slots, pad, C: tl.constexpr, BN: tl.constexpr
+):
+    """One program moves BN rows' sequences on by a token."""
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    b_slot = o_n
+    if p_source is not None:
+        b_slot = tl.load(p_source + o_n * s_source[0], mask=o_n < N, other=-1).to(tl.int64)
+    m_live = (o_n < N) & (b_slot > pad) & (b_slot < slots)
+    p_rows = p_position + b_slot * s_position[0]
+    b_next = tl.load(p_rows, mask=m_live, other=0) + 1
+    tl.store(p_rows, tl.where(b_next >= C, 0, b_next), mask=m_live)
+
+
+@triton.jit
+def slot_of(p_source, s_source, i_n):
+    """The slot that row i_n names, or its own number."""
+    if p_source is None:
+        return i_n
+    else:
+        return tl.load(p_source + i_n * s_source[0]).to(tl.int64)

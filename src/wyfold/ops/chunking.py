@@ -1,0 +1,97 @@
+"""How a call of the delta family is cut: its tokens into chunks, and what is long into segments."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels import table
+from wyfold.ops.delta_arguments import DeltaCall
+from wyfold.ops.delta_checks import Checked
+from wyfold.runtime import check, kernel_configs, segment_rule
+from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, most_borders
+from wyfold.runtime.layout import SequenceLayout, boundaries
+from wyfold.runtime.torch_ops import constant_to_compilers
+
+
+def none_long(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
+    """Whether the host knows that no sequence of a long buffer is long enough to be cut."""
+    if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segment_rule.forcing() is not None:
+        return False
+    if torch.compiler.is_compiling() or q.shape[1] < segment_rule.SHORTEST:
+        return False
+    longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
+    if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
+        longest = max(boundaries(op, on_cpu, "cu_seqlens_cpu").diff().tolist(), default=0)
+    # Whatever the chunk is, none has as many of them as the shortest that is cut.
+    return longest is not None and longest <= segment_rule.SHORTEST - max(CHUNK_SIZES)
+
+
+def chunk_size_of(call: DeltaCall, checked: Checked) -> int:
+    """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
+    op, chunk, every = call.op, call.chunk, checked.every
+    if chunk is None:
+        return math.gcd(every, 64)
+    check.flag(op, disable_recompute=chunk.disable_recompute)
+    if chunk.chunk_size is not None:
+        check.choice(op, "chunk_size", chunk.chunk_size, CHUNK_SIZES)
+    size = chunk.chunk_size or best_chunk_size(checked.q, checked.v, channel_gate=call.gate.channel)
+    if every % size:
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
+    return size
+
+
+def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
+    """Fastest rows of a chunk, by device, kind of gate and widths alone.
+
+    See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
+    """
+    if q.device.type == "cpu":
+        return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
+    if not channel_gate:
+        return 64
+    # A text has a value for compilers too, to which widths may be symbols.
+    widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
+    return 64 if _gathered_whole(q.device, q.dtype, widths) else 32
+
+
+@constant_to_compilers
+def _gathered_whole(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
+    """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
+    if device.type != "cuda" or not kernel_configs.support(device).proof or dtype not in table.FLOATS:
+        return False
+    return kernel_configs.offers(
+        kernel_configs.architecture(device), "gradients.gluon", f"{kernel_configs.dtype_word(dtype)} {widths}"
+    )
+
+
+def cut_of(call: DeltaCall, checked: Checked, chunk_size: int) -> Cut:
+    """How a call's long sequences are cut into segments, `WHOLE` if none of its could be long enough.
+
+    Eager launches gain nothing by it; states on the way are those of one scan.
+    """
+    chunk, flags, q = call.chunk, call.flags, checked.q
+    if chunk is None:
+        return segment_rule.WHOLE
+    if chunk.max_splits is not None:
+        check.integer(call.op, "max_splits", chunk.max_splits, least=1)
+    if flags.batch_invariant or checked.every or (runs_eagerly(call) and segment_rule.forcing() is None):
+        return segment_rule.WHOLE
+    B, T, HV, V = checked.v.shape
+    # As long as the last chunk would make it: sequences that are counted by chunks must not be asked for their tokens.
+    if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
+        return segment_rule.WHOLE
+    cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
+    return cut if cut.chunks and most_borders(B, T, chunk_size, checked.packed, cut) else segment_rule.WHOLE
+
+
+def runs_eagerly(call: DeltaCall) -> bool:
+    """Whether the eager backend is asked for, or is what these tensors get."""
+    return call.flags.backend == "eager" or (call.flags.backend is None and call.q.device.type != "cuda")
+
+
+@constant_to_compilers
+def _processors(device: torch.device) -> int:
+    return kernel_configs.processors(device)

@@ -1,0 +1,286 @@
+"""The short convolution for serving: the latest inputs of every sequence in the slots of a pool, updated in place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.serving_conv import ConvServing, serve_conv
+from wyfold.kernels import table
+from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import refuse_transforms
+
+INDICES = (torch.int32, torch.int64)
+
+
+def conv1d_update(
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    activation: str | None = None,
+    has_initial_state: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`causal_conv1d` of one token, or of a few drafted ones, of each of N sequences whose latest inputs lie in a pool.
+
+        a = max(num_accepted_tokens[n], 1)
+        before = pool[slot, :, a - 1 : a + W - 2]                       the W - 1 inputs before the first token
+        pool[slot, :, : W - 2 + T] = before[1:], x[0], .., x[T - 1]     so the next call finds its own by the same rule
+
+    The other half of what `decode` and `verify` do for states: a drafted token costs a column of the slot, and what was
+    not accepted is left behind by the number alone. A token has the bits that `causal_conv1d` gives it, if the pool is
+    no narrower than x. No gradient; nothing waits for the device; on a GPU it is one launch, and with cu_seqlens one
+    more.
+
+    Args:
+        x: [N, D], [N, T, D], or packed [1, T, D] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
+        pool: [slots, D, S] any float, S >= W - 1, updated in place; a slot's numbers lie one after another, [S, D]
+            too: `pool.mT` of such a one. T of a dense batch is at most S - W + 2; of a longer packed sequence the
+            inputs beyond are not kept.
+        weight: [D, W] any float, W from 2 to 8. The last column meets the current token.
+        bias: [D] any float. None: 0.
+        state_indices: [N] int32 or int64 slot of each sequence; None: sequence n is in slot n. One that is not above
+            `pad_slot_id` or not in the pool is skipped: nothing of it is read or written but its output, which is zero.
+        cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, or a `SequenceLayout`. An empty
+            sequence leaves its slot as it is.
+        activation: None, "silu" or "swish" (the same).
+        has_initial_state: [N] bool. False: the inputs before the first token are zeros. None: all True.
+        num_accepted_tokens: [N] int32 or int64. How many tokens of the previous call were accepted; None: one.
+        pad_slot_id: Slots are numbers above this one.
+        out: Shape and dtype of x, overlapping no other tensor; it is written and returned.
+        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+
+    Returns:
+        y: Shape and dtype of x, zero past the last boundary; `out` if that was given.
+
+    Raises:
+        TypeError: an argument of the wrong Python type.
+        ValueError: a wrong shape, dtype or device, more tokens than a slot has room for, or an argument that requires
+            a gradient.
+        UnsupportedError: no backend, or not the demanded one, serves the device.
+
+    Example:
+        >>> import torch
+        >>> from wyfold import serving
+        >>> pool, weight = torch.zeros(8, 16, 3), torch.randn(16, 4)
+        >>> y = serving.conv1d_update(torch.randn(2, 16), pool, weight, state_indices=torch.tensor([5, -1]))
+        >>> y.shape, [bool(row.any()) for row in y], [n for n in range(8) if pool[n].any()]
+        (torch.Size([2, 16]), [True, False], [5])
+    """
+    flags = _Flags(state_indices, activation, has_initial_state, num_accepted_tokens, pad_slot_id, backend)
+    return _served("conv1d_update", x, pool, weight, bias, cu_seqlens, out, flags, drafts=True)
+
+
+def conv1d_prefill(
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
+    activation: str | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`causal_conv1d` of any number of tokens of each sequence, from the pool and into it.
+
+    The first W - 1 entries of a slot are the inputs before the first token, and hold the latest ones afterwards; what
+    else a slot has room for becomes zero. An empty sequence's are those it came with, or zeros where
+    `has_initial_state` is False. All arguments, results and errors are those of `conv1d_update`, but that any
+    number of tokens will do.
+
+    Args:
+        x: [B, T, D], or packed [1, T, D] with cu_seqlens.
+        pool, weight, bias, state_indices, cu_seqlens, activation, has_initial_state, pad_slot_id, out, backend: As in
+            `conv1d_update`.
+
+    Returns:
+        y: Shape and dtype of x, zero past the last boundary; `out` if that was given.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: As `conv1d_update`.
+
+    Example:
+        >>> import torch, wyfold
+        >>> from wyfold import serving
+        >>> x, pool, weight = torch.randn(1, 9, 16), torch.zeros(8, 16, 3), torch.randn(16, 4)
+        >>> y = serving.conv1d_prefill(x, pool, weight, state_indices=torch.tensor([5]))
+        >>> torch.equal(y, wyfold.causal_conv1d(x, weight)[0]), torch.equal(pool[5], x[0, -3:].T)
+        (True, True)
+    """
+    flags = _Flags(state_indices, activation, has_initial_state, None, pad_slot_id, backend)
+    return _served("conv1d_prefill", x, pool, weight, bias, cu_seqlens, out, flags, drafts=False)
+
+
+class _Flags(NamedTuple):
+    """What both operators take besides the tensors that are convolved."""
+
+    state_indices: Tensor | None
+    activation: str | None
+    has_initial_state: Tensor | None
+    num_accepted_tokens: Tensor | None
+    pad_slot_id: int
+    backend: str | None
+
+
+def _served(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    out: Tensor | None,
+    flags: _Flags,
+    *,
+    drafts: bool,
+) -> Tensor:
+    """Check, decide, run."""
+
+    def run() -> Tensor:
+        refuse_transforms(op, x, pool, weight, bias, out)
+        return _convolved(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts)
+
+    source, activation, given, accepted, pad, backend = flags
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors = x, pool, weight, bias, source, given, accepted, out, cu
+    return recalled(tensors, (op, tokens, activation, pad, backend), run)
+
+
+def _convolved(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    out: Tensor | None,
+    flags: _Flags,
+    *,
+    drafts: bool,
+) -> Tensor:
+    key = _decided_by(op, x, pool, weight, bias, cu_seqlens, out, flags)
+    backend = decided(key, lambda: _decide(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts))
+    y = x.new_empty(x.shape) if out is None else out
+    rows, written = (x[:, None], y[:, None]) if x.ndim == 2 else (x, y)
+    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
+    source = None if flags.state_indices is None else flags.state_indices[:, None]
+    serve_conv(
+        ConvServing(
+            rows, weight, bias, pool, source, flags.has_initial_state, flags.num_accepted_tokens, cu, written,
+            flags.pad_slot_id, drafts, flags.activation is not None, op, backend,
+        )
+    )  # fmt: skip
+    return y
+
+
+def _decided_by(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    out: Tensor | None,
+    flags: _Flags,
+) -> tuple[Any, ...] | None:
+    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
+    tokens = 0
+    if isinstance(cu_seqlens, SequenceLayout):
+        tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
+    tensors = (
+        x, pool, weight, bias, cu_seqlens, out, flags.state_indices, flags.has_initial_state, flags.num_accepted_tokens,
+    )  # fmt: skip
+    steps = [x.stride() if isinstance(x, Tensor) else None for x in (pool, out)]
+    return decision_key(tensors, (op, tokens, *steps, flags.activation, flags.pad_slot_id), flags.backend)
+
+
+def _decide(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | SequenceLayout | None,
+    out: Tensor | None,
+    flags: _Flags,
+    *,
+    drafts: bool,
+) -> str:
+    """The backend that serves the call, if every check is passed."""
+    check.choice(op, "activation", flags.activation, (None, "silu", "swish"))
+    check.integer(op, "pad_slot_id", flags.pad_slot_id, least=-1)
+    flat = drafts and cu_seqlens is None and check.tensor(op, "x", x).ndim == 2
+    shape = "N D" if flat else "B T D"
+    sizes = check.shapes(op, optional=("bias",), x=(x, shape), weight=(weight, "D W"), bias=(bias, "D"))
+    D, W = sizes["D"], sizes["W"]
+    if not 2 <= W <= 8:
+        raise ValueError(f"{op}: weight must be [D, W] with W from 2 to 8, got {list(weight.shape)}")
+    cu = None if cu_seqlens is None else packed_boundaries(op, x, cu_seqlens)
+    N = x.shape[0] if cu is None else cu.shape[0] - 1
+    _check_pool(op, pool, D, W)
+    room = pool.shape[2] - W + 2
+    if drafts and not flat and cu is None and sizes["T"] > room:
+        raise ValueError(f"{op}: x must have at most S - W + 2 = {room} tokens for the pool's slots, got {sizes['T']}")
+    if out is not None and check.tensor(op, "out", out).shape != x.shape:
+        raise ValueError(f"{op}: out must have the shape of x, {list(x.shape)}, got {list(out.shape)}")
+    given = {"x": x, "pool": pool, "weight": weight, "bias": bias, "out": out}
+    check.floating(op, x=x, pool=pool, weight=weight, bias=bias, out=out)
+    check.alike(op, "device", **given)
+    check.alike(op, "dtype", x=x, out=out)
+    check.apart(op, pool=pool, out=out)
+    _check_rows(op, x, N, "state_indices", flags.state_indices, INDICES)
+    _check_rows(op, x, N, "has_initial_state", flags.has_initial_state, (torch.bool,))
+    _check_rows(op, x, N, "num_accepted_tokens", flags.num_accepted_tokens, INDICES)
+    slot = flags.state_indices
+    if slot is not None and check.checking_contents() and check.readable(slot):
+        live = slot[(slot > flags.pad_slot_id) & (slot < pool.shape[0])]
+        if live.unique().numel() != live.numel():
+            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
+    for name, tensor in given.items():
+        if keeps_gradients([tensor]):
+            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    launch = "conv_slots" if drafts else "conv"
+    plan = table.plan(
+        op,
+        x.device,
+        flags.backend,
+        forward=("conv_slots",) if drafts else ("slots", "conv"),
+        dtypes=table.dtypes(*given.values()),
+        keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("slots", "")])],
+    )
+    return plan.backend
+
+
+def _check_pool(op: str, pool: Tensor, D: int, W: int) -> None:
+    got = list(check.tensor(op, "pool", pool).shape)
+    if len(got) != 3 or got[1] != D or got[2] < W - 1:
+        raise ValueError(f"{op}: pool must be [slots, D, S >= W-1] = [slots, {D}, >= {W - 1}], got {got}")
+    if pool.stride()[1:] not in ((got[2], 1), (1, D)):
+        raise ValueError(f"{op}: pool must hold each slot in one piece, got strides {pool.stride()}")
+
+
+def _check_rows(op: str, x: Tensor, N: int, name: str, rows: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
+    """An optional tensor of integers or flags, one per sequence."""
+    if rows is None:
+        return
+    if list(check.tensor(op, name, rows).shape) != [N] or rows.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{list(rows.shape)} {str(rows.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: {name} must be {[N]} {wanted}, got {got}")
+    check.alike(op, "device", x=x, **{name: rows})

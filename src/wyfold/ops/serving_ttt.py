@@ -1,0 +1,219 @@
+"""TTT-Linear for serving: where sequences stand lies in the slots of pools, updated in place, without a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.serving_ttt import TTTServing, serve_ttt
+from wyfold.kernels import table
+from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
+from wyfold.ops.ttt_arguments import column, numbers_apart
+from wyfold.ops.ttt_checks import check_form, check_tokens
+from wyfold.ops.ttt_linear import TTTState
+from wyfold.runtime import check
+from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.torch_ops import in_autocast_dtype, refuse_transforms
+
+INDICES = (torch.int32, torch.int64)
+
+
+def ttt_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    pool: TTTState,
+    state_indices: Tensor | None = None,
+    *,
+    eta_col: Tensor | float | None = None,
+    residual: str = "o",
+    scale: float | None = None,
+    eps: float = 1e-6,
+    chunk_size: int = 16,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """One token of each of N sequences of TTT-Linear, inside their mini-batches; the pool is updated in place.
+
+        S, c, G, a = the pool's state, bias, grad and bias_grad at state_indices[n]
+        z = S^T k + c               p = its position
+        n = gradient of 1/2 |w LN(z) + b - (v - k)|^2 in z, times eta_col
+        G <- G + k n^T              a <- a + n              p <- p + 1
+        h = scale (S - eta G)^T q + c - eta a               o = h + w LN(h) + b
+        p = chunk_size:  S <- S - eta G;   c <- c - eta a;   G, a, p <- 0
+
+    The recurrence of `fused_recurrent_ttt_linear`, which takes the prompt and returns such states; its values, not its
+    last bits. No gradient; nothing waits for the device; on a GPU two launches.
+
+    A row is skipped if its slot is not above `pad_slot_id` or not in the pool: nothing of its slot is read or written,
+    and its output is zero. The live slots of a call must be distinct. A slot begins a sequence where all of it is zero.
+
+    Args:
+        q: [N, 1, H, K] or [1, N, H, K] float32, float16, bfloat16, or float64 (`eager`).
+        k: Shape and dtype of q.
+        v: [N, 1, HV, V], or [1, N, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H.
+        w: [HV, V] any float. Weight of both norms.
+        b: [HV, V] any float. Bias of both norms.
+        eta: [N, 1, HV, 1] or [N, 1, HV], N and 1 as in q, any float, or a number. Step size.
+        pool: Of `state` and `grad` [slots, HV, K, V], `bias` and `bias_grad` [slots, HV, 1, V], in float32, bfloat16 or
+            float16, any strides, and `position` [slots] int32 or int64, from 0 to chunk_size - 1. Arithmetic is
+            float32; what is stored is rounded as it is stored.
+        state_indices: [N] int32 or int64 slot of each row; None: row n is in slot n.
+        eta_col, residual, scale, eps, chunk_size: As in `chunk_ttt_linear`.
+        pad_slot_id: Slots are numbers above this one.
+        out: Shape of v, dtype of v or, of 16 bits, float32; overlapping no other tensor; it is written and returned.
+        backend: None: the table's choice. "eager", "triton", "gluon": a demand.
+
+    Returns:
+        o: Shape of v; `out` if that was given.
+
+    Raises:
+        TypeError: an argument of the wrong Python type; pool is no TTTState.
+        ValueError: a wrong shape, dtype, device or combination, an argument that requires a gradient, or inside
+            `checked` live slots that are not distinct.
+        UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
+
+    Example:
+        >>> import torch, wyfold
+        >>> from wyfold import serving
+        >>> N, H, D, slots = 3, 2, 16, torch.tensor([5, 0, -1])
+        >>> S, c = torch.zeros(8, H, D, D), torch.zeros(8, H, 1, D)
+        >>> pool = wyfold.TTTState(S, c, S.clone(), c.clone(), torch.zeros(8, dtype=torch.int32))
+        >>> q, k, v = (torch.randn(N, 1, H, D) for _ in range(3))
+        >>> o = serving.ttt_decode(q, k, v, torch.ones(H, D), torch.zeros(H, D), 0.1, pool, slots)
+        >>> pool.position.tolist(), [bool(x.any()) for x in o]
+        ([1, 0, 0, 0, 0, 1, 0, 0], [True, True, False])
+
+    Source:
+        Learning to (learn at test time), arXiv:2407.04620.
+    """
+    op = "ttt_decode"
+    if not isinstance(pool, TTTState):
+        raise TypeError(f"{op}: pool must be a TTTState, got {type(pool).__name__}")
+    numbers, steps = numbers_apart(eta, eta_col)
+
+    def run() -> Tensor:
+        form = residual, scale, eps, chunk_size, pad_slot_id, backend
+        return _ttt_decode(op, q, k, v, w, b, eta, eta_col, pool, state_indices, out, *form)
+
+    tensors = q, k, v, w, b, *steps, *pool, state_indices, out
+    return recalled(tensors, (op, *numbers, residual, scale, eps, chunk_size, pad_slot_id, backend), run)
+
+
+def _ttt_decode(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    eta_col: Tensor | float | None,
+    pool: TTTState,
+    state_indices: Tensor | None,
+    out: Tensor | None,
+    residual: str,
+    scale: float | None,
+    eps: float,
+    chunk_size: int,
+    pad_slot_id: int,
+    backend: str | None,
+) -> Tensor:
+    """Check, decide, run."""
+    refuse_transforms(op, check.tensor(op, "q", q), k, v, w, b, eta, *pool, out)
+    turned = q.ndim == 4 and q.shape[1] != 1
+    if turned:
+        if q.shape[0] != 1:
+            raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
+        q, k, v, eta, eta_col, given = (_turned(x) for x in (q, k, v, eta, eta_col, out))
+    else:
+        given = out
+    numbers, steps = numbers_apart(eta, eta_col)
+    places = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
+    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *places
+    key = decision_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
+
+    def decide() -> tuple[float, str]:
+        check_tokens(op, q, k, v, w, b, eta, eta_col, None)
+        tensors = {"q": q, "k": k, "v": v, "w": w, "b": b, "eta": eta, "eta_col": eta_col, "out": given}
+        tensors |= {f"pool.{name}": x for name, x in zip(TTTState._fields, pool, strict=True)}
+        for name, x in tensors.items():
+            if isinstance(x, Tensor) and keeps_gradients([x]):
+                raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+        check_form(op, chunk_size, residual, eps, q.dtype)
+        cast = in_autocast_dtype(q, k, v)
+        check.alike(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
+        _check_pool(op, v, pool)
+        _check_slots(op, v, pool, state_indices, pad_slot_id)
+        if given is not None:
+            B, T, HV, D = v.shape
+            check.shapes(op, known={"B": B, "T": T, "HV": HV, "V": D}, out=(given, "B T HV V"))
+            check.output_dtype(op, given, v=cast[2])
+            check.alike(op, "device", v=v, out=given)
+            check.apart(op, out=given)
+        D = v.shape[3]
+        plan = table.plan(
+            op,
+            v.device,
+            backend,
+            forward=("ttt_decode",),
+            dtypes=table.dtypes(*cast, *pool[:4]),
+            keys=lambda: [("ttt_decode", table.launches("ttt_decode", "triton").launch_key(D))],
+        )
+        return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
+
+    factor, chosen = decided(key, decide)
+    step, col = column(v, eta), None if eta_col is None else column(v, eta_col)
+    q, k, v = in_autocast_dtype(q, k, v)
+    o = v.new_empty(v.shape) if given is None else given
+    source = None if state_indices is None else state_indices[:, None]
+    serve_ttt(
+        TTTServing(
+            q, k, v, step, col, w, b, *pool, source, o, pad_slot_id, residual, factor, float(eps), chunk_size, chosen
+        )
+    )  # fmt: skip
+    if out is not None:
+        return out
+    return o.transpose(0, 1) if turned else o
+
+
+def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
+    HV, D = v.shape[2:]
+    orders = {"state": "slots HV K V", "bias": "slots HV 1 V", "grad": "slots HV K V", "bias_grad": "slots HV 1 V"}
+    named: dict[str, Any] = {f"pool.{name}": (getattr(pool, name), order) for name, order in orders.items()}
+    check.shapes(op, known={"HV": HV, "K": D, "V": D}, **named)
+    tensors = {name: x for name, (x, _) in named.items()}
+    check.floating(op, check.state_dtypes(v), **tensors)
+    position = check.tensor(op, "pool.position", pool.position)
+    slots = pool.state.shape[0]
+    if list(position.shape) != [slots] or position.dtype not in INDICES:
+        got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: pool.position must be [slots] = [{slots}] int32 or int64, got {got}")
+    check.alike(op, "device", v=v, **tensors, **{"pool.position": position})
+    check.apart(op, **tensors, **{"pool.position": position})
+
+
+def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: int) -> None:
+    check.integer(op, "pad_slot_id", pad, least=-1)
+    if slot is None:
+        return
+    N = v.shape[0]
+    if list(check.tensor(op, "state_indices", slot).shape) != [N] or slot.dtype not in INDICES:
+        got = f"{list(slot.shape)} {str(slot.dtype).removeprefix('torch.')}"
+        raise ValueError(f"{op}: state_indices must be [{N}] int32 or int64, got {got}")
+    check.alike(op, "device", v=v, state_indices=slot)
+    if check.checking_contents() and check.readable(slot):
+        live = slot[(slot > pad) & (slot < pool.state.shape[0])]
+        if live.unique().numel() != live.numel():
+            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
+
+
+def _turned(x: Any) -> Any:
+    """Rows before tokens; what is no such tensor is refused later, under its name."""
+    return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

@@ -1,7 +1,0 @@
-"""`segment_grid` in PyTorch: two dozen small operators."""
-
-from __future__ import annotations
-
-from wyfold.runtime.chunks import segment_grid
-
-__all__ = ["segment_grid"]

@@ -1,0 +1,253 @@
+"""Sequences in segments against sequences whole: outputs, final states and every gradient, in float64.
+
+The walk of the kernels is held to this one by tests/interpret/test_segments.py.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wyfold
+from wyfold.autograd import delta_eager_segments, workspace
+from wyfold.kernels import table
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
+from wyfold.runtime.chunk_layout import CUT_FROM, Cut
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+COUNTS = (2, 3, 4, 8, 16)
+C = 16
+F64 = torch.float64
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def call(rule: str, shape: Shape, N: int | None = None, **drawn: Any) -> dict[str, Any]:
+    """Norm, gate and sigmoid inside, grouped heads where the shape has them, states in and out."""
+    drawn = {"gate": "model" if rule != "delta_rule" else None, "beta": "logits", "state": "normal"} | drawn
+    a = inputs.draw("random", rule, shape, sequences=N, dtype=F64, **drawn)
+    return a | {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C}
+
+
+def compare(rule: str, a: dict[str, Any], count: int, results, float64_bounds, chunks: int = 1, **options: Any) -> None:
+    op = getattr(wyfold, f"chunk_{rule}")
+    whole = results(op, a, **options)
+    with segment_rule.forced(count, chunks):
+        cut = results(op, a, **options)
+    assert cut.keys() == whole.keys()
+    for name, x in cut.items():
+        (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, x, whole[name])
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_dense_batch(rule: str, count: int, results, float64_bounds):
+    """The last segment is ragged, and for 3 and 16 shorter by chunks."""
+    compare(rule, call(rule, Shape(2, 16 * C + 5, 2, 4, 8, 16)), count, results, float64_bounds)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_packed_batch(rule: str, count: int, results, float64_bounds):
+    """Long and short sequences, one of a single token, empty ones at both ends, and rows of nobody."""
+    lengths = (0, 1, 9 * C, C, 0, 17 * C + 3, 4 * C - 1, 4 * C, 0)
+    a = call(rule, Shape(1, sum(lengths) + 7, 1, 2, 16, 8), len(lengths))
+    a["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
+    compare(rule, a, count, results, float64_bounds)
+
+
+@pytest.mark.parametrize("options", [{"disable_recompute": True}, {"state_v_first": True}], ids=str)
+def test_what_is_kept_and_how_states_lie(options: dict, rule: str, results, float64_bounds):
+    a = call(rule, Shape(1, 9 * C, 1, 1, 8, 16))
+    if "state_v_first" in options:
+        a["initial_state"] = a["initial_state"].mT.contiguous()
+    compare(rule, a, 4, results, float64_bounds, **options)
+
+
+def test_without_states_and_in_parts(rule: str, results, float64_bounds, monkeypatch):
+    """Workspace is bounded all the same: parts cut segments where they will."""
+    monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(workspace, "MIN_COLUMNS", 3)
+    a = call(rule, Shape(2, 11 * C + 1, 1, 2, 8, 8), state="none") | {"output_final_state": False}
+    compare(rule, a, 3, results, float64_bounds)
+
+
+@pytest.mark.parametrize("gate", ["-5", "-1e-3", "reset one", "reset all"])
+def test_gates_that_forget_at_once_or_hardly(gate: str, results, float64_bounds):
+    """No history is cut off: the first token is still there behind every border, or was never needed."""
+    a = call("kda", Shape(1, 20 * C, 1, 1, 8, 8), gate=gate)
+    compare("kda", a, 5, results, float64_bounds)
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("initial_state",), ("v", "beta")], ids=" ".join)
+def test_some_gradients(wanted: tuple[str, ...], results, float64_bounds):
+    a, op = call("kda", Shape(1, 9 * C, 1, 1, 8, 16)), wyfold.chunk_kda
+    whole = results(op, a, wanted)
+    with segment_rule.forced(4):
+        cut = results(op, a, wanted)
+    for name in wanted:
+        float64_bounds.gradient(name, cut[f"d{name}"], whole[f"d{name}"])
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("N", [None, 3], ids=["dense", "packed"])
+def test_what_is_kept_has_the_sizes_that_metadata_give(N: int | None, keep: bool, results, monkeypatch):
+    seen, forward = [], delta_eager_segments.forward
+
+    def watched(t: Any, options: Any, out: Tensor | None = None) -> Any:
+        found = forward(t, options, out)
+        seen.append(([x.shape for x in found[1]], [x.shape for x in delta_eager_segments.saved(t, options)]))
+        return found
+
+    monkeypatch.setattr(delta_eager_segments, "forward", watched)
+    a = call("kda", Shape(2 if N is None else 1, 9 * C + 3, 1, 2, 8, 16), N)
+    if N is not None:
+        a["cu_seqlens"] = torch.tensor([0, 4 * C, 4 * C, 9 * C])
+    with segment_rule.forced(3):
+        results(wyfold.chunk_kda, a, disable_recompute=keep)
+    ((real, promised),) = seen
+    assert real == promised
+
+
+# --- which sequences are cut -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [4 * 3 * C - C, 4 * 3 * C - 1, 4 * 3 * C, 4 * 3 * C + 1])
+def test_around_the_threshold(length: int, results, monkeypatch):
+    """Shorter sequences have the bits of whole ones, at it and above states are folded: beside each other, too."""
+    folded, launches = [], table.launches
+
+    def watched(stage: str, backend: str) -> Any:
+        folded.append(stage == "fold")
+        return launches(stage, backend)
+
+    monkeypatch.setattr(table, "launches", watched)
+    a = call("gated_delta_rule", Shape(1, length, 1, 2, 8, 8))
+    with segment_rule.forced(4, chunks=3):
+        cut = results(wyfold.chunk_gdn, a)
+    assert any(folded) == (length > 4 * 3 * C - C)
+    whole = results(wyfold.chunk_gdn, a)
+    assert torch.equal(cut["o"], whole["o"]) != any(folded)
+
+
+def test_neighbours_change_no_bit(rule: str, results):
+    """A sequence is cut as it is alone, whatever else is in the buffer and however long that is."""
+    lengths = (9 * C, 5, 30 * C, 0, 12 * C + 7)
+    a = call(rule, Shape(1, sum(lengths), 1, 2, 16, 8), len(lengths))
+    borders = [0, *itertools.accumulate(lengths)]
+    op, parameters = getattr(wyfold, f"chunk_{rule}"), ("A_log", "dt_bias")
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    with segment_rule.forced(8, chunks=2):
+        packed = results(op, a, None, fed, cu_seqlens=torch.tensor(borders))
+        for n, (begin, end) in enumerate(itertools.pairwise(borders)):
+            alone = {name: x[:, begin:end] if isinstance(x, Tensor) and x.ndim > 2 else x for name, x in a.items()}
+            alone |= {name: a[name] for name in parameters if name in a}
+            alone["initial_state"] = a["initial_state"][n : n + 1]
+            expected = results(op, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
+            for name, x in expected.items():
+                if name.removeprefix("d") in parameters:
+                    continue
+                got = packed[name][n : n + 1] if "state" in name else packed[name][:, begin:end]
+                assert torch.equal(got, x), (n, name)
+
+
+def test_what_forbids_segments(results):
+    a = call("kda", Shape(1, 9 * C, 1, 1, 8, 8))
+    whole = results(wyfold.chunk_kda, a)
+    with segment_rule.forced(4):
+        for options in ({"batch_invariant": True}, {"max_splits": 1}):
+            plan = wyfold.explain(wyfold.chunk_kda, **a, **options)
+            assert plan.segments == 1 and not any(launch.startswith("fold ") for launch in plan.forward)
+            assert all(torch.equal(x, whole[name]) for name, x in results(wyfold.chunk_kda, a, **options).items())
+        states = results(wyfold.chunk_kda, a, (), return_intermediate_states=True, checkpoint_every=C)
+        assert torch.equal(states["o"], whole["o"])
+        assert wyfold.explain(wyfold.chunk_kda, **a).segments == 3
+        assert wyfold.explain(wyfold.chunk_kda, **a, max_splits=2).segments == 2
+    assert wyfold.explain(wyfold.chunk_kda, **a).segments == 1
+
+
+@pytest.mark.parametrize("splits", [0, -1])
+def test_a_cap_below_one_is_refused(splits: int):
+    a = call("kda", Shape(1, 20, 1, 1, 8, 8))
+    with pytest.raises(ValueError, match="chunk_kda: max_splits must be"):
+        wyfold.chunk_kda(**a, max_splits=splits)
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    "heads, V, T, segments_of_it",
+    [
+        (8, 128, 65536, 8),
+        (4, 128, 65536, 16),
+        (16, 128, 65536, 4),
+        (17, 128, 65536, 1),
+        (12, 128, 65536, 5),
+        (8, 64, 65536, 16),
+        (4, 128, 16384, 4),
+        (8, 128, 20480, 5),
+        (8, 128, 32768, 8),
+        (1, 128, 1 << 20, 66),
+        (96, 128, 8192, 1),
+        (1, 256, 65536, 1),
+        (8, 128, segment_rule.SHORTEST - 64, 1),
+        (8, 128, segment_rule.SHORTEST - 63, 4),
+        (8, 128, segment_rule.SHORTEST, 4),
+        (8, 128, segment_rule.SHORTEST + 1, 5),
+    ],
+)
+def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
+    for chunk_size in (32, 64):
+        cut = segment_rule.cut(heads, 128, V, chunk_size, H200)
+        if T % 64 == 0 or chunk_size == 64:
+            assert cut.segments(-(-T // chunk_size)) == segments_of_it
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 12, 16])
+def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
+    """A program for each multiprocessor at most, and each a share that leaves fewer than one more without any."""
+    cut = segment_rule.cut(heads, 128, 128, 64, H200)
+    for tokens in range(segment_rule.SHORTEST, 1 << 20, 12345):
+        chunks = -(-tokens // 64)
+        count = cut.segments(chunks)
+        longest = max(cut.chunks, -(-chunks // cut.most))
+        assert count >= CUT_FROM and count * heads * 2 <= H200
+        assert longest * 64 >= segment_rule.SHORTEST // CUT_FROM
+        assert longest == cut.chunks or (count + 1) * heads * 2 > H200 or longest * count < chunks + count
+
+
+def test_the_docs_have_the_rules_numbers():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "segments.md").read_text(encoding="utf-8")
+    assert f"`SHORTEST` = {segment_rule.SHORTEST} tokens" in text
+    assert f"`SHORTEST / CUT_FROM` = {segment_rule.SHORTEST // CUT_FROM} tokens" in text
+    assert f"`CUT_FROM` = {CUT_FROM} segments" in text
+    assert f"`WIDEST` = {segment_rule.WIDEST}" in text
+    for T, heads in ((65536, 8), (65536, 4), (16384, 4), (16320, 4), (65536, 32)):
+        count = segment_rule.cut(heads, 128, 128, 64, H200).segments(T // 64)
+        assert f"| {T:,} | {heads} | {count} |" in text
+
+
+def test_a_cap_is_a_cap():
+    for cap in range(1, 40):
+        found = segment_rule.cut(8, 128, 128, 64, H200, cap)
+        assert found.segments(1024) <= cap
+        assert found.segments(1024) == 1 or found.segments(1024) >= CUT_FROM
+    assert segment_rule.cut(8, 128, 128, 64, H200, 5).segments(1024) == 5
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 2), Cut(1, 16), Cut(3, 4), Cut(32, 16)], ids=str)
+def test_segments_are_no_shorter_than_asked(cut: Cut):
+    for chunks in range(600):
+        count = cut.segments(chunks)
+        assert 1 <= count <= cut.most
+        assert count == 1 or chunks >= (count - 1) * cut.chunks + 1
+        assert (count > 1) == (chunks >= CUT_FROM * cut.chunks)

@@ -1,0 +1,47 @@
+"""Batches drawn ahead are the batches asked for, each drawn once; what drawing raises reaches whoever asks."""
+
+import threading
+
+import pytest
+import torch
+
+from wyfold.cli.corpus import Batch
+from wyfold.cli.prefetch import Ahead, Figures
+
+
+class Drawn:
+    """Remembers what was drawn, and by how many threads."""
+
+    def __init__(self):
+        self.indices: list[int] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, index: int) -> Batch:
+        self.threads.add(threading.get_ident())
+        if index < 0:
+            raise ValueError("no such batch")
+        self.indices.append(index)
+        return Batch(torch.full((1, 2), index), torch.zeros(1, 2), None)
+
+
+def test_the_next_batch_is_drawn_before_it_is_asked_for():
+    drawn = Drawn()
+    ahead = Ahead(drawn, 3, pinned=False)
+    for index in (2, 5, 8, 40, 43):  # a run that is resumed begins anywhere
+        assert ahead.at(index).ids.tolist() == [[index, index]]
+    ahead.thread.shutdown()
+    assert drawn.indices == [2, 5, 8, 11, 40, 43, 46]
+    assert drawn.threads.isdisjoint({threading.get_ident()}) and len(drawn.threads) == 1
+
+
+def test_what_drawing_raises_is_raised_where_the_batch_is_asked_for():
+    ahead = Ahead(Drawn(), -1, pinned=False)
+    assert ahead.at(0).ids.tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match="no such batch"):
+        ahead.at(-1)
+
+
+def test_figures_are_those_of_their_step_whatever_follows():
+    values = torch.tensor([0.5, 2.0])
+    figures = Figures(7, 1e-3, 64, values)
+    assert (figures.number, figures.read()) == (7, (0.5, 2.0))

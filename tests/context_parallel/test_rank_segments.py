@@ -1,0 +1,111 @@
+"""Segments of what a rank holds: which tokens they have, where borders lie, and what a chain of pieces carries."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from wyfold.context_parallel.partition import cut, owned
+from wyfold.context_parallel.rank_segments import ShareSegments, listed
+from wyfold.context_parallel.routes import arriving, returning
+from wyfold.kernels.carry.eager import carried
+from wyfold.runtime.chunk_layout import Cut, chunk_grid
+
+C = 4
+
+
+def packing(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(draw.choice([0, 1, 2, C, 3 * C + 1, 40, tokens]))
+    return [0, *(min(tokens - seed % 3, end) for end in itertools.accumulate(lengths))]
+
+
+def by_piece(pieces, batch: int) -> list[int]:
+    return [piece.length for _ in range(batch) for piece in pieces]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("length", [Cut(0, 1), Cut(1, 3), Cut(2, 16)])
+@pytest.mark.parametrize("world, batch", [(1, 1), (2, 1), (3, 1), (3, 2)])
+def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int):
+    for seed, tokens in itertools.product(range(5), (6, 50, 131)):
+        bounds = packing(seed, tokens) if batch == 1 else [0, tokens]
+        shares = cut(bounds, tokens, owned(layout, tokens, world))
+        for rank, pieces in enumerate(shares.pieces):
+            numbers, counts = listed(pieces, batch, shares.tokens(rank), C, length)
+            found = ShareSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
+            assert all(x.storage_offset() % 2 == 0 for x in found[1:]), "16 bytes"
+            T, first, lengths = shares.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
+            assert counts.sequences == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
+            chunks = 0
+            for n, (row, piece) in enumerate(itertools.product(range(batch), pieces)):
+                own = range(first[n], first[n + 1])
+                assert set(found.sequence[own.start : own.stop].tolist()) <= {n}
+                assert int(found.cu[own.start]) == row * T + piece.offset
+                assert sum(lengths[own.start : own.stop]) == piece.length
+                # All but the last of a piece have full chunks, and lie on the piece's own grid of them.
+                assert all(lengths[i] % C == 0 for i in own[:-1])
+                done = [0, *itertools.accumulate(lengths[own.start : own.stop])]
+                assert found.chunk[own.start : own.stop].tolist() == [chunks + at // C for at in done[:-1]]
+                chunks += -(-piece.length // C)
+                inside = own[(not piece.first) : len(own) - (not piece.last)]
+                full = (piece.length if piece.last else piece.length // C * C) + C - 1
+                assert len(inside) == max(length.segments(full // C), int(piece.first)) or full // C == 0
+                if not piece.first:
+                    assert lengths[own.start] == 0
+                if not piece.last:
+                    assert lengths[own.stop - 1] == piece.length % C
+            assert counts.chunks == chunks
+            whole = chunk_grid(1, batch * T, C, torch.tensor([0, *itertools.accumulate(by_piece(pieces, batch))]))
+            grid = found.grid(C, batch * T)
+            assert torch.equal(grid.cu, whole.cu) and torch.equal(grid.first, whole.first)
+            assert torch.equal(grid.sequence, whole.sequence[: grid.chunks])
+            assert grid.chunks == counts.tiles == chunks + -(-(batch * T - counts.tokens) // C)
+            goes_on = [i for i in range(counts.segments - 1) if found.sequence[i] == found.sequence[i + 1]]
+            assert found.leading.tolist() == goes_on
+            divided = [n for n in range(counts.sequences) if first[n + 1] - first[n] > 1]
+            assert found.divided.tolist() == divided
+            every = list(itertools.product(pieces, range(batch)))
+            came = [row * len(pieces) + p.number for p, row in every if not p.first]
+            goes = [row * len(pieces) + p.number for p, row in every if not p.last]
+            assert found.came.tolist() == came and found.goes.tolist() == goes
+            assert found.entered.tolist() == [first[n] - n for n in came]
+            assert found.exits.tolist() == [first[n + 1] - 2 - n for n in goes]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_states_along_chains(layout: str, world: int):
+    """Of every piece an affine map: what ranks carry is what the maps make one after another, and back."""
+    B, HV, K, V = 2, 3, 4, 5
+    for seed in range(4):
+        shares = cut(packing(seed, 97), 97, owned(layout, 97, world))
+        draw = torch.Generator().manual_seed(seed)
+        M, H, c = (
+            {p: torch.randn(B, HV, K, n, dtype=torch.float64, generator=draw) for chain in shares.chains for p in chain}
+            for n in (K, V, V)
+        )
+        there = torch.zeros(world, shares.most_leaving, B, HV, K, V + K, dtype=torch.float64)
+        back = torch.zeros(world, shares.most_entering, B, HV, K, V + K, dtype=torch.float64)
+        for p in M:
+            if not p.last:
+                there[p.rank, p.leaving] = torch.cat([H[p], torch.zeros_like(M[p]) if p.first else M[p]], -1)
+            if not p.first:
+                back[p.rank, p.entering] = torch.cat([c[p], torch.zeros_like(M[p]) if p.last else M[p].mT], -1)
+        entering, leaving = {}, {}
+        for chain in shares.chains:
+            S = dS = torch.zeros(B, HV, K, V, dtype=torch.float64)
+            for p in chain:
+                entering[p], S = S, (H[p] if p.first else H[p] + M[p] @ S)
+            for p in reversed(chain):
+                leaving[p], dS = dS, (c[p] if p.last else c[p] + M[p].mT @ dS)
+        for rank, pieces in enumerate(shares.pieces):
+            came = [entering[p] for p in pieces if not p.first]
+            goes = [leaving[p] for p in pieces if not p.last]
+            for told, routes, expected in ((there, arriving, came), (back, returning, goes)):
+                found = carried(told, routes(shares, rank), V)
+                assert found.shape[0] == len(expected)
+                assert all(map(torch.equal, found, expected))

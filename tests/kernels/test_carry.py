@@ -1,0 +1,111 @@
+"""`carry` and `send`: states over the edges of ranks against the maps applied one by one, both ways."""
+
+import pytest
+import torch
+
+from wyfold.context_parallel.partition import cut, owned
+from wyfold.context_parallel.routes import arriving, returning
+from wyfold.kernels import table
+from wyfold.kernels.records import StateRows
+
+HV = 2
+WIDTHS = [(8, 24), (64, 16), (40, 8)]
+
+
+def normal(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=torch.float64)
+
+
+def maps(*size: int) -> torch.Tensor:
+    """[.., K, K] that make nothing larger."""
+    return normal(*size) / size[-1] ** 0.5
+
+
+def some(count: int, of: int) -> torch.Tensor:
+    return torch.randperm(of)[:count]
+
+
+def run(backend: str, name: str, device: torch.device, *given: object, **flags: object) -> list[torch.Tensor]:
+    """What is in the states given after a call, in float64."""
+    dtype = torch.float64 if backend == "eager" else torch.float32
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+    moved = []
+    for x in given:
+        if isinstance(x, StateRows):  # V-first in memory, as borders are
+            x = StateRows(there(x.states).mT.contiguous().mT, there(x.rows))
+        moved.append(there(x) if isinstance(x, torch.Tensor) else x)
+    if backend != "eager":
+        flags["dtype"] = torch.float32
+    getattr(table.launches("carry", backend), name)(*moved, **flags)
+    return [(x.states if isinstance(x, StateRows) else x).double().cpu() for x in moved if x is not None]
+
+
+def close(found: torch.Tensor, truth: torch.Tensor, backend: str) -> bool:
+    return bool((found - truth).norm() <= (1e-12 if backend == "eager" else 1e-6) * truth.norm())
+
+
+@pytest.mark.parametrize("tailed", [False, True])
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("K, V", WIDTHS)
+def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, device: torch.device):
+    """Every rank of zigzag shares, B rows; what is told of where a sequence begins has a map that nobody may read."""
+    B, world, tokens = 2, 3, 60
+    shares = cut([0, 7, 25, tokens], tokens, owned("zigzag", tokens, world))
+    rows = shares.most_entering if back else shares.most_leaving
+    H, M = normal(world, rows, B, HV, K, V), maps(world, rows, B, HV, K, K)
+    reached = 0
+    for chain in shares.chains:
+        piece = chain[-1] if back else chain[0]
+        M[piece.rank, piece.entering if back else piece.leaving] = torch.nan
+    for rank, pieces in enumerate(shares.pieces):
+        wanted = [piece for piece in pieces if not (piece.last if back else piece.first)]
+        n = len(wanted) * B
+        routes = torch.tensor((returning if back else arriving)(shares, rank))
+        outer, borders = (StateRows(normal(9, HV, K, V), some(n, 9)) for _ in range(2))
+        tails = torch.cat([normal(n, HV, K, V), maps(n, HV, K, K)], -1) if tailed else None
+        truth = outer.states.clone(), borders.states.clone()
+        for i, piece in enumerate(wanted):
+            (chain,) = (c for c in shares.chains if piece in c)
+            before = list(reversed(chain)) if back else list(chain)
+            first, *others = before[: before.index(piece)]
+            for b in range(B):
+                place = first.entering if back else first.leaving
+                S = H[first.rank, place, b]
+                for other in others:
+                    place = other.entering if back else other.leaving
+                    S = H[other.rank, place, b] + M[other.rank, place, b] @ S
+                truth[0][outer.rows[i * B + b]] = S
+                if tails is not None:
+                    S = tails[i * B + b, ..., V:].mT @ S
+                row = borders.rows[i * B + b]
+                truth[1][row] = truth[1][row] + S if back else S
+                reached += 1
+        told = torch.cat([H, M], -1)
+        found = run(backend, "carry", device, told, routes, outer, borders, tails, back=back)
+        got_outer, got_borders = found[2:4]
+        assert close(got_outer, truth[0], backend) and close(got_borders, truth[1], backend)
+    assert reached >= 8
+
+
+@pytest.mark.parametrize("tailed", [False, True])
+@pytest.mark.parametrize("beside", [False, True], ids=["state", "state and map"])
+@pytest.mark.parametrize("K, V", WIDTHS)
+def test_what_leaves(K: int, V: int, beside: bool, tailed: bool, backend: str, device: torch.device):
+    columns, n = V + K * beside, 3
+    borders = StateRows(normal(5, HV, K, columns), some(n, 5))
+    tails = torch.cat([normal(n, HV, K, V), maps(n, HV, K, K)], -1) if tailed else None
+    out = normal(n + 2, HV, K, V + K)
+    truth = out.clone()
+    S = borders.states[borders.rows]
+    if tails is not None:
+        S = tails[..., V:] @ S + torch.nn.functional.pad(tails[..., :V], (0, columns - V))
+    truth[:n, ..., :columns] = S
+    got = run(backend, "send", device, borders, tails, out)[-1]
+    assert close(got, truth, backend)
+    untouched = torch.ones_like(truth, dtype=torch.bool)
+    untouched[:n, ..., :columns] = False
+    given = out if backend == "eager" else out.float().double()
+    assert torch.equal(got[untouched], given[untouched])

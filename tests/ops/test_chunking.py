@@ -1,0 +1,45 @@
+"""The chunk that is taken where none is asked for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wyfold.ops.chunking import best_chunk_size
+from wyfold.runtime import kernel_configs
+
+
+@pytest.mark.parametrize(
+    "architecture, dtype, K, V, group, expected",
+    [
+        ("sm_90", torch.bfloat16, 128, 128, 1, 64),
+        ("sm_90", torch.bfloat16, 128, 128, 2, 32),
+        ("sm_90", torch.bfloat16, 128, 64, 1, 32),
+        ("sm_90", torch.float16, 128, 128, 1, 32),
+        ("sm_90", torch.float64, 128, 128, 1, 32),
+        ("sm_80", torch.bfloat16, 128, 128, 1, 32),
+    ],
+    ids=str,
+)
+def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
+    """The card's tensors stand for themselves: only what is asked of them."""
+    monkeypatch.setattr(kernel_configs, "architecture", lambda device: architecture)
+    monkeypatch.setattr(kernel_configs, "support", lambda device: SimpleNamespace(proof="compiled"))
+    q, v = (
+        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
+        for H, n in ((2, K), (2 * group, V))
+    )
+    assert best_chunk_size(q, v, channel_gate=True) == expected
+    assert best_chunk_size(q, v, channel_gate=False) == 64
+
+
+@pytest.mark.parametrize("channel_gate", [False, True])
+def test_the_chunk_is_found_where_widths_are_symbols(channel_gate):
+    """As in a compiled function whose widths changed once; a tensor of no card is not on the CPU either."""
+
+    def chunk(q, v):
+        return q.new_empty(best_chunk_size(q, v, channel_gate=channel_gate))
+
+    q, v = (torch.empty(1, 9, H, 48, device="meta") for H in (2, 4))
+    compiled = torch.compile(chunk, backend="eager", dynamic=True, fullgraph=True)
+    assert compiled(q, v).shape[0] == chunk(q, v).shape[0]

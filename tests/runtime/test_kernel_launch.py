@@ -1,0 +1,288 @@
+"""Launches by what was compiled before: a key no coarser than Triton's, every other launch by Triton's own way."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from wyfold.runtime import kernel_launch
+from wyfold.runtime.kernel_launch import launched
+
+triton = pytest.importorskip("triton")
+
+from tests.compile.aot import PretendDriver  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+HOOKS = ("launch_enter_hook", "launch_exit_hook")
+
+
+class Device(PretendDriver):
+    """A driver whose current device and stream can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__("sm_90")
+        self.device, self.stream = 7, 100
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return self.stream + (device or 0)
+
+
+class Launcher:
+    """Of a compiled kernel: counts, and keeps what the last launch was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.given.append(arguments)
+
+
+class Kernel:
+    """Stands for a kernel of Triton, x and y and then A and B; `ordinary` has every launch of the usual kind."""
+
+    def __init__(self) -> None:
+        self.fn, self.device_caches, self.pre_run_hooks = (lambda: None), {}, []
+        self.arg_names = ["x", "y", "A", "B"]
+        self.ordinary: list[tuple[Any, ...]] = []
+        self.launcher = Launcher()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **fixed: Any) -> Any:
+            self.ordinary.append((grid, arguments, fixed))
+            return SimpleNamespace(run=self.launcher, function=f"function {len(self.ordinary)}", packed_metadata=(4, 1))
+
+        return run
+
+
+@pytest.fixture
+def device():
+    found = Device()
+    with mock.patch.object(driver, "_active", found), mock.patch.dict(kernel_launch._ready, clear=True):
+        yield found
+
+
+@pytest.fixture
+def kernel(device: Device) -> Kernel:
+    return Kernel()
+
+
+def plain(kernel: Kernel, x: Any, y: Any = 16, **changes: Any) -> bool:
+    """Whether a launch went Triton's own way."""
+    before = len(kernel.ordinary)
+    launched(kernel, 5, x, y, **{"A": 64, "B": "scalar", "num_warps": 4, **changes})
+    assert len(kernel.ordinary) + len(kernel.launcher.given) > before
+    return len(kernel.ordinary) > before
+
+
+def test_the_second_launch_of_a_kind_is_bound(kernel: Kernel, device: Device):
+    first, second = torch.zeros(4), torch.zeros(1000)
+    assert plain(kernel, first)
+    assert kernel.ordinary == [((5,), (first, 16), {"A": 64, "B": "scalar", "num_warps": 4})]
+    device.stream = 200
+    assert not plain(kernel, second, 32)
+    where, metadata = "function 1", (4, 1)
+    assert kernel.launcher.given == [
+        (5, 1, 1, 207, where, metadata, None, None, None, second.data_ptr(), 32, 64, "scalar")
+    ]
+
+
+def test_what_is_kept_holds_no_tensor(kernel: Kernel):
+    plain(kernel, torch.zeros(4))
+    (ready,) = kernel_launch._ready
+    assert not any(isinstance(x, torch.Tensor) for part in ready if isinstance(part, tuple) for x in part)
+
+
+X = torch.zeros(64)
+OTHER_KINDS = {
+    "another dtype": {"x": X.bfloat16()},
+    "an address of another alignment": {"x": X[1:]},
+    "no tensor": {"x": None},
+    "no multiple of 16": {"y": 17},
+    "one": {"y": 1},
+    "64 bits": {"y": 2**40},
+    "a real number": {"y": 16.0},
+    "strides": {"y": (64, 1)},
+    "a descriptor": {"x": TensorDescriptor(X, [64], [1], [16])},
+    "another constexpr": {"A": 32},
+    "another word": {"B": "channel"},
+    "another option": {"num_warps": 8},
+    "one option more": {"maxnreg": 168},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_another_kind_has_a_kernel_of_its_own(kernel: Kernel, kind: str):
+    changed = {"x": X, **OTHER_KINDS[kind]}
+    assert plain(kernel, X) and not plain(kernel, X)
+    assert plain(kernel, **changed)
+    assert not plain(kernel, X)
+
+
+def test_another_device_has_a_kernel_of_its_own(kernel: Kernel, device: Device):
+    assert plain(kernel, X) and not plain(kernel, X)
+    device.device = 8
+    assert plain(kernel, X) and not plain(kernel, X)
+    device.device = 7
+    assert not plain(kernel, X)
+
+
+def test_another_kernel_is_another(kernel: Kernel):
+    assert plain(kernel, X) and plain(Kernel(), X)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_see_every_launch(kernel: Kernel, name: str):
+    plain(kernel, X)
+    runtime = triton.knobs.runtime
+    chain = getattr(runtime, name)
+    hook = print
+    chain.add(hook)
+    try:
+        assert plain(kernel, X)
+    finally:
+        chain.remove(hook)
+    assert not plain(kernel, X)
+    with mock.patch.object(runtime, name, hook):  # without a chain around it
+        assert plain(kernel, X)
+    with mock.patch.object(runtime, name, None):
+        assert not plain(kernel, X)
+
+
+def test_a_watched_launch_is_not_kept(kernel: Kernel):
+    with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", print):
+        assert plain(kernel, X)
+    assert plain(kernel, X) and not plain(kernel, X)
+
+
+def test_other_ways_to_watch(kernel: Kernel):
+    plain(kernel, X)
+    kernel.pre_run_hooks.append(print)
+    assert plain(kernel, X)
+    kernel.pre_run_hooks.clear()
+    for knobs, name, value in (
+        (triton.knobs.runtime, "debug", True),
+        (triton.knobs.compilation, "instrumentation_mode", "consan"),
+    ):
+        before = knobs.__dict__.copy()
+        knobs.__dict__[name] = value
+        try:
+            assert plain(kernel, X), name
+        finally:
+            knobs.__dict__.clear()
+            knobs.__dict__.update(before)
+    assert not plain(kernel, X)
+
+
+def test_arguments_that_are_not_recognised_go_triton_s_way(kernel: Kernel):
+    for x in ("word", True, object(), torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {}))):
+        assert plain(kernel, x) and plain(kernel, x)
+
+
+def test_a_kernel_that_is_interpreted_goes_triton_s_way(kernel: Kernel):
+    del kernel.device_caches
+    assert plain(kernel, X) and plain(kernel, X)
+
+
+def test_a_compiled_kernel_of_another_make_is_not_kept(kernel: Kernel):
+    """As the stopped launches of the compile check, which give None."""
+    for made in (None, SimpleNamespace(run=kernel.launcher)):
+        with mock.patch.object(Kernel, "__getitem__", lambda self, grid, made=made: lambda *_, **__: made):
+            launched(kernel, 1, X, 16, A=1, B=2)
+    assert not kernel_launch._ready and not kernel.launcher.given
+
+
+def make_tensordesc_arg(arg: Any, layout: Any) -> list[Any]:
+    """Under the name, and in the place, that Triton has it."""
+    return [f"{layout} of {arg.base.data_ptr()}", *arg.shape, *arg.strides]
+
+
+class Wrapping:
+    """A launcher that looks for descriptors as Triton's does, in a closure of the same names."""
+
+    def __init__(self, layouts: list[str], places: set[int]) -> None:
+        self.slow, self.raw = 0, []
+        launcher, tensordesc_meta, tensordesc_indices = self.raw.append, layouts, places
+
+        def inner(*arguments: Any) -> None:
+            self.slow += 1
+            found, flat = iter(tensordesc_meta), []
+            for place, x in enumerate(arguments):
+                flat += make_tensordesc_arg(x, next(found)) if place in tensordesc_indices else [x]
+            launcher(flat)
+
+        self.launch = inner
+
+    def __call__(self, *arguments: Any) -> None:
+        # A bound launch has flattened them already.
+        self.launch(*arguments[9:]) if self.launch.__name__ == "inner" else self.launch(list(arguments[9:]))
+
+
+def test_descriptors_are_found_without_looking_for_them(kernel: Kernel):
+    kernel.launcher = Wrapping(["first", "second"], {0, 1})
+    boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), TensorDescriptor(X, [64], [1], [64])]
+    kernel.launcher(*range(9), *boxes, 64, "scalar")
+    for _ in range(2):
+        launched(kernel, 5, *boxes, A=64, B="scalar")
+    assert kernel.launcher.slow == 1
+    assert kernel.launcher.raw[1] == kernel.launcher.raw[0]
+
+
+def test_descriptors_of_another_make_are_left_to_triton(kernel: Kernel):
+    boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), 16]
+    for _ in range(2):
+        launched(kernel, 5, *boxes, A=64, B="scalar")
+    assert kernel.launcher.given[0][9] is boxes[0]
+
+
+# --- against Triton itself -------------------------------------------------------------------------------------------
+
+NUMBERS = (0, 1, 2, 15, 16, 17, -1, -16, -15, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 16, 2**62)
+NUMBERS += (2**63 - 16, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16)
+ARGUMENTS = (
+    None,
+    1.0,
+    16.0,
+    *NUMBERS,
+    *((x,) for x in NUMBERS),
+    *itertools.product((1, 16, 17, 2**31), repeat=2),
+    *(x[at:] for x in (X, X.bfloat16(), X.half(), X.long(), X.bool()) for at in (0, 1, 4, 8)),
+    torch.nn.Parameter(X),
+    torch.zeros(0),
+    *(TensorDescriptor(X.to(dtype), [64], [1], [block]) for dtype in (torch.float32, torch.half) for block in (16, 32)),
+    *(TensorDescriptor(X, [8, 8], [8, 1], block) for block in ([4, 4], [4, 8], [8, 4])),
+)
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled here")
+def test_no_key_is_coarser_than_triton_s(device: Device):
+    """Arguments that Triton compiles apart have keys of their own, with and without specialisation."""
+
+    @triton.jit(do_not_specialize=["plain"])
+    def nothing(x, plain):
+        pass
+
+    device.device = 91
+    binder = nothing.device_caches[device.device][4]
+    of_triton: dict[Any, set[str]] = {}
+    for x in ARGUMENTS:
+        for plain in (x, 3) if isinstance(x, int) else (3,):
+            looked = kernel_launch._looked_at((x, plain))
+            assert looked is not None, x
+            of_triton.setdefault(looked[0], set()).add(str(binder(x, plain)[1]))
+    apart = {key: found for key, found in of_triton.items() if len(found) > 1}
+    assert not apart
+    assert len(of_triton) > 30
+
+
+def test_every_launch_of_the_library_is_one_of_these():
+    """A kernel that a stage launches otherwise is asked for its compiled code at each call."""
+    for file in (Path(kernel_launch.__file__).parents[1] / "kernels").glob("*/triton.py"):
+        assert "_triton[" not in file.read_text(encoding="utf-8"), file

@@ -1,0 +1,218 @@
+"""A first call: all its kernels are compiled before one of them is launched, and nothing else happens."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import wyfold
+from wyfold.runtime import kernel_launch, precompile, replay_cache
+
+triton = pytest.importorskip("triton")
+
+from tests.compile.aot import RUN, pretending  # noqa: E402
+from tests.runtime.test_replay_cache import KINDS, LAUNCHED, LEARNED, Kernel, chunked, learned, lines, tokens  # noqa: E402, F401
+from triton.runtime import _async_compile  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from wyfold.kernels.norm import triton as norm  # noqa: E402
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+
+
+@pytest.fixture
+def asked(lines: list[Any]) -> Iterator[list[tuple[str, str]]]:  # noqa: F811
+    """What Triton is asked for, in order: ("compile" or "launch", name of a kernel)."""
+    found: list[tuple[str, str]] = []
+    usual = JITFunction.run
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        found.append(("compile" if warmup else "launch", self.__name__))
+        return usual(self, *arguments, grid=grid, warmup=warmup, **fixed)
+
+    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(kernel_launch._ready, clear=True):
+        replay_cache.forget()
+        yield found
+
+
+def names(asked: list[tuple[str, str]], what: str) -> list[str]:
+    return [name for how, name in asked if how == what]
+
+
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_all_kernels_are_compiled_before_one_is_launched(kind: str, asked: list[tuple[str, str]]):
+    call, given = KINDS[kind]()
+    tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+    before = {n: x._version for n, x in tensors.items()}
+    with torch.no_grad():
+        call(**given)
+    launches = names(asked, "launch")
+    assert launches and set(names(asked, "compile")) == set(launches)
+    first = asked.index(("launch", launches[0]))
+    assert "compile" not in [how for how, _ in asked[first:]]
+    assert {n: x._version for n, x in tensors.items()} == before
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_each_direction_of_a_call_that_learns(kind: str, asked: list[Any], lines: list[Any]):  # noqa: F811
+    """Those of the backward, when it begins."""
+    learned(LEARNED[kind](), lines)
+    assert set(names(asked, "compile")) == set(names(asked, "launch"))
+    for how, name in asked:
+        if how == "launch":
+            assert asked.index(("compile", name)) < asked.index(("launch", name))
+    compiled_first = [how for how, _ in asked].index("launch")
+    again = [how for how, _ in asked[compiled_first:]]
+    backward = again.index("compile")
+    assert "compile" not in again[again.index("launch", backward) :]
+
+
+def test_once_for_all_lengths(asked: list[Any]):
+    with torch.no_grad():
+        wyfold.l2norm(torch.randn(64, 3, 64), backend="triton")
+        first = names(asked, "compile")
+        for T in (128, 256):
+            wyfold.l2norm(torch.randn(T, 3, 64), backend="triton")
+        assert names(asked, "compile") == first
+        wyfold.l2norm(torch.randn(64, 3, 32), backend="triton")
+        assert len(names(asked, "compile")) == 2 * len(first)
+
+
+def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
+    """Nothing is gone through again for them, nor kept of them: a training run has many of both."""
+    rehearsals = mock.Mock()
+    with torch.no_grad(), mock.patch.object(replay_cache, "rehearsed", rehearsals):
+        for n, T in enumerate((128, 192, 256, 320)):
+            call, given = chunked("gdn", **tokens("gdn", T=T), scale=float(n))
+            call(**given)
+            if n == 0:
+                first = rehearsals.call_count
+        assert first and rehearsals.call_count == first
+        call, given = chunked("gdn", **tokens("gdn", T=129))
+        call(**given)
+        assert rehearsals.call_count == 2 * first  # rows of another alignment are other kernels' to read
+
+
+def test_counts_are_as_lengths_are(asked: list[Any]):
+    """Of documents that end elsewhere in every batch kernels know whether there are any."""
+    rehearsals = mock.Mock()
+    with torch.no_grad(), mock.patch.object(replay_cache, "rehearsed", rehearsals):
+        for counts, times in (((3, 4), 1), ((5, 9), 1), ((0, 9), 2), ((0, 2), 2)):
+            replay_cache.recalled((torch.zeros(4),), ("some", replay_cache.Lengths(counts)), lambda: None)
+            assert rehearsals.call_count == times
+    assert len(replay_cache._courses) == 4, "another course each"
+
+
+def test_no_more_than_so_many_kinds_are_remembered(asked: list[Any]):
+    with torch.no_grad(), mock.patch.object(replay_cache, "MOST", 3):
+        for width in range(1, 9):
+            wyfold.l2norm(torch.randn(2, 3, width), backend="triton")
+            assert len(replay_cache._rehearsed) <= 3
+
+
+def test_nothing_is_written_to():
+    pool, made = torch.zeros(4), []
+    with precompile._Harmless():
+        pool.add_(1)
+        pool.view(2, 2).copy_(torch.empty(2, 2))
+        made.append(pool.new_zeros(3))
+        with pytest.raises(precompile._Enough):
+            pool.relu_()
+        with pytest.raises(precompile._Enough):
+            pool.exp()
+    assert torch.equal(pool, torch.zeros(4))
+    assert made[0].shape == (3,)
+
+
+def test_what_is_not_understood_ends_it(lines: list[Any]):  # noqa: F811
+    """The first kernel is compiled ahead, what comes behind the strange operation when it is launched."""
+    kernels, asked = [Kernel(), Kernel()], []
+    for n, kernel in enumerate(kernels):
+        kernel.run = lambda *_, n=n, **__: asked.append(("compile", n))
+    x = torch.randn(5)
+
+    def run() -> torch.Tensor:
+        for n, kernel in enumerate(kernels):
+            asked.append(("ask", n))
+            kernel_launch.launched(kernel, 1, x, x, 5, 1.0)
+            y = x.sin()
+        return y
+
+    with torch.no_grad():
+        replay_cache.recalled((x,), ("made up",), run)
+    assert asked == [("ask", 0), ("compile", 0), ("ask", 0), ("ask", 1)]
+
+
+def test_a_failure_is_left_to_the_call(asked: list[Any]):
+    def run() -> torch.Tensor:
+        raise ValueError("x: expected more")
+
+    with torch.no_grad(), pytest.raises(ValueError, match="expected more"):
+        replay_cache.recalled((torch.randn(4),), ("made up",), run)
+    assert not asked
+
+
+@pytest.fixture
+def found() -> Iterator[list[int]]:
+    """Real compilations, for a card that is not there; of each launch, how often its kernel was compiled before."""
+    launches: list[int] = []
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launches.append(len(kernel.device_caches[90][0]))
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        if warmup:
+            return RUN(self, *arguments, grid=grid, warmup=True, **fixed)
+        launched(self, *arguments)
+        return SimpleNamespace()
+
+    with (
+        pretending("sm_90", launched),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
+        mock.patch.dict(kernel_launch._ready, clear=True),
+        mock.patch.dict(norm.wyfold_l2norm_triton.device_caches, clear=True),
+        torch.no_grad(),
+    ):
+        replay_cache.forget()
+        yield launches
+        replay_cache.forget()
+
+
+def test_triton_compiles_in_threads_and_finds_it_again(found: list[int]):
+    """Loading, which that card refuses, is left to the launch."""
+    wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
+    assert found == [1]
+
+
+def test_an_interruption_leaves_nothing_behind(found: list[int]):
+    """Somebody's Ctrl-C while the kernels are compiled: what is called next is compiled as ever."""
+    with mock.patch.object(_async_compile, "as_completed", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
+    assert _async_compile.active_mode.get() is None
+    for width in (32, 16):
+        wyfold.l2norm(torch.randn(4, 8, width), backend="triton")
+    assert found[1] == found[0] + 1
+
+
+IMPORTS = """
+import sys, torch
+from wyfold.runtime import listen, rehearsal
+x = torch.zeros(4)
+with rehearsal._Harmless():
+    x.new_empty(3).view(3, 1)
+listen.listened((x,), lambda: x.new_empty(3))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_no_compiler_is_imported_for_it():
+    """PyTorch's own takes seconds, at the first and the second call of a process."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,913 @@
+"""Calls that repeat an earlier one: the same launches on other tensors, and only where nobody could tell."""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wyfold
+from wyfold import SequenceLayout, serving
+from wyfold.runtime import check, kernel_configs, kernel_launch, recorder, replay_cache
+from wyfold.runtime.recording import Operation
+from wyfold.runtime.replay_cache import Course, recalled
+
+triton = pytest.importorskip("triton")
+
+from tests.compile.aot import pretending  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+
+B, T, H, HV, D, N = 1, 128, 2, 4, 64, 3
+
+# --- a card whose launches are written down --------------------------------------------------------------------------
+
+TMA_DTYPE_DEVICE_TO_HOST = {0: 0}
+
+
+def make_tensordesc_arg(x: Any, layout: Any) -> list[Any]:
+    """Under the name, and in the place, that Triton has it."""
+    return [encoded(x.base.data_ptr(), 0, 0, 0, layout["block_size"], x.shape, x.strides, 0), *x.shape, *x.strides]
+
+
+def encoded(address: int, *rest: Any) -> tuple[Any, ...]:
+    return "box", address, *map(str, rest)
+
+
+class Written:
+    """A compiled kernel of the test's card: a launch is a line of `lines`."""
+
+    def __init__(self, lines: list[tuple[Any, ...]], name: str, boxes: int):
+        layout = {"swizzle": 0, "elem_size": 0, "elem_type": 0, "block_size": 0, "fp4_padded": False}
+        launcher, tensordesc_meta = (lambda *x: lines.append((name, *x))), [layout] * boxes
+
+        def inner(*arguments: Any) -> None:
+            launcher(*arguments, *tensordesc_meta)
+
+        self.launch = inner if boxes else launcher
+
+    def __call__(self, programs: int, _: int, __: int, stream: int, *arguments: Any) -> None:
+        self.launch(programs, stream, *arguments)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[tuple[Any, ...]]]:
+    """Launches of bound kernels, in order; tensors are on the CPU."""
+    found: list[tuple[Any, ...]] = []
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        boxes = sum(hasattr(x, "block_shape") for x in arguments)
+        return SimpleNamespace(run=Written(found, self.__name__, boxes), function=self.__name__, packed_metadata=())
+
+    with (
+        pretending("sm_90", lambda *_, **__: None),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(driver.active, "utils", SimpleNamespace(fill_tma_descriptor=encoded), create=True),
+        mock.patch.object(driver.active, "get_current_device", lambda: 0),
+        mock.patch.object(kernel_configs, "processors", lambda device: 132),
+        mock.patch.object(check, "readable", lambda x: False),
+        mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
+        mock.patch.dict(kernel_launch._ready, clear=True),
+        mock.patch.dict(replay_cache._courses, clear=True),
+    ):
+        yield found
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    with mock.patch.object(replay_cache, "DEVICES", frozenset()):
+        yield
+
+
+Made = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def tokens(rule: str, B: int = B, T: int = T) -> dict[str, Any]:
+    gate = {"gdn": (B, T, HV), "kda": (B, T, HV, D)}.get(rule)
+    q, k, v = (torch.randn(B, T, heads, D, dtype=torch.bfloat16) for heads in (H, H, HV))
+    return {"q": q, "k": k, "v": v, "g": None if gate is None else -torch.rand(gate), "beta": torch.rand(B, T, HV)}
+
+
+def chunked(rule: str, **options: Any) -> Made:
+    call = {"delta": wyfold.chunk_delta_rule, "gdn": wyfold.chunk_gdn, "kda": wyfold.chunk_kda}[rule]
+    given = {**tokens(rule), **options, "backend": "triton"}
+    if rule == "delta":
+        del given["g"]
+    return call, given
+
+
+def recurrent(rule: str) -> Made:
+    call, given = chunked(rule, initial_state=torch.randn(B, HV, D, D), output_final_state=True)
+    return getattr(wyfold, call.__name__.replace("chunk", "fused_recurrent")), given
+
+
+def pooled(**more: Any) -> dict[str, Any]:
+    index = torch.arange(N, dtype=torch.int32)
+    return {
+        "pool": torch.randn(9, HV, D, D),
+        "state_indices": index,
+        "state_v_first": True,
+        **more,
+        "backend": "triton",
+    }
+
+
+def decoded(rule: str, *, turned: bool = False, out: bool = False, **options: Any) -> Made:
+    given = tokens(rule, *((1, N) if turned else (N, 1)))
+    return serving.decode, {**given, **pooled(**options), "out": torch.empty_like(given["v"]) if out else None}
+
+
+def verified(rule: str) -> Made:
+    slots = pooled(state_indices=torch.arange(9).view(N, 3), num_accepted_tokens=torch.ones(N, dtype=torch.int64))
+    return serving.verify, {**tokens(rule, N, 3), **slots}
+
+
+def prefilled(rule: str, **options: Any) -> Made:
+    given = {**tokens(rule), **pooled(cu_seqlens=layout()), **options}
+    if given["cu_seqlens"] is None:
+        given["state_indices"] = given["state_indices"][:B]
+    return serving.prefill, given
+
+
+def between(*rows: int) -> dict[str, Any]:
+    """After every 64 tokens, in a pool of their own."""
+    where = torch.arange(B * (T // 64)).view(rows)
+    return {"checkpoint_every": 64, "checkpoint_pool": torch.randn(9, HV, D, D), "checkpoint_indices": where}
+
+
+def decoded_packed(rule: str) -> Made:
+    raw = torch.randn(N, HV, *([D] if rule == "kda" else []))
+    given = {"mixed_qkv": torch.randn(N, (2 * H + HV) * D), "raw_g": raw, "raw_beta": torch.randn(N, HV)}
+    gate = {"A_log": torch.randn(HV), "dt_bias": torch.randn(raw.shape[1:])}
+    return serving.decode_packed, {**given, **gate, **pooled(), "heads": (H, HV), "dims": (D, D)}
+
+
+def inner(**options: Any) -> Made:
+    """TTT-Linear over whole sequences."""
+    q, k, v = (torch.randn(B, T, heads, D, dtype=torch.bfloat16) for heads in (HV, HV, HV))
+    given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(B, T, HV, 1)}
+    return wyfold.chunk_ttt_linear, {**given, **options, "backend": "triton"}
+
+
+def inner_decoded(*, turned: bool = False, out: bool = False, **options: Any) -> Made:
+    q, k, v = torch.randn(3, *((1, N) if turned else (N, 1)), HV, D).unbind()
+    S, c = torch.randn(2, 9, HV, D, D), torch.randn(2, 9, HV, 1, D)
+    pool = wyfold.TTTState(S[0], c[0], S[1], c[1], torch.zeros(9, dtype=torch.int32))
+    given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(*v.shape[:3])}
+    slots = {"pool": pool, "state_indices": torch.arange(N), "out": torch.empty_like(v) if out else None}
+    return serving.ttt_decode, {**given, **slots, **options, "backend": "triton"}
+
+
+def inverted(**options: Any) -> Made:
+    return wyfold.solve_tril, {"A": torch.randn(B, T, HV, 64).tril(-1), **options, "backend": "triton"}
+
+
+def grams(**options: Any) -> Made:
+    given = {"k": torch.randn(B, T, H, D, dtype=torch.bfloat16), "beta": torch.rand(B, T, HV)}
+    return wyfold.chunk_scaled_dot_kkt, {**given, **options, "backend": "triton"}
+
+
+def gated(rule: str, **options: Any) -> Made:
+    call, shape = {"gdn": (wyfold.fused_gdn_gate, (HV,)), "kda": (wyfold.fused_kda_gate, (HV, D))}[rule]
+    given = {"g": torch.randn(B, T, *shape), "A_log": torch.randn(HV), "dt_bias": torch.randn(shape)}
+    return call, {**given, **options, "backend": "triton"}
+
+
+def strengths(**options: Any) -> Made:
+    return wyfold.fused_beta_sigmoid, {"x": torch.randn(B, T, HV, dtype=torch.bfloat16), **options, "backend": "triton"}
+
+
+def layout() -> SequenceLayout:
+    return SequenceLayout(torch.tensor([0, 40, 41, T]), T)
+
+
+def convolved(**options: Any) -> Made:
+    x, weight = torch.randn(B, T, 64), torch.randn(64, 4)
+    return wyfold.causal_conv1d, {"x": x, "weight": weight, "activation": "silu", "backend": "triton", **options}
+
+
+def conv_updated() -> Made:
+    given = {"x": torch.randn(N, 64), "pool": torch.randn(9, 64, 3), "weight": torch.randn(64, 4)}
+    return serving.conv1d_update, {**given, "state_indices": torch.arange(N), "backend": "triton"}
+
+
+def normed(**options: Any) -> Made:
+    x, g = torch.randn(2, B, T, HV, D)
+    return wyfold.rms_norm_gated, {"x": x, "g": g, "weight": torch.randn(D), "backend": "triton", **options}
+
+
+KINDS: dict[str, Callable[[], Made]] = {
+    "chunk delta": lambda: chunked("delta"),
+    "chunk gdn": lambda: chunked("gdn", output_final_state=True, use_qk_l2norm_in_kernel=True),
+    "chunk gdn, packed": lambda: chunked("gdn", cu_seqlens=layout(), output_final_state=True),
+    "chunk gdn, boundaries": lambda: chunked("gdn", cu_seqlens=torch.tensor([0, 40, T], dtype=torch.int32)),
+    "chunk gdn, packed, states between": lambda: chunked(
+        "gdn", cu_seqlens=layout(), return_intermediate_states=True, checkpoint_every=64
+    ),
+    "chunk kda": lambda: chunked("kda", initial_state=torch.randn(B, HV, D, D)),
+    "chunk kda, gate inside": lambda: chunked("kda", use_gate_in_kernel=True, A_log=torch.randn(HV)),
+    "chunk gdn, rows apart": lambda: chunked("gdn", q=torch.randn(B, T, H, 2 * D, dtype=torch.bfloat16)[..., ::2]),
+    "chunk gdn, no tokens": lambda: chunked("gdn", **tokens("gdn", T=0)),
+    "recurrent gdn": lambda: recurrent("gdn"),
+    "decode delta": lambda: decoded("delta"),
+    "decode gdn": lambda: decoded("gdn", out=True),
+    "decode kda, turned": lambda: decoded("kda", turned=True),
+    "decode gdn, turned, out": lambda: decoded("gdn", turned=True, out=True),
+    "decode gdn, flags": lambda: decoded("gdn", has_initial_state=torch.ones(N, dtype=torch.bool)),
+    "verify gdn": lambda: verified("gdn"),
+    "prefill kda": lambda: prefilled("kda"),
+    "prefill kda, states between": lambda: prefilled("kda", **between(T // 64)),
+    "prefill gdn, dense": lambda: prefilled("gdn", cu_seqlens=None),
+    "prefill gdn, elsewhere": lambda: prefilled(
+        "gdn", has_initial_state=torch.ones(N, dtype=torch.bool), output_state_indices=torch.arange(N) + 4
+    ),
+    "prefill gdn, in order": lambda: prefilled("gdn", state_indices=None),
+    "prefill gdn, dense, states between": lambda: prefilled("gdn", cu_seqlens=None, **between(B, T // 64)),
+    "decode_packed gdn": lambda: decoded_packed("gdn"),
+    "decode_packed kda": lambda: decoded_packed("kda"),
+    "conv": convolved,
+    "conv, packed": lambda: convolved(cu_seqlens=layout(), output_final_state=True),
+    "conv1d_update": conv_updated,
+    "rms_norm_gated": normed,
+    "l2norm": lambda: (wyfold.l2norm, {"x": torch.randn(3, 64), "backend": "triton"}),
+    "ttt": inner,
+    "ttt, steps as numbers": lambda: inner(eta=0.1, eta_col=2, residual="q"),
+    "ttt, packed": lambda: inner(cu_seqlens=layout(), initial_state=torch.randn(N, HV, D, D), output_final_state=True),
+    "ttt_decode": inner_decoded,
+    "ttt_decode, turned": lambda: inner_decoded(turned=True, eta=0.1),
+    "ttt_decode, turned, out": lambda: inner_decoded(turned=True, out=True),
+    "solve_tril": inverted,
+    "solve_tril, packed": lambda: inverted(cu_seqlens=layout(), output_dtype=torch.bfloat16),
+    "chunk_scaled_dot_kkt": grams,
+    "chunk_scaled_dot_kkt, packed": lambda: grams(g=-torch.rand(B, T, HV), cu_seqlens=layout()),
+    "chunk_scaled_dot_kkt, copied rows": lambda: grams(g=-torch.rand(B, T, HV, D + 1)[..., :D]),
+    "fused_gdn_gate": lambda: gated("gdn"),
+    "fused_kda_gate": lambda: gated("kda", lower_bound=-5.0),
+    "fused_beta_sigmoid": strengths,
+}
+# Nothing is launched for no tokens.
+LAUNCHED = [kind for kind in KINDS if kind != "chunk gdn, no tokens"]
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+
+def seen(made: Made, lines: list[tuple[Any, ...]]) -> tuple[Any, list[tuple[Any, ...]], dict[str, torch.Tensor]]:
+    """Result, launches and all tensors of a call."""
+    lines.clear()
+    call, given = made
+    result = call(**given)
+    named = {**given, **{f"result {n}": x for n, x in enumerate(tensors_of(result))}}
+    if isinstance(given.get("cu_seqlens"), SequenceLayout):
+        named["cu_seqlens"] = given["cu_seqlens"].cu_seqlens
+    if isinstance(given.get("pool"), wyfold.TTTState):
+        named |= {f"pool.{name}": x for name, x in given["pool"]._asdict().items()}
+    return result, lines.copy(), {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+
+
+def place(address: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int] | None:
+    """The tensor whose memory an address lies in, and how far from its first element."""
+    if isinstance(address, int):
+        for name, x in tensors.items():
+            span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+            if 0 <= address - x.data_ptr() < span * x.itemsize:
+                return name, address - x.data_ptr()
+    return None
+
+
+NUMBERS = 2**20
+"""No size or stride here is larger; an address is, also in a Python whose heap begins low."""
+
+
+def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether launches differ in addresses alone, and these mean the same memory of both calls."""
+    there: dict[int, int] = {}
+    back: dict[int, int] = {}
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, tuple) and x[:1] == ("box",) and isinstance(y, tuple):
+            return same(x[1], y[1]) and x[2:] == y[2:]
+        places = place(x, tensors[0]), place(y, tensors[1])
+        if any(places):
+            return places[0] == places[1]
+        if type(x) is int and type(y) is int and min(x, y) > NUMBERS:
+            return there.setdefault(x, y) == y and back.setdefault(y, x) == x
+        return type(x) is type(y) and x == y
+
+    return len(one) == len(other) and all(
+        len(a) == len(b) and all(itertools.starmap(same, zip(a, b, strict=True))) for a, b in zip(one, other)
+    )
+
+
+def the_course() -> Course | str:
+    """Of the first kind of call that was made."""
+    return next(iter(replay_cache._courses.values()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, lines: list[tuple[Any, ...]]):
+    """With gradients on as well, where no argument has one."""
+    with mode():
+        with ordinary():
+            seen(KINDS[kind](), lines)  # compiles
+            first = KINDS[kind]()
+            wanted, launches, tensors = seen(first, lines)
+        for _ in range(2):
+            _, heard, others = seen(KINDS[kind](), lines)
+            assert alike(launches, heard, tensors, others)
+        course = the_course()
+        assert isinstance(course, Course), course
+        with (
+            mock.patch.object(kernel_configs, "tuned", None),
+            mock.patch.object(check, "shapes", None),
+        ):  # whoever asks, fails
+            for _ in range(2):
+                result, again, others = seen(KINDS[kind](), lines)
+                assert again and alike(launches, again, tensors, others)
+    assert type(result) is type(wanted)
+    for got, expected in zip(tensors_of(result), tensors_of(wanted), strict=True):
+        assert got.shape == expected.shape and got.stride() == expected.stride() and got.dtype == expected.dtype
+        assert got.is_inference() == expected.is_inference() and not got.requires_grad
+
+
+PREFILL = {
+    "prefill kda": "chunk_grid prepare scan",
+    "prefill kda, states between": "chunk_grid prepare scan slots_between",
+    "prefill gdn, dense": "prepare scan",
+    "prefill gdn, dense, states between": "prepare scan slots_between",
+}
+
+
+@pytest.mark.parametrize("kind", PREFILL)
+def test_what_a_prefill_launches(kind: str, lines: list[tuple[Any, ...]]):
+    """What the chunk form does, and no copy of a state but those that are kept on the way."""
+    launches = PREFILL[kind].split()
+    warm(KINDS[kind](), lines)
+    with torch.no_grad():
+        _, found, _ = seen(KINDS[kind](), lines)
+    assert [line[0] for line in found] == [f"wyfold_{name}_triton" for name in launches]
+
+
+LEARNED: dict[str, Callable[[], Made]] = {
+    "chunk delta": lambda: chunked("delta", use_qk_l2norm_in_kernel=True),
+    "chunk gdn": lambda: chunked("gdn", initial_state=torch.randn(B, HV, D, D), output_final_state=True),
+    "chunk gdn, packed": lambda: chunked("gdn", cu_seqlens=layout()),
+    "chunk kda": lambda: chunked("kda", disable_recompute=True),
+    "chunk kda, gate inside": lambda: chunked(
+        "kda", use_gate_in_kernel=True, A_log=torch.randn(HV), dt_bias=torch.randn(HV, D, dtype=torch.bfloat16)
+    ),
+    "recurrent gdn": lambda: recurrent("gdn"),
+    "recurrent gdn, packed": lambda: (recurrent("gdn")[0], chunked("gdn", cu_seqlens=layout())[1]),
+    "conv": lambda: convolved(bias=torch.randn(64)),
+    "rms_norm_gated": normed,
+    "l2norm": KINDS["l2norm"],
+    "ttt": lambda: inner(eta_col=torch.rand(B, T, HV, 1)),
+    "ttt, packed": KINDS["ttt, packed"],
+    "ttt, groups": lambda: inner(q=torch.randn(B, T, H, D, dtype=torch.bfloat16), k=inner()[1]["q"][:, :, :H]),
+    "fused_gdn_gate": lambda: gated("gdn", A_log=torch.randn(HV, 1, dtype=torch.bfloat16)),
+    "fused_kda_gate": lambda: gated("kda", dt_bias=torch.randn(HV * D)),
+    "fused_beta_sigmoid": strengths,
+}
+
+
+def learned(made: Made, lines: list[tuple[Any, ...]]) -> tuple[list[torch.Tensor], Any, dict[str, torch.Tensor]]:
+    """Gradients of a call's floating arguments, launches of both directions, and all tensors."""
+    given = made[1]
+    leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    results, _, tensors = seen(made, lines)
+    found = [x for x in tensors_of(results) if x.requires_grad]
+    incoming = [torch.ones_like(x) for x in found]
+    gradients = torch.autograd.grad(found, list(leaves.values()), incoming)
+    named = {f"d{name}": dx for name, dx in zip(leaves, gradients)}
+    return list(gradients), lines.copy(), tensors | named | {f"incoming {n}": x for n, x in enumerate(incoming)}
+
+
+@pytest.fixture
+def memory_once() -> Iterator[None]:
+    """No memory is given out again: an address means one tensor as long as the test runs."""
+    kept: list[torch.Tensor] = []
+
+    def keeping(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def keep(*arguments: Any, **options: Any) -> torch.Tensor:
+            kept.append(made(*arguments, **options))
+            return kept[-1]
+
+        return keep
+
+    def again(step: Operation, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        repeated(step, stream, tensors, addresses)
+        kept.extend(x for x in tensors if x is not None)
+
+    repeated = Operation.again
+    with contextlib.ExitStack() as patches:
+        made = (torch, ["empty_strided", "eye", "cat"]), (torch.Tensor, ["new_empty", "new_zeros", "clone"])
+        for where, names in made:
+            for name in names:
+                patches.enter_context(mock.patch.object(where, name, keeping(getattr(where, name))))
+        patches.enter_context(mock.patch.object(Operation, "again", again))
+        yield
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_both_directions_of_a_call_that_learns(kind: str, lines: list[tuple[Any, ...]], memory_once: None):
+    with ordinary():
+        for _ in range(2):
+            wanted, launches, tensors = learned(LEARNED[kind](), lines)
+    for _ in range(4):
+        got, again, others = learned(LEARNED[kind](), lines)
+        assert alike(launches, again, tensors, others)
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
+    assert [type(course) for course in replay_cache._courses.values()] == [Course, Course]
+
+
+def test_gradients_of_some(lines: list[tuple[Any, ...]]):
+    """What is wanted is part of what a backward depends on."""
+    for names in ("q", "kv", "g", "qkv"):
+        for _ in range(4):
+            call, given = chunked("gdn")
+            leaves = [given[name].requires_grad_() for name in names]
+            found = torch.autograd.grad(call(**given)[0].sum(), leaves)
+            assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+def test_a_gradient_has_none_of_its_own(lines: list[tuple[Any, ...]]):
+    for _ in range(4):
+        call, given = chunked("gdn")
+        q = given["q"].requires_grad_()
+        (dq,) = torch.autograd.grad(call(**given)[0].sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once differentiable"):
+            dq.sum().backward()
+
+
+def test_a_call_without_launches_stays_ordinary(lines: list[tuple[Any, ...]]):
+    call, given = KINDS["chunk gdn, no tokens"]()
+    results = [call(**given)[0].shape for _ in range(4)]
+    assert len(set(results)) == 1 and the_course() == "nothing is launched"
+
+
+def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
+    for kind in ("decode gdn", "decode gdn, turned, out", "ttt_decode, turned, out"):
+        for _ in range(4):
+            call, given = KINDS[kind]()
+            assert call(**given) is given["out"]
+
+
+# --- what a call may depend on ---------------------------------------------------------------------------------------
+
+
+def warm(made: Made, lines: list[tuple[Any, ...]]) -> None:
+    """Has such calls recalled from now on."""
+    call, given = made
+    with torch.no_grad():
+        for _ in range(3):
+            call(**given)
+    lines.clear()
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "tokens": lambda a: tokens("gdn", T=64),
+    "strides": lambda a: {"q": a["q"].transpose(1, 2).contiguous().transpose(1, 2)},
+    "address": lambda a: {"beta": torch.rand(B * T * HV + 1)[1:].view(B, T, HV)},
+    "dtype": lambda a: {"beta": a["beta"].bfloat16()},
+    "no tensor": lambda a: {"beta": None},
+    "one more tensor": lambda a: {"initial_state": torch.zeros(B, HV, D, D)},
+    "boundaries": lambda a: {"cu_seqlens": torch.tensor([0, T])},
+    "number": lambda a: {"scale": 0.5},
+    "flag": lambda a: {"output_final_state": True},
+    "chunk": lambda a: {"chunk_size": 32},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_call_has_launches_of_its_own(change: str, lines: list[tuple[Any, ...]]):
+    call, given = chunked("gdn")
+    warm((call, given), lines)
+    other = call, {**given, **CHANGES[change](given)}
+    with torch.no_grad(), ordinary():
+        seen(other, lines)
+        _, launches, tensors = seen(other, lines)
+    with torch.no_grad():
+        for _ in range(3):
+            _, found, others = seen(other, lines)
+            assert alike(launches, found, tensors, others)
+
+
+def states(slots: int = 9, *, heads: int = HV, width: int = D) -> torch.Tensor:
+    return torch.randn(slots, heads, width, width).bfloat16()
+
+
+def beside_an_address(shape: torch.Size) -> torch.Tensor:
+    """A pool of bfloat16 that begins 8 bytes behind a multiple of 16."""
+    return torch.zeros(shape.numel() + 8, dtype=torch.bfloat16)[4:-4].view(shape)
+
+
+MOVED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "pool": lambda a: {"pool": a["pool"].clone()},
+    "slots": lambda a: {"state_indices": a["state_indices"].flip(0)},
+    "more slots": lambda a: {"pool": torch.cat([a["pool"]] * 2)},
+    "slots apart": lambda a: {"pool": torch.cat([a["pool"]] * 2, 1)[:, HV:]},
+    "heads first": lambda a: {"pool": a["pool"].transpose(0, 1).contiguous().transpose(0, 1)},
+    "address": lambda a: {"pool": beside_an_address(a["pool"].shape)},
+    "float32": lambda a: {"pool": a["pool"].float()},
+    "pad": lambda a: {"pad_slot_id": 0},
+    "pad of 64 bits": lambda a: {"pad_slot_id": 2**40},
+    "indices of 64 bits": lambda a: {"state_indices": a["state_indices"].long()},
+    "indices apart": lambda a: {"state_indices": a["state_indices"].repeat_interleave(2)[::2]},
+    "in order": lambda a: {"state_indices": None},
+    "elsewhere": lambda a: {"output_state_indices": a["state_indices"] + 4},
+    "flags": lambda a: {"has_initial_state": torch.ones(N, dtype=torch.bool)},
+    "flags apart": lambda a: {"has_initial_state": torch.ones(2 * N, dtype=torch.bool)[::2]},
+    "output": lambda a: {"out": torch.zeros_like(a["v"])},
+    "output apart": lambda a: {"out": torch.zeros(*a["v"].shape[:2], 2 * HV, a["v"].shape[3]).bfloat16()[:, :, ::2]},
+}
+"""What another call over a pool may have of its own."""
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode in shared memory"])
+@pytest.mark.parametrize("change", MOVED)
+def test_a_pool_is_looked_for_where_it_lies(kind: str, change: str, lines: list[tuple[Any, ...]]):
+    """Another one, or other slots of it: behind a recalled call, and recalled itself, as an ordinary call's."""
+    if kind == "prefill":
+        call, given = prefilled("gdn", pool=states())
+    else:
+        call, given = decoded("gdn", pool=states(), state_v_first=False)
+    if kind == "decode in shared memory":
+        q, k, v = (torch.randn(N, 1, heads, 128).bfloat16() for heads in (H, H, HV))
+        given |= {"q": q, "k": k, "v": v, "pool": states(width=128)}
+    given["g"], given["beta"] = (torch.rand(*given["v"].shape[:3]) for _ in range(2))
+    warm((call, given), lines)
+    changed = {**given, **MOVED[change](given)}
+    with torch.no_grad():
+        for _ in range(3):
+            _, launches, tensors = seen((call, changed), lines)
+        with ordinary():
+            _, expected, others = seen((call, changed), lines)
+    assert launches and alike(expected, launches, others, tensors)
+    shared = kind == "decode in shared memory" and change not in ("address", "float32")
+    assert launches[-1][0].endswith("_gluon") == shared
+    assert sum(isinstance(course, Course) for course in replay_cache._courses.values()) == 1 + (
+        change not in ("pool", "slots")
+    )
+
+
+def test_a_flag_is_no_number(lines: list[tuple[Any, ...]]):
+    call, given = chunked("gdn", output_final_state=True)
+    warm((call, given), lines)
+    with pytest.raises(TypeError, match="output_final_state must be True or False, got 1"):
+        call(**{**given, "output_final_state": 1})
+
+
+def test_errors_are_those_of_a_first_call(lines: list[tuple[Any, ...]]):
+    call, given = decoded("gdn")
+    warm((call, given), lines)
+    for wrong, error in (
+        ({"q": "word"}, TypeError),
+        ({"q": given["q"].to_sparse()}, ValueError),
+        ({"scale": [1.0]}, TypeError),
+        ({"q": given["q"].float().requires_grad_()}, ValueError),
+        ({"beta": given["beta"].clone().requires_grad_()}, ValueError),
+        ({"state_indices": given["state_indices"][:2]}, ValueError),
+    ):
+        for _ in range(3):
+            with pytest.raises(error):
+                call(**{**given, **wrong})
+    assert not lines
+
+
+def test_zeros_of_either_sign(lines: list[tuple[Any, ...]]):
+    """They are equal, and an output times -0.0 has other bits."""
+    call, given = chunked("gdn")
+    warm((call, given), lines)
+    for scale in (0.0, 0.0, 0.0, -0.0):
+        lines.clear()
+        with torch.no_grad():
+            call(**{**given, "scale": scale})
+        numbers = [x for x in lines[-1] if type(x) is float]
+        assert [str(x) for x in numbers if x == 0.0] == [str(scale)]
+
+
+def test_one_tensor_for_two_arguments(lines: list[tuple[Any, ...]]):
+    """What was heard of one tensor in two places says nothing of two tensors, and the other way round."""
+    slots = torch.arange(N, dtype=torch.int32)
+    both = lambda: decoded("gdn", state_indices=slots, output_state_indices=slots)
+    apart = lambda: decoded("gdn", output_state_indices=torch.arange(N, dtype=torch.int32))
+    with torch.no_grad():
+        for first, second in ((both, apart), (apart, both)):
+            replay_cache.forget()
+            warm(first(), lines)
+            with ordinary():
+                _, launches, tensors = seen(second(), lines)
+            _, found, others = seen(second(), lines)
+            # Memory of the first name, where two have it.
+            assert alike(launches, found, tensors, others)
+
+
+# --- who else may be about -------------------------------------------------------------------------------------------
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def hooked() -> Iterator[None]:
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(print)
+    try:
+        yield
+    finally:
+        hooks.remove(print)
+
+
+@contextlib.contextmanager
+def another_table() -> Iterator[None]:
+    with kernel_configs.trying("sm_90", "recurrent.triton", "default", kernel_configs.Config(blocks={"BV": 8})):
+        yield
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "a mode": Mode,
+    "a function mode": lambda: torch.device("cpu"),
+    "a profiler": torch.profiler.profile,
+    "a tangent": torch.autograd.forward_ad.dual_level,
+    "checked": wyfold.checked,
+    "a hook": hooked,
+    "another table": another_table,
+    "another device": lambda: mock.patch.object(driver.active, "get_current_device", lambda: 1),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_whoever_is_about_gets_an_ordinary_call(around: str, lines: list[tuple[Any, ...]]):
+    made = decoded("gdn")
+    warm(made, lines)
+    asked = []
+    usual, forward = kernel_launch.launched, importlib.import_module("wyfold.kernels.recurrent.triton.forward")
+    with (
+        torch.no_grad(),
+        mock.patch.object(forward, "launched", lambda *a, **k: asked.append(a) or usual(*a, **k)),
+        mock.patch.object(replay_cache, "rehearsed", lambda *_: None),
+    ):
+        made[0](**made[1])
+        assert not asked
+        with AROUND[around]():
+            made[0](**made[1])
+        assert len(asked) == 1
+        made[0](**made[1])
+        # A table that was changed and changed back is not looked at that closely.
+        assert len(asked) == (2 if around == "another table" else 1)
+
+
+def test_a_call_that_somebody_hooks_is_heard_later(lines: list[tuple[Any, ...]]):
+    call, given = decoded("gdn")
+    with torch.no_grad():
+        call(**given)
+        with hooked():
+            call(**given)
+        assert the_course() == ""
+        call(**given)
+    assert isinstance(the_course(), Course)
+
+
+def test_an_explained_call_launches_nothing(lines: list[tuple[Any, ...]]):
+    call, given = decoded("gdn")
+    warm((call, given), lines)
+    assert wyfold.explain(call, **given).backend == "triton"
+    assert not lines
+
+
+@pytest.mark.parametrize("kind", ["solve_tril", "chunk_scaled_dot_kkt", "ttt_decode"])
+def test_what_has_no_gradient_refuses_one_later_as_well(kind: str, lines: list[tuple[Any, ...]]):
+    call, given = KINDS[kind]()
+    warm((call, given), lines)
+    name = next(name for name, x in given.items() if isinstance(x, torch.Tensor))
+    with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+        call(**{**given, name: given[name].clone().requires_grad_()})
+    assert not lines
+
+
+def test_a_step_size_is_part_of_a_call(lines: list[tuple[Any, ...]]):
+    """Which no launch has among its numbers: an operation of PyTorch writes it, zeros of either sign."""
+    call, given = inner()
+    for eta in (0.1, 0.1, 0.2, 0.2, 0.0, -0.0, 0.1):
+        with torch.no_grad():
+            call(**{**given, "eta": eta})
+    asked = [
+        str(step.arguments[1])
+        for course in replay_cache._courses.values()
+        if isinstance(course, Course)
+        for step in course.steps
+        if getattr(step, "operator", None) is torch.ops.aten.full.default
+    ]
+    assert asked == ["0.1", "0.2", "-0.0"]
+
+
+def test_a_gradient_is_kept(lines: list[tuple[Any, ...]]):
+    call, given = chunked("gdn")
+    warm((call, given), lines)
+    o, _ = call(**{**given, "v": given["v"].clone().requires_grad_()})
+    assert o.requires_grad and o.grad_fn is not None
+
+
+def test_under_autocast(lines: list[tuple[Any, ...]]):
+    """Float32 inputs are cast by the call, before any launch."""
+    call, given = chunked("gdn", **{name: x.float() for name, x in tokens("gdn").items() if name in "qkv"})
+    with torch.no_grad():
+        for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+            with context:
+                found = [call(**given)[0].dtype for _ in range(4)]
+            assert set(found) == {torch.float32 if type(context) is torch.no_grad else torch.bfloat16}
+    # That of its forward alone is not heard inside another one.
+    assert {type(x) for x in replay_cache._courses.values() if x} == {Course}
+
+
+def test_no_more_than_so_many_are_remembered(lines: list[tuple[Any, ...]]):
+    with mock.patch.object(replay_cache, "MOST", 3), torch.no_grad():
+        for scale in range(1, 9):
+            call, given = chunked("delta", scale=scale / 8)
+            call(**given)
+            assert len(replay_cache._courses) <= 3
+
+
+def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
+    """Neither what a call was given nor what it returned, whether it went well or not."""
+    gc.collect()
+    gc.disable()
+    try:
+        for wrong in ({}, {"scale": "word"}):
+            call, given = chunked("gdn", **wrong)
+            for _ in range(4):
+                with torch.no_grad(), contextlib.suppress(TypeError):
+                    call(**given)
+            tensors = [weakref.ref(given[name]) for name in "qkvg"]
+            lines.clear()
+            del given
+            assert [x() for x in tensors] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_memory_is_given_back_as_early(lines: list[tuple[Any, ...]]):
+    """Large tensors that a call drops before it asks for more are dropped by those that repeat it."""
+    kernel, count = Kernel(), recorder.SMALL // 4 + 1
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        first = x.new_empty(count)
+        kernel_launch.launched(kernel, 1, x, first, 5, 1.0)
+        second = x.new_empty(2, count).unbind()
+        kernel_launch.launched(kernel, 1, first, second[1], 5, 1.0)
+        del first
+        third = x.new_empty(5)
+        kernel_launch.launched(kernel, 1, second[1], third, 5, 1.0)
+        return third
+
+    for _ in range(4):
+        x = torch.randn(5)
+        with torch.no_grad():
+            assert torch.equal(recalled((x,), ("test",), lambda x=x: run(x)), x + 1.0 + 1.0 + 1.0)
+    course = the_course()
+    assert isinstance(course, Course)
+    assert [type(step).__name__ for step in course.steps] == "Ask Launch Ask Launch Drop Ask Launch".split()
+
+
+def test_threads(lines: list[tuple[Any, ...]]):
+    """Each with tensors of its own; a launch's arguments are all of one call."""
+    made = decoded("gdn")
+    warm(made, lines)
+    wrong = []
+
+    def work() -> None:
+        call, given = decoded("gdn")
+        address = given["q"].data_ptr()
+        for _ in range(50):
+            with torch.no_grad():
+                call(**given)
+        kept.append((address, given))
+
+    kept: list[Any] = []
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    by_q = dict(kept)
+    for line in lines:
+        given = next(by_q[x] for x in line if x in by_q)
+        wrong += [name for name in ("k", "v", "g", "pool") if given[name].data_ptr() not in line]
+    assert len(lines) == 200 and not wrong
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Adding:
+    """A compiled kernel that runs: so many floats of `to` become those of `of`, plus a number."""
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        of, to, count, number = arguments[-4:]
+        source, target = ((ctypes.c_float * count).from_address(x) for x in (of, to))
+        for i in range(count):
+            target[i] = source[i] + number
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.fn, self.device_caches, self.pre_run_hooks = (lambda: None), {}, []
+        self.arg_names = ["of", "to", "count", "number"]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        run = Adding()
+
+        def first(*arguments: Any) -> Any:
+            run(grid[0], *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+            return SimpleNamespace(run=run, function=None, packed_metadata=())
+
+        return first
+
+
+def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
+    """Workspace, large and small, results, views, copies: what arrives is what an ordinary call computes."""
+    kernel = Kernel()
+
+    def add(of: torch.Tensor, to: torch.Tensor, number: float) -> torch.Tensor:
+        kernel_launch.launched(kernel, 1, of, to, of.numel(), number)
+        return to
+
+    def run(x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        small = [add(x, x.new_empty(5), float(n + 1)) for n in range(3)]
+        large = add(x, x.new_empty(recorder.SMALL // 2)[3:8], 10.0)
+        both = x.new_empty(2, 5)
+        for row, of in zip(both.unbind(), (small[0], large)):
+            add(of, row, 100.0)
+        back = add(both[1], x.new_empty(5, 1).squeeze(1), 0.0)
+        zeros = x.new_zeros(5)
+        add(small[2], pool[5:], 0.0)
+        copied = pool[5:].to(torch.float64)
+        cleared = small[1].zero_().clone()
+        return both, None, add(cleared, cleared, 7.0), copied, zeros, back, pool
+
+    for number in range(5):
+        x, pool = torch.randn(5), torch.zeros(10)
+        with torch.no_grad():
+            found = recalled((x, pool), ("test",), lambda given=(x, pool): run(*given))
+        both, nothing, seven, copied, zeros, back, same = found
+        assert torch.equal(both, torch.stack([x + 1.0 + 100.0, x + 10.0 + 100.0])), number
+        assert nothing is None and same is pool
+        assert torch.equal(seven, torch.full((5,), 7.0)) and not zeros.any() and not pool[:5].any()
+        assert torch.equal(pool[5:], x + 3.0) and torch.equal(copied, (x + 3.0).double())
+        assert torch.equal(back, both[1])
+    assert isinstance(the_course(), Course)
+
+
+REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
+    "another operation": ("aten::exp.* is called", lambda x, add: add(x.exp(), x.new_empty(5))),
+    "contents": ("aten::.* is called", lambda x, add: add(x, x.new_empty(5 + 0 * int(x[0] > 0)))),
+    "a part": ("a result is a part", lambda x, add: add(x, x.new_empty(6)[1:])),
+    "a view of what was given": (
+        "a result is a view of an argument",
+        lambda x, add: add(x, x.new_empty(5)) is None or x[1:],
+    ),
+    "a copy, seen otherwise": ("a result is a part", lambda x, add: add(x, x.new_empty(5)).clone()[None]),
+    "another kind": ("the result is a list", lambda x, add: [add(x, x.new_empty(5))]),
+    "memory elsewhere": ("asked for on meta", lambda x, add: add(x, torch.empty(5, device="meta")) is None or None),
+    "nobody's": ("nobody made", lambda x, add: add(x, BEFORE) is None or None),
+    "no launch": ("nothing is launched", lambda x, add: x.new_empty(5)),
+}
+BEFORE = torch.zeros(5)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_understood_stays_ordinary(what: str, lines: list[tuple[Any, ...]]):
+    kernel, (reason, run) = Kernel(), REFUSED[what]
+    calls = []
+
+    def add(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        if not to.is_meta:
+            kernel_launch.launched(kernel, 1, of, to, 5, 1.0)
+        return to
+
+    x = torch.randn(5)
+    with torch.no_grad():
+        add(x, torch.empty(5))
+        for _ in range(4):
+            recalled((x,), (what,), lambda: calls.append(what) or run(x, add))
+    assert len(calls) == 5  # once more in front of the first: which kernels are to be compiled
+    course = the_course()
+    assert isinstance(course, str)
+    assert re.search(reason, course)

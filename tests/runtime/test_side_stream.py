@@ -1,0 +1,211 @@
+"""Launches beside others: what waits for what, also where a call is repeated from its course."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from wyfold.autograd import delta_chunk
+from wyfold.runtime import kernel_launch, recorder, replay_cache, segment_rule, side_stream
+from wyfold.runtime.replay_cache import Course
+
+triton = pytest.importorskip("triton")
+
+from tests.runtime.test_replay_cache import chunked, ordinary  # noqa: E402
+from tests.runtime.test_replay_cache import lines as launches  # noqa: E402, F401
+from triton.runtime import driver  # noqa: E402
+
+CARD = torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream of a card that is not there: what happens on it is a line of `lines`."""
+
+    def __init__(self, lines: list[str], handle: int):
+        self.lines, self.cuda_stream = lines, handle
+
+
+class Event:
+    """A place on such a stream."""
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = stream.cuda_stream
+
+    def wait(self, stream: Stream) -> None:
+        stream.lines.append(f"{stream.cuda_stream} waits for {self.recorded}")
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """Calls are made on stream 1, or on what `torch.cuda.stream` says; new streams are numbered from 10."""
+    found: list[str] = []
+    current = [Stream(found, 1)]
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        found.append(f"on {stream.cuda_stream}")
+        try:
+            yield
+        finally:
+            current.pop()
+            found.append(f"on {current[-1].cuda_stream}")
+
+    numbers = iter(range(10, 20))
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
+        mock.patch.object(torch.cuda, "Stream", lambda device, priority: Stream(found, next(numbers))),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "stream", on),
+        mock.patch.dict(side_stream._pairs, clear=True),
+    ):
+        yield found
+
+
+def test_what_waits_for_what(lines):
+    for _ in range(2):
+        with side_stream.beside(CARD) as away:
+            with away:
+                lines.append("aside")
+            lines.append("here")
+    once = ["10 waits for 1", "on 10", "aside", "on 1", "here", "1 waits for 10"]
+    assert lines == once * 2
+
+
+def test_each_stream_has_its_own(lines):
+    with side_stream.beside(CARD), torch.cuda.stream(Stream(lines, 2)), side_stream.beside(CARD):
+        pass
+    assert [line for line in lines if "waits" in line] == [
+        *("10 waits for 1", "11 waits for 2"),
+        *("2 waits for 11", "1 waits for 10"),
+    ]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_breaks_off_is_waited_for(lines, there: bool):
+    """Memory that launches aside still use goes back to the stream of the call."""
+
+    def broken() -> None:
+        with side_stream.beside(CARD) as away:
+            with away if there else contextlib.nullcontext():
+                raise KeyError
+
+    with contextlib.suppress(KeyError):
+        broken()
+    assert [line for line in lines if "waits" in line] == ["10 waits for 1", "1 waits for 10"]
+
+
+def test_no_streams_where_nothing_is_launched(lines):
+    with side_stream.beside(torch.device("cpu")) as away, away:
+        pass
+    assert not side_stream._pairs
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_course_that_breaks_off_is_waited_for(lines, there: bool, monkeypatch):
+    monkeypatch.setattr(kernel_launch, "enter_context", lambda given: None)
+    monkeypatch.setattr(kernel_launch, "stream", lambda device: 1)
+    broken = mock.Mock()
+    broken.again.side_effect = KeyboardInterrupt
+    steps = (
+        side_stream.Turn(0, joins=False),
+        side_stream.Aside(broken, 0) if there else broken,
+        side_stream.Turn(0, joins=True),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        Course(CARD, (), (), 0, steps, (), single=False).take((), [])
+    assert lines == ["10 waits for 1", "1 waits for 10"]
+
+
+def test_between_the_turns_there_are_launches_alone(lines):
+    """A course would ask for memory there, or give it up, on the other stream."""
+    x = torch.zeros(4)
+
+    def asked() -> None:
+        with side_stream.beside(CARD) as away, away:
+            torch.empty(4)
+
+    def given_up() -> None:
+        y = torch.empty(4)
+        with side_stream.beside(CARD) as away, away:
+            del y
+
+    assert recorder.listened((x,), asked)[1] == "aten::empty is called while launches are made aside"
+    assert recorder.listened((x,), given_up)[1] == "memory is given up while launches are made aside"
+
+
+def test_threads_that_come_first_find_one_pair(lines):
+    """Each has made one when it hears of the other's."""
+    made = threading.Barrier(2)
+
+    class Late(Event):
+        def __init__(self) -> None:
+            made.wait(1)
+
+    found: list[side_stream.Pair] = []
+    with mock.patch.object(torch.cuda, "Event", Late):
+        threads = [threading.Thread(target=lambda: found.append(side_stream._pair(0, 1))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 2
+    assert found[0] is found[1]
+
+
+def test_a_course_does_the_same(lines):
+    """Who hears a call is told of the turns, and repeats a launch on the stream it was made on."""
+    heard: list[Any] = []
+    launch = mock.Mock()
+    launch.again = lambda stream, *_: lines.append(f"launched on {stream}")
+    launch.moved = lambda to: launch
+    with kernel_launch.heard(lambda step, kernel, *, new: heard.append(step)), side_stream.beside(CARD) as away:
+        with away:
+            heard.append(kernel_launch._thread.become(launch))
+        heard.append(launch)
+    for stream, beside in ((1, 10), (2, 11)):
+        lines.clear()
+        with torch.cuda.stream(Stream(lines, stream)):
+            for step in heard:
+                step.moved(lambda n, offset: (n, offset)).again(stream, [], [])
+        assert lines[1:-1] == [
+            *(f"{beside} waits for {stream}", f"launched on {beside}"),
+            *(f"launched on {stream}", f"{stream} waits for {beside}"),
+        ]
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
+    op, given = chunked(rule)
+    wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
+    beside = side_stream.beside
+    monkeypatch.setattr(delta_chunk, "beside", lambda device: beside(CARD))
+    stream = lambda device: torch.cuda.current_stream(device).cuda_stream
+    monkeypatch.setattr(driver.active, "get_current_stream", stream, raising=False)
+
+    def called() -> list[tuple[str, int]]:
+        launches.clear(), lines.clear()
+        o = op(**given)
+        torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, torch.ones_like(given["v"]))
+        return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, stream, *_ in launches]
+
+    with segment_rule.forced(2):
+        with ordinary():
+            called()
+            found = called()
+        waits = [line for line in lines if "waits" in line]
+        assert [called() for _ in range(3)] == [found] * 3
+        assert (
+            all(type(course) is Course for course in replay_cache._courses.values()) and len(replay_cache._courses) == 2
+        )
+    assert waits == lines == ["10 waits for 1", "1 waits for 10"] * 2
+    assert found == [
+        *(("segment_grid", 1), ("prepare", 1), ("summary", 10), ("fold", 10), ("scan", 10), ("scan", 1)),
+        *(("segment_grid", 1), ("prepare", 1), ("summary_bwd", 10), ("fold", 10), ("scan_bwd", 10), ("scan_bwd", 1)),
+        ("gradients", 1),
+    ]
