@@ -1,6 +1,6 @@
 """Ranks of a gloo group: processes that share one import, forked by a program of its own.
 
-    python -m tests.parallel.ranks FOLDER MODULE CASES WORLD...
+    python -m tests.context_parallel.ranks FOLDER MODULE CASES WORLD...
 
 imports MODULE and computes what its table CASES has to compare with, once. For each WORLD, the number of ranks, it then
 forks these, which run every case and leave in FOLDER what they had to say. A test process must not fork itself: by
@@ -54,7 +54,7 @@ def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying
         module, cases: Where the table is.
         dying: Ranks that are not there to say anything.
     """
-    command = [sys.executable, "-m", "tests.parallel.ranks", str(folder), module, cases, *map(str, worlds)]
+    command = [sys.executable, "-m", "tests.context_parallel.ranks", str(folder), module, cases, *map(str, worlds)]
     # Ranks here have CPUs. With a GPU in sight autograd starts threads for it, which those that are forked have not.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -490,10 +490,10 @@ DEATH = {"a rank dies": Case(lambda: None, death)}
 
 
 def test_ranks_compute_what_one_process_does(tmp_path: Path):
-    found = refusals([2, 3, 4, 8], tmp_path, "tests.parallel.test_context", "CASES")
+    found = refusals([2, 3, 4, 8], tmp_path, "tests.context_parallel.test_context", "CASES")
     assert not found, found
 
 
 def test_a_dead_rank_is_an_error_on_the_others(tmp_path: Path):
-    found = refusals([3], tmp_path, "tests.parallel.test_context", "DEATH", dying=[1])
+    found = refusals([3], tmp_path, "tests.context_parallel.test_context", "DEATH", dying=[1])
     assert not found, found
