@@ -90,7 +90,7 @@ def printable(text: str) -> str:
     What a message quotes, such as a file's name, or a model says may hold a terminal's commands. Characters that turn
     the direction of a line around are escaped too.
 
-    Example:
+    Examples:
         >>> print(printable("a\\x1b[2J\\ud800b"))
         a\\x1b[2J\\ud800b
     """

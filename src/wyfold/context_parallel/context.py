@@ -429,7 +429,7 @@ def build_cp_context(
         TypeError: an argument of the wrong Python type.
         ValueError: contents that do not fit together, the same on every rank.
 
-    Example:
+    Examples:
         >>> import torch, wyfold.cp
         >>> store = torch.distributed.HashStore()
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

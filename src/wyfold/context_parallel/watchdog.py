@@ -72,7 +72,7 @@ class Watch:
         TypeError, ValueError: as `build_cp_context` of its group; silence_s is not positive.
         RankLost: on entry to `with`, never; inside of it and at its end.
 
-    Example:
+    Examples:
         >>> import torch, wyfold.cp
         >>> store = torch.distributed.HashStore()
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

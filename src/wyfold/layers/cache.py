@@ -43,7 +43,7 @@ class LayerCache:
     Raises:
         TypeError, ValueError: tensors is no mapping, or does not map names to tensors [N, ...].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold.layers import DeltaNet, LayerCache
         >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), LayerCache()
@@ -203,7 +203,7 @@ class DecodingCache:
     Raises:
         TypeError: a layer's cache is no `LayerCache`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold.layers import LayerCache
         >>> cache = DecodingCache([LayerCache({"state": torch.arange(3.0)})], batch_size=3)
@@ -313,7 +313,7 @@ class DecodingPools:
     Args:
         layers: One `LayerPool` per layer, all of so many slots.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold.models import Decoder, DecoderConfig
         >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn", num_heads=2, head_dim=16))

@@ -203,7 +203,7 @@ class DeltaNet(DeltaMixer):
         norm_eps: eps of the output norm.
         backend: See `DeltaMixer`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold.layers import LayerCache
         >>> layer, cache = DeltaNet(hidden_size=32, num_heads=2, head_dim=16), LayerCache()

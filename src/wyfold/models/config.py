@@ -49,7 +49,7 @@ class DecoderConfig:
     Raises:
         TypeError, ValueError: naming the field.
 
-    Example:
+    Examples:
         >>> DecoderConfig(pattern="gdn*2 attention", num_layers=4).layers
         ('gated_delta_net', 'gated_delta_net', 'attention', 'gated_delta_net')
     """

@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         backend: Of every operator in its layers; belongs to this instance, not to the model. None for the table's
             choice; on CUDA "eager" has to be asked for.
 
-    Example:
+    Examples:
         >>> import torch
         >>> config = DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn attention", num_heads=2, head_dim=16)
         >>> model = Decoder(config)

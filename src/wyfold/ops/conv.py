@@ -67,7 +67,7 @@ def causal_conv1d(
         ValueError: a wrong shape, dtype or device, W outside 2 to 8, or boundaries that are none.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> x, weight = torch.randn(2, 10, 8), torch.randn(8, 4)
         >>> y, state = wyfold.causal_conv1d(x, weight, activation="silu", output_final_state=True)

@@ -116,7 +116,7 @@ def doctor() -> Report:
     Returns:
         Report; print it, or take its fields.
 
-    Example:
+    Examples:
         >>> import wyfold
         >>> report = wyfold.doctor()
         >>> {service.backend for service in report.services if service.device == "cpu"}

@@ -21,7 +21,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     Raises:
         TypeError, ValueError: What the call itself would raise.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> q = torch.empty(1, 100, 4, 64, device="meta")
         >>> wyfold.explain(wyfold.chunk_delta_rule, q, q, q).backend

@@ -113,7 +113,7 @@ def chunk_gated_delta_rule(
     Source:
         Gated DeltaNet, arXiv:2412.06464, the gated delta rule and its chunkwise form.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> q, k, v = (torch.randn(1, 100, 2, 64) for _ in range(3))
         >>> g, beta = -torch.rand(1, 100, 2), torch.rand(1, 100, 2)

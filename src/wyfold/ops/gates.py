@@ -48,7 +48,7 @@ def fused_gdn_gate(
         ValueError: a wrong shape, dtype or device.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> g = wyfold.fused_gdn_gate(torch.zeros(1, 10, 4), A_log=torch.zeros(4))
         >>> round(g[0, 0, 0].item(), 4)
@@ -102,7 +102,7 @@ def fused_kda_gate(
         ValueError: a wrong shape, dtype or device, or lower_bound >= 0.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> g = wyfold.fused_kda_gate(torch.zeros(1, 10, 4, 32), A_log=torch.zeros(4), lower_bound=-5.0)
         >>> g[0, 0, 0, 0].item()
@@ -144,7 +144,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
         ValueError: a wrong dtype, or a scale that is not finite.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> wyfold.fused_beta_sigmoid(torch.zeros(1, 10, 4), scale=2.0)[0, 0, 0].item()
         1.0

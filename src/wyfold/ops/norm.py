@@ -42,7 +42,7 @@ def l2norm(
         ValueError: a wrong dtype, an x without an axis, or an eps that is not above 0 in the arithmetic's type.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> wyfold.l2norm(torch.tensor([3.0, 4.0])).norm().round().item()
         1.0
@@ -106,7 +106,7 @@ def rms_norm_gated(
             the arithmetic's type.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> x, g = torch.randn(2, 10, 4, 32), torch.randn(2, 10, 4, 32)
         >>> wyfold.rms_norm_gated(x, g, torch.ones(32), activation="sigmoid").shape

@@ -71,7 +71,7 @@ def conv1d_update(
             a gradient.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold import serving
         >>> pool, weight = torch.zeros(8, 16, 3), torch.randn(16, 4)
@@ -115,7 +115,7 @@ def conv1d_prefill(
     Raises:
         TypeError, ValueError, UnsupportedError: As `conv1d_update`.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> from wyfold import serving
         >>> x, pool, weight = torch.randn(1, 9, 16), torch.zeros(8, 16, 3), torch.randn(16, 4)

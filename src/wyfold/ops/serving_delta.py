@@ -80,7 +80,7 @@ def decode(
             that nothing is written to, those that skipped rows name to end in, may be any.
         UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold import serving
         >>> q, k, v = (torch.nn.functional.normalize(torch.randn(3, 1, 2, 16), dim=-1) for _ in range(3))
@@ -153,7 +153,7 @@ def decode_packed(
     Returns:
         o: [N, HV, V].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from wyfold import serving
         >>> pool = torch.zeros(8, 4, 16, 32)

@@ -79,7 +79,7 @@ def ttt_decode(
             `checked` live slots that are not distinct.
         UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> from wyfold import serving
         >>> N, H, D, slots = 3, 2, 16, torch.tensor([5, 0, -1])

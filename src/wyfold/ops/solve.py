@@ -52,7 +52,7 @@ def solve_tril(
         ValueError: a wrong shape, dtype or device, an A that requires a gradient, or (`checked`) is not strictly lower.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         DeltaNet from its parts: one head, two chunks of 16 tokens, the state carried from one to the other.
 
         >>> import torch, wyfold
@@ -136,7 +136,7 @@ def chunk_scaled_dot_kkt(
         ValueError: a wrong shape, dtype or device, an input that requires a gradient, or (`checked`) a positive g.
         UnsupportedError: no backend, or not the demanded one, serves the device.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> k, beta = torch.randn(1, 100, 2, 32), torch.rand(1, 100, 4)
         >>> wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16).shape

@@ -122,7 +122,7 @@ def chunk_ttt_linear(
     Source:
         Learning to (learn at test time), arXiv:2407.04620: TTT-Linear, inner mini-batches and their dual form.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> q, k, v = (torch.randn(1, 100, 2, 16) for _ in range(3))
         >>> w, b = torch.ones(2, 16), torch.zeros(2, 16)
@@ -198,7 +198,7 @@ def fused_recurrent_ttt_linear(
     Source:
         Learning to (learn at test time), arXiv:2407.04620.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
         >>> w, b, state = torch.ones(2, 16), torch.zeros(2, 16), None

@@ -28,7 +28,7 @@ def checked() -> Iterator[None]:
 
     It costs a device synchronisation per check, and holds for the whole process, all threads included.
 
-    Example:
+    Examples:
         >>> import torch, wyfold
         >>> with wyfold.checked():
         ...     A = wyfold.solve_tril(torch.zeros(1, 16, 1, 16))

@@ -36,7 +36,7 @@ class SequenceLayout:
         TypeError: cu_seqlens is no tensor, or a number no int.
         ValueError: wrong shape or dtype, contents that are no boundaries (read on the CPU only), or more than max_seqs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layout = SequenceLayout(torch.tensor([0, 5, 5, 9]), tokens=12)
         >>> layout.sequence_ids.tolist()

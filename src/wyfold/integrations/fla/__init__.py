@@ -172,7 +172,7 @@ def install(force: bool = False) -> StandIn:
         TypeError: force is no flag.
         ImportError: another fla can be imported, if only a folder of that name, and force is not given.
 
-    Example:
+    Examples:
         >>> import wyfold.integrations.fla
         >>> with wyfold.integrations.fla.install():
         ...     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
