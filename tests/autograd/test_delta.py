@@ -33,8 +33,8 @@ F64 = torch.float64
 @pytest.mark.parametrize("rule", RULES)
 def test_the_launches_of_each_direction(rule: str, form: str, results, monkeypatch):
     asked = []
-    launches = table.launches
-    monkeypatch.setattr(table, "launches", lambda stage, backend: asked.append(stage) or launches(stage, backend))
+    launches = table.kernel_module
+    monkeypatch.setattr(table, "kernel_module", lambda stage, backend: asked.append(stage) or launches(stage, backend))
     op, a = getattr(wyfold, f"{form}_{rule}"), inputs.draw("random", rule, Shape(1, 20, 1, 1, 8, 8))
     plan = wyfold.explain(op, **a)
     results(op, a, ())

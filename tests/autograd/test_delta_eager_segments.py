@@ -121,13 +121,13 @@ def test_what_is_kept_has_the_sizes_that_metadata_give(N: int | None, keep: bool
 @pytest.mark.parametrize("length", [4 * 3 * C - C, 4 * 3 * C - 1, 4 * 3 * C, 4 * 3 * C + 1])
 def test_around_the_threshold(length: int, results, monkeypatch):
     """Shorter sequences have the bits of whole ones, at it and above states are folded: beside each other, too."""
-    folded, launches = [], table.launches
+    folded, launches = [], table.kernel_module
 
     def watched(stage: str, backend: str) -> Any:
         folded.append(stage == "fold")
         return launches(stage, backend)
 
-    monkeypatch.setattr(table, "launches", watched)
+    monkeypatch.setattr(table, "kernel_module", watched)
     a = call("gated_delta_rule", Shape(1, length, 1, 2, 8, 8))
     with segment_rule.forced(4, chunks=3):
         cut = results(wyfold.chunk_gdn, a)

@@ -19,7 +19,7 @@ def test_json_says_everything_the_report_holds(capsys, tmp_path):
     assert report["versions"]["wyfold"] == wyfold.__version__
     assert report["settings"]["threads"] == torch.get_num_threads()
     assert report["settings"]["environment_variables"] == "none is read"
-    assert set(report["cells"]) == {row.stage for row in table.ROWS}
+    assert set(report["cells"]) == {row.stage for row in table.ENTRIES}
     assert json.loads((tmp_path / "doctor.json").read_text()) == report
 
 

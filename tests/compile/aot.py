@@ -319,7 +319,7 @@ def pretending(architecture: str, launched: Callable[..., None], code_of: str = 
         mock.patch.object(driver, "_active", PretendDriver(code_of or architecture)),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(kernel_configs, "architecture", lambda device: architecture),
-        mock.patch.object(table, "_where", lambda device, demand: ""),
+        mock.patch.object(table, "_device_refusal", lambda device, demand: ""),
     ):
         yield
 
@@ -484,7 +484,7 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     with pretending(architecture, lambda *_, **__: None), call.cut():
         plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
     return {
-        (f"{stage}.{table.language(stage, plan.backend, key, torch.device('cpu'))}", row)
+        (f"{stage}.{table.selected_backend(stage, plan.backend, key, torch.device('cpu'))}", row)
         for stage, key, row in plan.rows
     }
 

@@ -10,7 +10,7 @@ from tests.emulator.delta import PACKED
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, States, Tokens, gluon
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs, gluon
 from wyfold.runtime.chunk_layout import chunk_grid
 from wyfold.runtime.kernel_configs import Config
 
@@ -42,7 +42,7 @@ class Truth(NamedTuple):
     border_c: Tensor
 
 
-def truth(x: Tokens, S0: Tensor | None, c0: Tensor | None, spans: list[tuple[int, int, int]]) -> Truth:
+def truth(x: TTTInputs, S0: Tensor | None, c0: Tensor | None, spans: list[tuple[int, int, int]]) -> Truth:
     q, k, v, w, u, eta = (y.double() for y in x[:6])
     B, T, HV, _ = v.shape
     col = torch.ones(B, T, HV, 1).double() if x.col is None else x.col.double()
@@ -109,7 +109,7 @@ def judge(
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in pairwise(cu)]
     S = torch.randn(len(spans), HV, D, D) * 0.1 if S0 else None
     c = torch.randn(len(spans), HV, 1, D) * 0.1 + offset if c0 else None
-    x = Tokens(q, k, v, w, u, eta, factor, residual)
+    x = TTTInputs(q, k, v, w, u, eta, factor, residual)
     want = truth(x, S, c, spans)
     used = spans[-1][2]
     for y in (q, k, v, eta, *((factor,) if factor is not None else ())):
@@ -123,12 +123,12 @@ def judge(
     left = None
     if kept:
         tiles = grid.chunks * HV
-        left = Borders(
+        left = SegmentBorders(
             N=blank(B, T, HV, D, dtype=q.dtype), S=blank(tiles, D, D, dtype=q.dtype), c=blank(tiles, D),
             X=blank(B, T, HV, D, dtype=q.dtype), rows=blank(B, T, HV, 4),
         )  # fmt: skip
     with machine.installed(gluon, Config(4, stages, {"READ": 152, "PREPARE": 96})):
-        gluon.ttt(x, States(S, c), States(ST, cT), grid, C, SCALE, EPS, o, left)
+        gluon.ttt(x, StateViews(S, c), StateViews(ST, cT), grid, C, SCALE, EPS, o, left)
     assert not o[:, used:].any(), "outputs behind the last sequence are zero"
     require_close(machine, BFLOAT16, o=(o[:, :used], want.o[:, :used]), S=(ST, want.S), c=(cT, want.c))
     if left is not None:

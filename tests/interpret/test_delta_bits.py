@@ -267,7 +267,7 @@ def kernels_of(run, monkeypatch) -> list[str]:
             replay_cache, "rehearsed", lambda run, device: None
         )  # which would call them once more, for nothing
         for stage in ("prepare", "scan", "scan_bwd", "gradients"):
-            module = table.launches(stage, "triton")
+            module = table.kernel_module(stage, "triton")
             launch = getattr(module, stage)
 
             def watched(*given, stage=stage, launch=launch, **options):

@@ -63,7 +63,7 @@ def test_gates(rule: str, gate: str, device, results):
 @pytest.mark.parametrize("family", ["random", "identical"])
 @pytest.mark.parametrize("rule", RULES[:2])
 def test_the_form_that_is_not_the_default(rule: str, family: str, device, results, monkeypatch):
-    monkeypatch.setattr(table.launches("prepare", "triton"), "reads_folded", lambda g: True)
+    monkeypatch.setattr(table.kernel_module("prepare", "triton"), "reads_folded", lambda g: True)
     a = inputs.draw(family, rule, SHAPE, state="normal", dtype=torch.bfloat16)
     require(*verdicts(rule, a, device, results, folded=True))
 

@@ -112,7 +112,7 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
     from wyfold.kernels.recurrent import gluon
 
     columns, warps = request.param
-    usual, launched = table.language, gluon.launched
+    usual, launched = table.selected_backend, gluon.launched
     kernel = interpreted(gluon.wyfold_recurrent_gluon, WithoutLayouts(warps), {})
     found = types.SimpleNamespace(launches=0)
 
@@ -125,7 +125,7 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
 
     def switch() -> types.SimpleNamespace:
         monkeypatch.setattr(gluon, "launched", counted)
-        monkeypatch.setattr(table, "language", language)
+        monkeypatch.setattr(table, "selected_backend", language)
         return found
 
     config = kernel_configs.Config(warps, 1, {"BV": columns})

@@ -31,7 +31,7 @@ MIXED = [
 
 @pytest.fixture
 def short_blocks(device, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = table.launches("recurrent", "triton")
+    stage = table.kernel_module("recurrent", "triton")
     monkeypatch.setattr(stage, "BLOCK", 4)
     monkeypatch.setattr(stage, "RUN", 2)
 

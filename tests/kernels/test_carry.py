@@ -39,7 +39,7 @@ def run(backend: str, name: str, device: torch.device, *given: object, **flags: 
         moved.append(there(x) if isinstance(x, torch.Tensor) else x)
     if backend != "eager":
         flags["dtype"] = torch.float32
-    getattr(table.launches("carry", backend), name)(*moved, **flags)
+    getattr(table.kernel_module("carry", backend), name)(*moved, **flags)
     return [(x.states if isinstance(x, StateRows) else x).double().cpu() for x in moved if x is not None]
 
 

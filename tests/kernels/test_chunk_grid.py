@@ -19,7 +19,7 @@ ILLEGAL = ((3, 5, 9), (0, 7, 2, 9), (0, 5, 99), (-4, 2, 9), (9, 9, 0), (0, 90, *
 
 def agree(cu: torch.Tensor, tokens: int, C: int, every: int = 0) -> None:
     truth = chunk_layout.chunk_grid(1, tokens, C, cu.cpu(), every)
-    found = table.launches("chunk_grid", "triton").chunk_grid(1, tokens, C, cu, every)
+    found = table.kernel_module("chunk_grid", "triton").chunk_grid(1, tokens, C, cu, every)
     assert (found.first_state is None) == (truth.first_state is None) == (not every)
     for name in ("cu", "first", "sequence", *(["first_state"] if every else [])):
         assert torch.equal(getattr(found, name).cpu(), getattr(truth, name)), name
@@ -55,5 +55,5 @@ def test_every_other_entry(device: torch.device):
 
 @pytest.mark.parametrize("name", ("eager", "triton"))
 def test_a_dense_grid_needs_no_kernel(name: str):
-    grid = table.launches("chunk_grid", name).chunk_grid(3, 33, 16, None)
+    grid = table.kernel_module("chunk_grid", name).chunk_grid(3, 33, 16, None)
     assert grid == chunk_layout.chunk_grid(3, 33, 16, None)

@@ -20,7 +20,7 @@ def run(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     y, dx, final = torch.empty_like(x), torch.empty_like(x), torch.empty_like(state)
     dweight, dstate = torch.zeros_like(weight.t()), torch.zeros_like(state)
-    stage = table.launches("conv", backend)
+    stage = table.kernel_module("conv", backend)
     stage.conv(x, weight, None, None, state, cu_seqlens, True, y, final)
     out = ConvGradients(dx, dweight, None, dstate)
     stage.conv_bwd(x, weight, None, state, cu_seqlens, True, dy, dfinal, x.dtype, out)
@@ -85,7 +85,7 @@ def run_all(
     y, dx, final = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given["state"])
     sums = [torch.zeros(4, D, dtype=wide, device=x.device), torch.zeros(D, dtype=wide, device=x.device)]
     dstate = torch.empty_like(given["state"], dtype=wide)
-    stage = table.launches("conv", backend)
+    stage = table.kernel_module("conv", backend)
     stage.conv(x, t["weight"], t["bias"], t["residual"], t["state"], cu_seqlens, activated, y, final)
     out = ConvGradients(dx, *sums, dstate)
     shared = (x, t["weight"], t["bias"], t["state"], cu_seqlens, activated)
@@ -143,7 +143,7 @@ def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch
         shapes = {"x": t["x"], "weight": t["weight"].t(), "bias": t["bias"], "state": t["state"]}
         out = ConvGradients(*(torch.zeros_like(like) if name in names else None for name, like in shapes.items()))
         shared = (t["x"], t["weight"], t["bias"], t["state"], cu_seqlens, True, t["dy"], t["dfinal"])
-        table.launches("conv", backend).conv_bwd(*shared, torch.float32, out)
+        table.kernel_module("conv", backend).conv_bwd(*shared, torch.float32, out)
         return out
 
     every, one = gradients("x", "weight", "bias", "state"), gradients(wanted)
@@ -158,7 +158,7 @@ def test_one_length_is_its_boundaries(device: torch.device):
     for name, found in packed.items():
         assert torch.equal(found, one_length[name]), name
     y, shared = torch.empty_like(t["x"]), (t["x"], t["weight"], t["bias"], t["residual"], t["state"], 15, True)
-    table.launches("conv", "triton").conv(*shared, y, None)
+    table.kernel_module("conv", "triton").conv(*shared, y, None)
     assert torch.equal(y.cpu(), packed["y"])
 
 
@@ -167,7 +167,7 @@ def test_boundaries_that_are_none_lead_nowhere(wrong: tuple[int, ...], guarded: 
     """On a GPU nobody has looked at them: results mean nothing, but nothing beside a tensor is read or written."""
     t = {name: guarded(found) for name, found in several(device).items()}
     y, dx, final, dstate = (guarded(t[name]) for name in ("x", "x", "state", "state"))
-    cu_seqlens, stage = torch.tensor(wrong, device=device), table.launches("conv", "triton")
+    cu_seqlens, stage = torch.tensor(wrong, device=device), table.kernel_module("conv", "triton")
     stage.conv(t["x"], t["weight"], t["bias"], t["residual"], t["state"], cu_seqlens, True, y, final)
     out = ConvGradients(dx, guarded(t["weight"].t()), guarded(t["bias"]), dstate)
     shared = (t["x"], t["weight"], t["bias"], t["state"], cu_seqlens, True, t["dy"], t["dfinal"])

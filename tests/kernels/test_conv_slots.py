@@ -25,11 +25,11 @@ def test_from_any_place_in_a_slot(W: int, turned: bool, backend: str, device: to
     plain, y = torch.empty(2 * T, D, device=device), torch.empty(1, 2 * T, D, device=device)
     cu = torch.tensor([0, T, 2 * T], device=device)
     slots = Slots(there, there, torch.tensor([[3], [1]], device=device), accepted=accepted.to(device))
-    grid = table.launches("chunk_grid", backend).chunk_grid(1, 2 * T, 64, cu)
+    grid = table.kernel_module("chunk_grid", backend).chunk_grid(1, 2 * T, 64, cu)
     filter_of = x.to(device), weight.to(device), bias.to(device)
-    table.launches("conv_slots", backend).update(*filter_of, there, slots, grid, True, y)
+    table.kernel_module("conv_slots", backend).update(*filter_of, there, slots, grid, True, y)
     borders = cu.cpu() if backend == "eager" else cu
-    table.launches("conv", backend).conv(
+    table.kernel_module("conv", backend).conv(
         filter_of[0][0], *filter_of[1:], None, before.to(device), borders, True, plain, None
     )  # fmt: skip
     assert torch.equal(y[0], plain) and torch.equal(there.cpu(), room)

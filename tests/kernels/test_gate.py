@@ -17,7 +17,7 @@ def run(backend: str, activation: str, bound: float, *tensors: torch.Tensor) -> 
     x, A_log, dt_bias, dg = tensors
     g, dx = torch.empty_like(x), torch.empty_like(x)
     dA_log, ddt_bias = torch.zeros_like(A_log), A_log.new_zeros(x.shape[1:])
-    stage = table.launches("gate", backend)
+    stage = table.kernel_module("gate", backend)
     stage.gate(x, A_log, dt_bias, activation, bound, g)
     stage.gate_bwd(x, A_log, dt_bias, activation, bound, dg, GateGradients(dx, dA_log, ddt_bias))
     return [t.cpu() for t in (g, dx, dA_log, ddt_bias)]
@@ -57,7 +57,7 @@ def test_narrow_inputs(dtype: torch.dtype, backend: str, device: torch.device):
 
     def forward(name: str, *tensors: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-        table.launches("gate", name).gate(*tensors[:3], "softplus", 0.0, out)
+        table.kernel_module("gate", name).gate(*tensors[:3], "softplus", 0.0, out)
         return out.cpu()
 
     got, wide = tuple(t.to(device) for t in tensors), tuple(t.double() for t in tensors)
@@ -73,7 +73,7 @@ def test_narrow_inputs(dtype: torch.dtype, backend: str, device: torch.device):
 @pytest.mark.parametrize(("activation", "bound"), KINDS)
 def test_parameters_and_gradients_that_are_not_there(activation: str, bound: float, backend: str, device: torch.device):
     x, dg = torch.randn(9, 2, 24, device=device), torch.randn(9, 2, 24, device=device)
-    zeros, stage = torch.zeros(2, device=device), table.launches("gate", backend)
+    zeros, stage = torch.zeros(2, device=device), table.kernel_module("gate", backend)
     given = run(backend, activation, bound, x, zeros, torch.zeros(48, device=device), dg)
     g, dx = torch.empty_like(x), torch.empty_like(x)
     stage.gate(x, None, None, activation, bound, g)
@@ -90,7 +90,11 @@ def test_parameters_and_gradients_that_are_not_there(activation: str, bound: flo
 def test_limits(backend: str, device: torch.device):
     """No floor; a reset's gradient is zero and makes no parameter's gradient infinite; NaN stays NaN."""
     x = torch.tensor([-torch.inf, -1e4, 1e4, torch.inf, torch.nan], device=device)[:, None, None]
-    A_log, bias, stage = torch.zeros(1, device=device), torch.zeros(1, device=device), table.launches("gate", backend)
+    A_log, bias, stage = (
+        torch.zeros(1, device=device),
+        torch.zeros(1, device=device),
+        table.kernel_module("gate", backend),
+    )
     g = torch.empty_like(x)
     stage.gate(x, A_log, bias, "softplus", 0.0, g)
     assert g.flatten().tolist()[:4] == [0.0, 0.0, -1e4, -math.inf]
@@ -119,14 +123,14 @@ def test_tokens_heads_and_channels_at_any_distance(channels: int, backend: str, 
     for one, other in zip(plain, run(backend, "softplus", 0.0, *apart), strict=True):
         assert torch.equal(one, other)
     room = torch.full((9, 4, channels + 1), torch.nan, device=device)
-    table.launches("gate", backend).gate(*apart[:3], "softplus", 0.0, room[:, :, 1:])
+    table.kernel_module("gate", backend).gate(*apart[:3], "softplus", 0.0, room[:, :, 1:])
     assert torch.equal(room[:, :, 1:].cpu(), plain[0])
     assert room[:, :, 0].isnan().all()
 
 
 def run_beta(name: str, scale: float, x: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     beta, dx = torch.empty_like(x), torch.empty_like(x)
-    stage = table.launches("gate", name)
+    stage = table.kernel_module("gate", name)
     stage.beta_sigmoid(x, scale, beta)
     stage.beta_sigmoid_bwd(x, scale, d, dx)
     return beta.cpu(), dx.cpu()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from wyfold.kernels import table
-from wyfold.kernels.records import Borders, Inputs
+from wyfold.kernels.records import ChunkBorders, Inputs
 from wyfold.tile.decay import eager as decay
 from wyfold.tile.inverse.eager import inverse
 
@@ -45,11 +45,11 @@ def test_a_chunk(kind: str, C: int, strength: str, backend: str, float64_bounds)
     truth = torch.autograd.grad((do * out).sum() + (dS1 * S1).sum(), leaves)
 
     tiles = Inputs(q, k, v, beta, g, None, None)
-    factors = table.launches("prepare", backend).fold(tiles)
+    factors = table.kernel_module("prepare", backend).fold(tiles)
     assert torch.equal(factors.A, inverse(beta * factors.J))
     R = v - decay.from_start(k, factors.G) @ S
     X = factors.F.mT @ do + factors.E @ dS1
-    found = table.launches("gradients", backend).gradients(tiles, factors, Borders(S, dS1, R, X), do)
+    found = table.kernel_module("gradients", backend).gradients(tiles, factors, ChunkBorders(S, dS1, R, X), do)
     for name, x, true in zip(("q", "k", "v", "beta", "g"), found, truth):
         float64_bounds.gradient(name, x, true)
     assert (found.g is None) == (g is None)

@@ -23,7 +23,7 @@ def launch(
     L = torch.zeros(*beta.shape[:3], C, dtype=k.dtype)
     for part in workspace.parts(k.shape[0], k.shape[1], cu_seqlens, C, per_part):
         tokens = (part.block(x) for x in (k, beta, g))
-        table.launches("kkt", backend).kkt(*tokens, part.table, k.dtype, part.block(L))
+        table.kernel_module("kkt", backend).kkt(*tokens, part.table, k.dtype, part.block(L))
     return L
 
 

@@ -20,7 +20,7 @@ def test_l2norm(rows: int, dtype: torch.dtype, backend: str, device: torch.devic
 
     def run(name: str, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, dx = torch.empty_like(x), torch.empty_like(x)
-        stage = table.launches("norm", name)
+        stage = table.kernel_module("norm", name)
         stage.l2norm(x, 1e-6, y)
         stage.l2norm_bwd(x, 1e-6, dy, dx)
         return y.cpu(), dx.cpu()
@@ -34,7 +34,7 @@ def run_rms_norm(name: str, options: RmsNormOptions, *tensors: torch.Tensor) -> 
     x, z, weight, bias, dy = tensors
     y, dx, dz = (torch.empty_like(x) for _ in range(3))
     dweight, dbias = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
-    stage = table.launches("norm", name)
+    stage = table.kernel_module("norm", name)
     stage.rms_norm_gated(x, z, weight, bias, options, y)
     stage.rms_norm_gated_bwd(x, z, weight, bias, dy, options, RmsNormGradients(dx, dz, dweight, dbias))
     return [t.cpu() for t in (y, dx, dz, dweight, dbias) if t is not None]
@@ -66,7 +66,7 @@ def test_any_width(width: int, backend: str, device: torch.device):
 def test_a_row_of_one_number(backend: str, device: torch.device):
     x, ones = torch.tensor([[3.0], [0.0]], device=device), torch.ones(2, 1, device=device)
     y, dx = torch.empty_like(x), torch.empty_like(x)
-    stage = table.launches("norm", backend)
+    stage = table.kernel_module("norm", backend)
     stage.l2norm(x, 7.0, y)
     stage.l2norm_bwd(x, 7.0, ones, dx)
     assert torch.equal(y.cpu(), torch.tensor([[0.75], [0.0]]))
@@ -76,7 +76,7 @@ def test_a_row_of_one_number(backend: str, device: torch.device):
 def test_rows_and_columns_at_any_distance(backend: str, device: torch.device):
     """The same bits as from contiguous rows, read and written between other numbers."""
     x, z, dy = (torch.randn(9, 24, device=device) for _ in range(3))
-    weight, stage = torch.randn(24, device=device), table.launches("norm", backend)
+    weight, stage = torch.randn(24, device=device), table.kernel_module("norm", backend)
 
     def run(*rows: torch.Tensor, out: torch.Tensor, dx: torch.Tensor, dz: torch.Tensor) -> list[torch.Tensor]:
         dweight = torch.zeros(24, device=device)
@@ -108,7 +108,7 @@ def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch
     every = RmsNormGradients(*(torch.zeros_like(t) for t in shapes.values()))
     one = RmsNormGradients(*(torch.zeros_like(t) if name == wanted else None for name, t in shapes.items()))
     for out in (every, one):
-        table.launches("norm", backend).rms_norm_gated_bwd(x, z, weight, bias, dy, OPTIONS[0], out)
+        table.kernel_module("norm", backend).rms_norm_gated_bwd(x, z, weight, bias, dy, OPTIONS[0], out)
     assert torch.equal(getattr(one, wanted), getattr(every, wanted))
 
 
@@ -116,7 +116,7 @@ def test_sums_are_added_to_and_no_row_adds_nothing(backend: str, device: torch.d
     x, weight = torch.randn(0, 24, device=device), torch.randn(24, device=device)
     dweight, dbias = torch.full((24,), 2.0, device=device), torch.full((24,), 3.0, device=device)
     out = RmsNormGradients(torch.empty_like(x), None, dweight, dbias)
-    stage = table.launches("norm", backend)
+    stage = table.kernel_module("norm", backend)
     stage.l2norm(x, 1e-6, torch.empty_like(x))
     stage.l2norm_bwd(x, 1e-6, x, torch.empty_like(x))
     stage.rms_norm_gated(x, x, weight, weight, OPTIONS[0], torch.empty_like(x))
@@ -133,7 +133,7 @@ def test_a_normed_row_is_rounded_before_the_weight(backend: str, device: torch.d
     rounded, whole = torch.empty(9, 24, device=device), torch.empty(9, 24, device=device)
     for out, choice in ((rounded, True), (whole, False)):
         options = RmsNormOptions("sigmoid", 1e-6, True, choice)
-        table.launches("norm", backend).rms_norm_gated(x, z, weight, None, options, out)
+        table.kernel_module("norm", backend).rms_norm_gated(x, z, weight, None, options, out)
     assert torch.equal(rounded, whole.bfloat16().float())
     assert not torch.equal(rounded, whole)
 
@@ -143,7 +143,7 @@ def test_a_row_does_not_depend_on_its_block(backend: str, device: torch.device, 
     rows = 2 * (BLOCK // width if backend == "eager" else 100) + 3
     x, z = torch.randn(rows, width, device=device), torch.randn(rows, width, device=device)
     weight, options = torch.randn(width, device=device), OPTIONS[0]
-    stage = table.launches("norm", backend)
+    stage = table.kernel_module("norm", backend)
 
     def run(rows: slice) -> tuple[torch.Tensor, ...]:
         y, dx, dz = (torch.empty_like(x[rows]) for _ in range(3))

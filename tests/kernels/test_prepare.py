@@ -7,7 +7,7 @@ import torch
 
 from wyfold import reference
 from wyfold.kernels import table
-from wyfold.kernels.records import Factors
+from wyfold.kernels.records import ChunkFactors
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.chunk_layout import dense_table, packed_table
@@ -30,7 +30,7 @@ def loaded(stage, a: dict[str, Any], grid, **changes: Any):
 
 @pytest.fixture
 def stage(backend: str):
-    return table.launches("prepare", backend)
+    return table.kernel_module("prepare", backend)
 
 
 @pytest.fixture(params=["dense", "packed"])
@@ -83,7 +83,7 @@ def test_factors(rule: str, C: int, stage, float64_bounds):
     for x in (got.A, got.F, got.P):
         assert not x.triu(1).any()
     assert not got.J.triu().any()
-    kept = Factors(None, *(torch.randn_like(x) for x in got[1:]))
+    kept = ChunkFactors(None, *(torch.randn_like(x) for x in got[1:]))
     again = stage.fold(got_inputs, kept)
     assert all(x is y for x, y in zip(again[1:], kept[1:]))
     assert again.G is got.G is None or torch.equal(again.G, got.G)

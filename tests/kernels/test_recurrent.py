@@ -32,7 +32,7 @@ def test_forward_and_backward(rule: str, C: int, backend: str, results, float64_
         wide |= {} if g is None else {"g": g[..., None] if g.ndim == 3 else g}
         tiles = {name: to_chunks(x, grid, HV, F64) for name, x in wide.items()}
         record = Inputs(**tiles, **({} if g is not None else {"g": None}), rq=None, rk=None)
-        stage, S0 = table.launches("recurrent", backend), a["initial_state"]
+        stage, S0 = table.kernel_module("recurrent", backend), a["initial_state"]
         o = torch.empty(1, T, HV, V, dtype=F64)
         ST = stage.recurrent(record, S0, grid, 0.5, o)
         do = to_chunks(0.5 * fed["o"], grid, HV, F64)

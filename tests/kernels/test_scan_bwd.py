@@ -22,9 +22,9 @@ def test_borders(rule: str, backend: str, float64_bounds):
     g = a.get("g")
     g = None if g is None else to_chunks(g[..., None] if g.ndim == 3 else g, grid, HV, F64)
     tiles = Inputs(q, k, v, to_chunks(a["beta"][..., None], grid, HV, F64), g, None, None)
-    factors = table.launches("prepare", backend).fold(tiles)
+    factors = table.kernel_module("prepare", backend).fold(tiles)
     do, dST = to_chunks(torch.randn(1, T, HV, V, dtype=F64), grid, HV, F64), torch.randn(1, HV, K, V, dtype=F64)
-    borders, dS0 = table.launches("scan_bwd", backend).scan_bwd(tiles, factors, do, a["initial_state"], dST, grid)
+    borders, dS0 = table.kernel_module("scan_bwd", backend).scan_bwd(tiles, factors, do, a["initial_state"], dST, grid)
 
     # The chain, chunk by chunk, in plain operations; y is a leaf of each chunk through an added zero.
     S = a["initial_state"][0].clone().requires_grad_()
@@ -56,8 +56,8 @@ def test_the_callers_states_stay_as_they_are(backend: str):
     grid = dense_table(2, T, C)
     q, k, v, g = (to_chunks(a[name], grid, HV, F64) for name in ("q", "k", "v", "g"))
     tiles = Inputs(q, k, v, to_chunks(a["beta"][..., None], grid, HV, F64), g, None, None)
-    factors = table.launches("prepare", backend).fold(tiles)
+    factors = table.kernel_module("prepare", backend).fold(tiles)
     S0, dST, do = a["initial_state"], torch.randn(2, HV, K, V, dtype=F64), torch.randn_like(v)
     before = [x.clone() for x in (S0, dST, do, *tiles[:5], *factors)]
-    table.launches("scan_bwd", backend).scan_bwd(tiles, factors, do, S0, dST, grid)
+    table.kernel_module("scan_bwd", backend).scan_bwd(tiles, factors, do, S0, dST, grid)
     assert all(torch.equal(x, y) for x, y in zip(before, (S0, dST, do, *tiles[:5], *factors)))

@@ -97,7 +97,7 @@ def test_the_kernel_finds_the_same(packing: str | None, cut: Cut, device: torch.
         cu = torch.tensor([0, *itertools.accumulate(LENGTHS[packing])], device=device)
         grid = chunk_layout.chunk_grid(1, sum(LENGTHS[packing]) + 13, 16, cu)
     truth = chunk_layout.segment_grid(grid, cut, device)
-    found = table.launches("segment_grid", "triton").segment_grid(grid, cut, device)
+    found = table.kernel_module("segment_grid", "triton").segment_grid(grid, cut, device)
     assert (found.sequences, found.borders, found.likely) == (truth.sequences, truth.borders, truth.likely)
     for name in ("sequence", "first", "leading", "divided"):
         assert torch.equal(getattr(found, name), getattr(truth, name)), name

@@ -11,7 +11,7 @@ from wyfold.reference import error, shapes
 def launch(backend: str, L: torch.Tensor, cu_seqlens: torch.Tensor | None, per_part: int) -> torch.Tensor:
     X = torch.zeros_like(L, dtype=torch.promote_types(L.dtype, torch.float32))
     for part in workspace.parts(L.shape[0], L.shape[1], cu_seqlens, L.shape[-1], per_part):
-        table.launches("solve_tril", backend).solve_tril(part.block(L), part.table, part.block(X))
+        table.kernel_module("solve_tril", backend).solve_tril(part.block(L), part.table, part.block(X))
     return X
 
 

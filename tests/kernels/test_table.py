@@ -44,7 +44,7 @@ def refused(**arguments) -> dict[str, str]:
     return refusal.value.reasons
 
 
-@pytest.mark.parametrize("stage", [row.stage for row in table.ROWS if row.backend == "triton"])
+@pytest.mark.parametrize("stage", [row.stage for row in table.ENTRIES if row.backend == "triton"])
 def test_a_listed_card_gets_the_kernels(stage: str, card):
     card("sm_90", "3.6.0", "verified")
     found = plan(stages={"forward": (stage,)})
@@ -54,7 +54,7 @@ def test_a_listed_card_gets_the_kernels(stage: str, card):
 
 def test_every_kernel_file_has_its_row():
     files = Path(table.__file__).parent.glob("*/triton*")
-    assert {row.stage for row in table.ROWS if row.backend == "triton"} == {file.parent.name for file in files}
+    assert {row.stage for row in table.ENTRIES if row.backend == "triton"} == {file.parent.name for file in files}
 
 
 @pytest.mark.parametrize("stage", ["ttt_open"])

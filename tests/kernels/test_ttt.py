@@ -6,7 +6,7 @@ from torch import Tensor
 
 from wyfold import reference
 from wyfold.kernels import table as stages
-from wyfold.kernels.ttt import Gradients, MiniBatches, State
+from wyfold.kernels.ttt import MiniBatches, MiniBatchGradients, State
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.chunk_layout import ChunkTable, dense_table, packed_table
@@ -171,7 +171,7 @@ def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
     shares = (torch.randn(table.chunks * HV, D, dtype=torch.float64) for _ in range(2))
     if "eta_col" not in arguments:
         tiles[4:] = None, None
-    found = Gradients(*tiles, *shares)
+    found = MiniBatchGradients(*tiles, *shares)
     q, k, v, e = (x.clone() for x in found[:4])
     outputs = [
         torch.empty_like(arguments[name]) if name in arguments else None for name in ("q", "k", "v", "eta", "eta_col")

@@ -5,7 +5,7 @@ import torch
 
 from wyfold.kernels import table
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
@@ -38,8 +38,8 @@ def test_a_mini_batch_and_what_follows(D: int, backend: str, device: torch.devic
     for t in range(T):
         q, k, v, eta, col = (b[name][:, t : t + 1] for name in ("q", "k", "v", "eta", "eta_col"))
         y = torch.empty(N, 1, HV, D, device=device)
-        tokens = Tokens(q, k, v, b["w"], b["b"], eta, col, "o")
-        table.launches("ttt_decode", backend).ttt_decode(
+        tokens = TTTInputs(q, k, v, b["w"], b["b"], eta, col, "o")
+        table.kernel_module("ttt_decode", backend).ttt_decode(
             tokens, pools, Slots(None, None, source.to(device)), C, SCALE, EPS, y
         )
         found.append(y.cpu())

@@ -44,13 +44,13 @@ def legal(op: Callable, packed: bool = False) -> dict[str, Any]:
 def launched(monkeypatch) -> list[str]:
     """Stages asked for so far."""
     asked = []
-    launches = table.launches
+    launches = table.kernel_module
 
     def counted(stage: str, backend: str):
         asked.append(stage)
         return launches(stage, backend)
 
-    monkeypatch.setattr(table, "launches", counted)
+    monkeypatch.setattr(table, "kernel_module", counted)
     return asked
 
 

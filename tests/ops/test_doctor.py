@@ -43,8 +43,8 @@ def test_what_it_says_is_what_runs():
 
 
 def test_a_device_nobody_serves_is_refused_with_reasons(monkeypatch):
-    monkeypatch.setattr(table, "ROWS", ())
-    monkeypatch.setattr(table, "_remembered", table._choose)
+    monkeypatch.setattr(table, "ENTRIES", ())
+    monkeypatch.setattr(table, "_choose_cached", table._choose)
     service = next(s for s in wyfold.doctor().services if s.operator == "chunk_kda")
     assert service.backend is None
     assert set(service.refused) == {"eager", "triton", "gluon"}

@@ -25,7 +25,7 @@ def triton(monkeypatch: pytest.MonkeyPatch):
 
     def forget() -> None:
         kernel_configs.support.cache_clear()
-        table._remembered.cache_clear()
+        table._choose_cached.cache_clear()
 
     def install(version: str) -> None:
         monkeypatch.setattr(kernel_configs, "version", lambda: version)

@@ -78,7 +78,7 @@ def main() -> None:
 
 def take(job: Job) -> None:
     """Put a job's configurations, and its form, in place of the table's."""
-    prepare: Any = table.launches("prepare", "triton")
+    prepare: Any = table.kernel_module("prepare", "triton")
     if "folded" in job:
         prepare.reads_folded = lambda g: bool(job["folded"])
     rows = kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
@@ -124,7 +124,7 @@ def checked(job: Job) -> Job:
     kernels = {
         stage: [(k.n_regs, k.n_spills, k.metadata.shared) for k in made.values()]
         for stage in STAGES
-        for made in kernel_configs.compiled(table.launches(stage, "triton"), torch.device("cuda", 0)).values()
+        for made in kernel_configs.compiled(table.kernel_module(stage, "triton"), torch.device("cuda", 0)).values()
     }
     return {"errors": errors, "same": same, "registers, spills, shared": kernels}
 
@@ -133,7 +133,7 @@ def timed(jobs: list[Job], found: list[Job]) -> None:
     """Milliseconds of every kernel of each job that is right, a launch."""
     gpu, current = Gpu(), kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
     shipped = {name: dict(rows) for name, rows in current.items()}
-    prepare: Any = table.launches("prepare", "triton")
+    prepare: Any = table.kernel_module("prepare", "triton")
     form, drawn = prepare.reads_folded, {}
     for job, row in zip(jobs, found):
         if "refused" not in row:

@@ -78,7 +78,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
     output_final_state, activated, backend = arguments[len(t) :]
     y, final_state = _outputs(*arguments)
-    table.launches("conv", backend).conv(
+    table.kernel_module("conv", backend).conv(
         t.x.flatten(0, 1),
         t.weight,
         t.bias,
@@ -119,7 +119,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     dstate = None
     if needs[4] and t.initial_state is not None:
         dstate = t.initial_state.new_zeros(t.initial_state.shape, dtype=dtype)
-    table.launches("conv", backend).conv_bwd(
+    table.kernel_module("conv", backend).conv_bwd(
         t.x.flatten(0, 1),
         t.weight,
         t.bias,

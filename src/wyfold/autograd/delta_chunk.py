@@ -33,7 +33,7 @@ from wyfold.autograd.delta_records import (
 )
 from wyfold.autograd.row_alignment import aligned, dense
 from wyfold.kernels import table
-from wyfold.kernels.records import Prepared, Slots, TokenBorders, TokenGradients
+from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
@@ -55,7 +55,8 @@ class LaunchedCall:
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
         self.boxed = any(
-            table.language(name, options.backend, self.key, t.q.device) == "gluon" for name in ("scan", "scan_bwd")
+            table.selected_backend(name, options.backend, self.key, t.q.device) == "gluon"
+            for name in ("scan", "scan_bwd")
         )
         if self.boxed:
             # Once for all launches, of which some run on a side stream.
@@ -77,7 +78,7 @@ class LaunchedCall:
         return x if self.segments is None or x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
     def stage(self, name: str) -> Any:
-        return table.launches(name, self.options.backend)
+        return table.kernel_module(name, self.options.backend)
 
     def scan_key(self, result: DeltaResult) -> str:
         """`key`, and what only some scans do: store states on the way, and outputs of another dtype than v's."""
@@ -88,7 +89,7 @@ class LaunchedCall:
         """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
         t = self.t
         arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
-        prepare = table.serving("prepare", self.options.backend, self.key, t.q.device).prepare
+        prepare = table.selected_module("prepare", self.options.backend, self.key, t.q.device).prepare
         directions = {"backward": backward, "forward": forward}
         found: Prepared = prepare(*arguments, folded=self.folded, **directions, clear=clear)
         return found
@@ -97,14 +98,14 @@ class LaunchedCall:
         self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
     ) -> None:
         """Write [borders, HV, V, K] and [borders, HV, K, K], H and M of the segment that ends at each border."""
-        summary = table.serving("summary", self.options.backend, f"{self.key} fwd", k.device).summary
+        summary = table.selected_module("summary", self.options.backend, f"{self.key} fwd", k.device).summary
         summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
 
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
     ) -> None:
         """Write [borders, HV, V, K], c of the segment that begins at each border."""
-        summary_bwd = table.serving("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
+        summary_bwd = table.selected_module("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
     def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
@@ -150,7 +151,7 @@ def forward(
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
     folded = _at_borders(t, options)
     scan = partial(
-        table.serving("scan", options.backend, call.scan_key(result), t.q.device).scan,
+        table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
         *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
         segments=call.segments,
         borders=folded[0].mT if folded else None,
@@ -175,7 +176,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     folded = _at_borders(t, options)
     if not options.keep_factors:
         return folded
-    prepare = table.launches("prepare", options.backend)
+    prepare = table.kernel_module("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = most_chunks(B, T, C, t.packed_sequences) * HV
     folds = prepare.reads_folded(t.g)
@@ -204,7 +205,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     borders = call.stage("scan_bwd").token_borders(q, v, call.scanned)
     leaving = torch.empty_like(folded[0]) if folded else None
     scan_bwd = partial(
-        table.serving("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
+        table.selected_module("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
         *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering, borders),
         segments=call.segments,
         entering=folded[0].mT if folded else None,
@@ -233,9 +234,9 @@ def token_gradients(
     del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
         key = call.stage("gradients").gradients_key(call.key, t.q, t.v)
-        gradients = table.serving("gradients", call.options.backend, key, t.q.device).gradients
+        gradients = table.selected_module("gradients", call.options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
-        gradients(*inputs, do, borders, call.grid, call.options, key, TokenGradients(*wanted))
+        gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*wanted))
     return found
 
 

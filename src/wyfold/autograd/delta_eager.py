@@ -16,7 +16,7 @@ from wyfold.autograd import workspace
 from wyfold.autograd.delta_records import DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
 from wyfold.autograd.workspace import Part
 from wyfold.kernels import table
-from wyfold.kernels.records import Factors, TokenGradients
+from wyfold.kernels.records import ChunkFactors, GradientOutputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -30,7 +30,7 @@ class Saved(NamedTuple):
 
     Attributes:
         borders: [rows, HV, K, V] states that one part hands to the next.
-        E, F, A, J, P: `Factors` of every chunk, but G, which is a running sum away.
+        E, F, A, J, P: `ChunkFactors` of every chunk, but G, which is a running sum away.
     """
 
     borders: Tensor
@@ -40,9 +40,9 @@ class Saved(NamedTuple):
     J: Tensor
     P: Tensor
 
-    def factors(self, tiles: slice) -> Factors:
+    def factors(self, tiles: slice) -> ChunkFactors:
         """Views of some tiles."""
-        return Factors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
+        return ChunkFactors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
 
 
 def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
@@ -69,7 +69,7 @@ class PartedCall:
         self.parts = workspace.parts(self.B, self.T, self.cu, rows, per_part)
 
     def stage(self, name: str) -> Any:
-        return table.launches(name, self.options.backend)
+        return table.kernel_module(name, self.options.backend)
 
     def tiles(self, part: Part) -> slice:
         """A part's tiles among those of the whole call."""
@@ -195,7 +195,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
             at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
             tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
         blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
-        out = TokenGradients(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
+        out = GradientOutputs(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
         beta, g = (None if x is None else part.block(x) for x in (t.beta, t.g))
         call.stage("gradients").unload(tiles, inputs, beta, g, t.A_log, t.dt_bias, part.table, options, out)
         carried = dS[: part.entered]

@@ -102,8 +102,8 @@ class _Call(NamedTuple):
         (B, T), cu = t.v.shape[:2], t.cu_seqlens
         if cu is not None:
             cu = legal_boundaries(options.operator, cu if t.cu_seqlens_cpu is None else t.cu_seqlens_cpu, T)
-        grid = table.launches("chunk_grid", "eager").chunk_grid(B, T, options.chunk_size, cu)
-        segments = table.launches("segment_grid", "eager").segment_grid(grid, options.cut, torch.device("cpu"))
+        grid = table.kernel_module("chunk_grid", "eager").chunk_grid(B, T, options.chunk_size, cu)
+        segments = table.kernel_module("segment_grid", "eager").segment_grid(grid, options.cut, torch.device("cpu"))
         goes_on = segments.sequence[1:] == segments.sequence[:-1]
         leading = (goes_on & (segments.sequence[1:] < segments.sequences)).nonzero().flatten()
         return cls(t, options, segments, leading, segments.first[:-1], segments.first[1:] - 1)
@@ -137,7 +137,7 @@ class _Call(NamedTuple):
         return states
 
     def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
-        table.launches("fold", "eager").fold(states, maps, self.segments, back=back)
+        table.kernel_module("fold", "eager").fold(states, maps, self.segments, back=back)
 
     def summaries(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """[borders, HV, K, V] H and [borders, HV, K, K] M of the segments before borders."""

@@ -22,7 +22,7 @@ from wyfold.autograd.delta_records import (
     empty_result,
 )
 from wyfold.kernels import table
-from wyfold.kernels.records import Slots, TokenGradients
+from wyfold.kernels.records import GradientOutputs, Slots
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
@@ -37,8 +37,8 @@ class _Call:
         if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
             legal_boundaries(options.operator, t.cu_seqlens, T)
         self.t, self.options = t, options
-        self.stage: Any = table.launches("recurrent", options.backend)
-        grids: Any = table.launches("chunk_grid", options.backend)
+        self.stage: Any = table.kernel_module("recurrent", options.backend)
+        grids: Any = table.kernel_module("chunk_grid", options.backend)
         self.grid = grids.chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens, self.stage.BLOCK if every is None else every)
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
@@ -90,7 +90,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     call = _Call(t, options)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    wanted = TokenGradients(*(x if need else None for x, need in _without_states(found, needs)))
+    wanted = GradientOutputs(*(x if need else None for x, need in _without_states(found, needs)))
     states, first = _between(call)
     dST = None if dST is None else _in_place(dST)
     shares = call.stage.recurrent_bwd(

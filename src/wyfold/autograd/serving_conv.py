@@ -68,11 +68,11 @@ def _serve(*arguments: Any) -> None:
         return
     if cu is not None and check.readable(cu):
         legal_boundaries(s.operator, cu, T)
-    grid = table.launches("chunk_grid", s.backend).chunk_grid(B, T, CHUNK, cu)
+    grid = table.kernel_module("chunk_grid", s.backend).chunk_grid(B, T, CHUNK, cu)
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, given=given, accepted=accepted, pad=s.pad)
     if s.drafts:
-        stage: Any = table.launches("conv_slots", s.backend)
+        stage: Any = table.kernel_module("conv_slots", s.backend)
         stage.update(s.x, s.weight, s.bias, s.pool, slots, grid, s.activated, s.y)
     else:
         _between(s, slots, grid)
@@ -80,7 +80,7 @@ def _serve(*arguments: Any) -> None:
 
 def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
     """The convolution of the differentiable operator between `enter` and `leave`; states lie as slots do."""
-    stage: Any = table.launches("slots", s.backend)
+    stage: Any = table.kernel_module("slots", s.backend)
     T, reach = s.x.shape[1], s.weight.shape[1] - 1
     y = s.y if one_row(s.y) else s.y.new_empty(s.y.shape)
     entering, leaving = (_like_slots(s.pool, grid.sequences) for _ in range(2))
@@ -94,7 +94,7 @@ def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
         boundaries = torch.arange(grid.sequences + 1) * T
     if s.backend == "eager" and isinstance(boundaries, Tensor):
         boundaries = boundaries.cpu()
-    table.launches("conv", s.backend).conv(
+    table.kernel_module("conv", s.backend).conv(
         s.x.flatten(0, 1),
         s.weight,
         s.bias,

@@ -79,12 +79,12 @@ def _serve(*arguments: Any) -> None:
     (B, T), C = s.q.shape[:2], options.chunk_size
     if s.cu_seqlens is not None and check.readable(s.cu_seqlens):
         legal_boundaries(options.operator, s.cu_seqlens, T)
-    grids: Any = table.launches("chunk_grid", options.backend)
+    grids: Any = table.kernel_module("chunk_grid", options.backend)
     grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
-        recurrent: Any = table.serving("recurrent", options.backend, _key(s, options), s.q.device)
+        recurrent: Any = table.selected_module("recurrent", options.backend, _key(s, options), s.q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
         recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
     elif options.backend != "eager" and s.o.numel():
@@ -105,7 +105,7 @@ def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) 
 
 def _key(s: Serving, options: DeltaOptions) -> str:
     """What the configuration of a call token by token depends on."""
-    keys: Any = table.launches("recurrent", "triton")
+    keys: Any = table.kernel_module("recurrent", "triton")
     (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
     order = {"v_first": options.state_v_first, "alone": alone and T == 1}
     return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
@@ -113,7 +113,7 @@ def _key(s: Serving, options: DeltaOptions) -> str:
 
 def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
-    stage: Any = table.launches("slots", options.backend)
+    stage: Any = table.kernel_module("slots", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
@@ -128,7 +128,7 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
 def _keep(s: Serving, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Store states on the way, if they are wanted and there are any."""
     if s.checkpoints is not None and states.numel():
-        stage: Any = table.launches("slots", options.backend)
+        stage: Any = table.kernel_module("slots", options.backend)
         stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.runtime.torch_ops import call, register
 
@@ -58,8 +58,8 @@ def _serve(*arguments: Any) -> None:
     s = TTTServing(*arguments)
     if s.v.numel() == 0:
         return
-    stage: Any = table.launches("ttt_decode", s.backend)
-    tokens = Tokens(s.q, s.k, s.v, s.w, s.b, s.eta, s.eta_col, s.residual)
+    stage: Any = table.kernel_module("ttt_decode", s.backend)
+    tokens = TTTInputs(s.q, s.k, s.v, s.w, s.b, s.eta, s.eta_col, s.residual)
     pools = Pools(s.state, s.bias, s.grad, s.bias_grad, s.position)
     stage.ttt_decode(tokens, pools, Slots(None, None, s.source, pad=s.pad), s.chunk_size, s.scale, s.eps, s.o)
 

@@ -30,7 +30,7 @@ from wyfold.autograd.ttt_records import (
 from wyfold.autograd.ttt_resume import Resumption, resume
 from wyfold.autograd.workspace import Part
 from wyfold.kernels import table
-from wyfold.kernels.ttt import State, States
+from wyfold.kernels.ttt import State, StateViews
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.replay_cache import recalled
 from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
@@ -123,7 +123,7 @@ class _Call:
         self.col = None if tensors.eta_col is None else self.rows(tensors.eta_col)
         per_part = chunks_per_part(tensors.v, options.chunk_size)
         self.parts = workspace.parts(self.v.shape[0], self.v.shape[1], cu, options.chunk_size, per_part)
-        self.stage: Any = table.launches("ttt", options.backend)
+        self.stage: Any = table.kernel_module("ttt", options.backend)
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, T, ...] tokens on the grid of mini-batches."""
@@ -230,7 +230,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     )
     found = empty_gradients(t)
     if options.backend != "eager":
-        ttt_kernels.backward(t, options, saved, do, States(dS, dc), found)
+        ttt_kernels.backward(t, options, saved, do, StateViews(dS, dc), found)
         return found
     call, kept = _Call(t, options), State(*saved)
     given = found[:3] + found[5 : 6 if t.eta_col is None else 7]

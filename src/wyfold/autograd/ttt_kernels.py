@@ -19,7 +19,7 @@ from torch import Tensor
 from wyfold.autograd.row_alignment import aligned
 from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, turned
 from wyfold.kernels import table
-from wyfold.kernels.ttt import Borders, States, TokenGradients, Tokens
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, most_chunks
 from wyfold.runtime.layout import legal_boundaries
@@ -27,14 +27,14 @@ from wyfold.runtime.layout import legal_boundaries
 
 def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequence[Tensor]) -> None:
     """Write the output and the states, and into `saved` what it has room for."""
-    final = States(result.state, result.bias)
+    final = StateViews(result.state, result.bias)
     if t.v.numel() == 0:
         if options.final_state:
-            _pass_through(States(t.state, t.bias), final)
+            _pass_through(StateViews(t.state, t.bias), final)
         return
-    leaving = _outside(options, *final) if options.final_state else States(None, None)
+    leaving = _outside(options, *final) if options.final_state else StateViews(None, None)
     entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
-    borders = Borders(*saved) if saved else None
+    borders = SegmentBorders(*saved) if saved else None
     numbers = options.chunk_size, options.scale, options.eps
     _stage(t, options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
 
@@ -55,7 +55,7 @@ def backward(
     options: TTTOptions,
     saved: Sequence[Tensor],
     do: Tensor | None,
-    dfinal: States,
+    dfinal: StateViews,
     found: Sequence[Tensor],
 ) -> None:
     """Write the gradients of everything that has one.
@@ -69,48 +69,48 @@ def backward(
     if t.v.numel() == 0:
         for dx in (dw, db):
             dx.zero_()
-        _pass_through(dfinal, States(dS, dc))
+        _pass_through(dfinal, StateViews(dS, dc))
         return
     # b's gradient adds up what is fed back in the order in which its rows are read.
     do = t.v.new_zeros(()).expand(t.v.shape) if do is None else aligned(do)
     _stage(t, options).ttt_bwd(
         _tokens(t, options),
-        Borders(*saved),
+        SegmentBorders(*saved),
         do,
         _outside(options, *dfinal),
         _grid(t, options),
         options.chunk_size,
         options.scale,
         options.eps,
-        TokenGradients(dq, dk, dv, dw, db, deta, None if t.eta_col is None else dcol),
+        TTTGradients(dq, dk, dv, dw, db, deta, None if t.eta_col is None else dcol),
         _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
 
 
 def _stage(t: TTTTensors, options: TTTOptions) -> Any:
-    key = table.launches("ttt", options.backend).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
-    return table.serving("ttt", options.backend, key, t.q.device)
+    key = table.kernel_module("ttt", options.backend).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
+    return table.selected_module("ttt", options.backend, key, t.q.device)
 
 
-def _tokens(t: TTTTensors, options: TTTOptions) -> Tokens:
-    return Tokens(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
+def _tokens(t: TTTTensors, options: TTTOptions) -> TTTInputs:
+    return TTTInputs(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
 
 
 def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
     B, T = t.v.shape[:2]
     if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
         legal_boundaries(options.operator, t.cu_seqlens, T)
-    grids: Any = table.launches("chunk_grid", options.backend)
+    grids: Any = table.kernel_module("chunk_grid", options.backend)
     found: ChunkGrid = grids.chunk_grid(B, T, _stage(t, options).SEGMENT, t.cu_seqlens)
     return found
 
 
-def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> States:
+def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:
     """Views of the caller's states, the matrix K-first."""
-    return States(None if S is None else turned(S, options), c)
+    return StateViews(None if S is None else turned(S, options), c)
 
 
-def _pass_through(states: States, out: States) -> None:
+def _pass_through(states: StateViews, out: StateViews) -> None:
     """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
     for x, y in zip(states, out, strict=True):
         if y is not None and y.numel():

@@ -58,7 +58,7 @@ class Tuner:
     def __init__(self, launched: Launch, case: Case, device: torch.device, rounds: int):
         self.launched, self.case, self.device, self.rounds = launched, case, device, rounds
         self.kernel, self.architecture = f"{launched.stage}.triton", kernel_configs.architecture(device)
-        self.module = table.launches(launched.stage, "triton")
+        self.module = table.kernel_module(launched.stage, "triton")
 
     def tune(self) -> list[Candidate]:
         """Every candidate with its refusal or its time; the shipped one is the first."""

@@ -146,7 +146,7 @@ class _Call(Generic[Own]):
         return sent
 
     def stage(self, name: str) -> Any:
-        return table.serving(name, self.options.backend, self.launched.key, self.t.q.device)
+        return table.selected_module(name, self.options.backend, self.launched.key, self.t.q.device)
 
 
 class _Asked(NamedTuple, Generic[Own]):
@@ -323,7 +323,7 @@ def _scan_back_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     t, counts, own, options = _read(ScanBack, arguments)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     grid = ShareSegments.of(arguments[TENSORS], counts).grid(options.chunk_size, t.v.shape[1])
-    pairs = table.launches("scan_bwd", options.backend).border_pairs(t.q, t.v, grid)
+    pairs = table.kernel_module("scan_bwd", options.backend).border_pairs(t.q, t.v, grid)
     return initial.new_empty(initial.shape if own.need else 0), *pairs
 
 
@@ -342,7 +342,7 @@ def _room(t: DeltaTensors, rows: int) -> Tensor:
 def _factors(
     t: DeltaTensors, options: DeltaOptions, counts: Counts, *, backward: bool, forward: bool = True
 ) -> list[Tensor]:
-    prepare = table.launches("prepare", options.backend)
+    prepare = table.kernel_module("prepare", options.backend)
     tiles, folded, C = counts.tiles * t.v.shape[2], prepare.reads_folded(t.g), options.chunk_size
     return listed(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=backward, forward=forward))
 

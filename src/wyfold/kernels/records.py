@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     rk: Tensor | None
 
 
-class Factors(NamedTuple):
+class ChunkFactors(NamedTuple):
     """Folded factors of every chunk, each [n, C, C] but G and E.
 
     Attributes:
@@ -118,7 +118,7 @@ class StateRows(NamedTuple):
     rows: Tensor
 
 
-class Shares(NamedTuple):
+class PartialGradients(NamedTuple):
     """What NV tiles of value rows each give to gradients that sum over them, float32; n tokens.
 
     Attributes:
@@ -154,7 +154,7 @@ class TokenBorders(NamedTuple):
         return cls(*states.unbind(), *tokens.unbind())
 
 
-class Borders(NamedTuple):
+class ChunkBorders(NamedTuple):
     """What `scan_bwd` leaves at every chunk.
 
     Attributes:
@@ -170,7 +170,7 @@ class Borders(NamedTuple):
     X: Tensor
 
 
-class Gradients(NamedTuple):
+class TileGradients(NamedTuple):
     """Gradients of a part's `Inputs`, before norm, activation and grouping are undone.
 
     Attributes:
@@ -185,7 +185,7 @@ class Gradients(NamedTuple):
     g: Tensor | None
 
 
-class TokenGradients(NamedTuple):
+class GradientOutputs(NamedTuple):
     """Where a part's gradients go: views of the tokens' gradients, and the parameters' sums; None where none is
     wanted."""
 

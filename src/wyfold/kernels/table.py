@@ -1,8 +1,8 @@
-"""Which backend serves which launch: the whole of dispatch.
+"""Dispatch table: which backends implement each launch, and which backend serves a call.
 
-A row names a module by its path, imported at first use, so that no backend's dependencies are needed by another.
-Without a demand, tensors on CUDA never land on eager, and tensors elsewhere always do; a demanded backend serves or
-refuses. What a Triton version is good for on a GPU is data (`runtime/configs/support.json`).
+An entry names a module by its path and imports it at first use, so no backend needs another's dependencies.
+With `backend=None`, CUDA tensors never run on eager and other tensors always do. A requested backend serves the call
+or raises. Which Triton versions are supported on which GPU is data (`runtime/configs/support.json`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from wyfold.runtime.torch_ops import constant_to_compilers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-Keys = Sequence[tuple[str, str]]
+StageKeys = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Row:
+class DispatchEntry:
     """One implementation of a launch.
 
     Attributes:
-        stage, backend: Which launch, in which language.
-        module: Where it is.
-        dtypes: What its tensors may hold.
-        covers: Stages that a call with this one in it needs no launch for: it does their work on the way, but for what
-            the call names as `kept`.
+        stage: Name of the launch, and of its folder in `wyfold.kernels`.
+        backend: "eager", "triton" or "gluon".
+        module: Import path of the implementation.
+        dtypes: Dtypes its tensors may have.
+        covers: Stages whose work this kernel fuses. A call with this stage skips their launches, except for the stages
+            that it names as `kept`.
     """
 
     stage: str
@@ -74,14 +75,17 @@ STAGES = (
     "solve_tril",
 )
 COVERS = {"recurrent": ("prepare",), "scan": ("slots",)}
-"""Stages whose kernels do others' work on the way: `Row.covers`."""
+"""Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
-ROWS = (
-    *(Row(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES),
-    Row("ttt_open", "eager", "wyfold.kernels.ttt.eager", check.FLOATS),  # entered and left inside a mini-batch
-    *(Row(stage, "triton", f"wyfold.kernels.{stage}.triton", FLOATS, COVERS.get(stage, ())) for stage in STAGES),
+ENTRIES = (
+    *(DispatchEntry(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES),
+    DispatchEntry("ttt_open", "eager", "wyfold.kernels.ttt.eager", check.FLOATS),  # starts and ends inside a mini-batch
     *(
-        Row(stage, "gluon", f"wyfold.kernels.{stage}.gluon", (torch.bfloat16,))
+        DispatchEntry(stage, "triton", f"wyfold.kernels.{stage}.triton", FLOATS, COVERS.get(stage, ()))
+        for stage in STAGES
+    ),
+    *(
+        DispatchEntry(stage, "gluon", f"wyfold.kernels.{stage}.gluon", (torch.bfloat16,))
         for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
     ),
 )
@@ -103,42 +107,45 @@ def plan(
     kernel_copies: tuple[str, ...] = (),
     box_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
-    keys: Callable[[], Keys] = tuple,
-    sizes: Keys = (),
+    keys: Callable[[], StageKeys] = tuple,
+    sizes: StageKeys = (),
 ) -> Plan:
-    """Rows for the launches of one call. Inside `explain` this is where the call ends.
+    """Choose the backend and the table entries for the launches of one call. Inside `explain` the call ends here.
 
     Args:
         operator: Public name, for messages.
-        device: Where the tensors are.
-        backend: None for the table's choice, else a demand.
+        device: Device of the tensors.
+        backend: Requested backend, or None to choose one.
         forward, backward: Stages of each direction.
-        dtypes: Of the call's floating tensors and results.
-        chunk_size, copies, collectives: What else the caller decided, for the Plan.
-        kernel_copies: Of the arguments, those that kernels alone would copy.
-        box_copies: Those that kernels in Gluon would copy, which read them by the copy engine.
-        parts: Parts that eager launches would cut the call into; kernels take it whole.
-        segments: Most segments that one sequence is cut into.
-        kept: Stages of the forward that are launched though another one covers them.
-        keys: Gives (stage, what its launch configuration depends on) of every kernel; asked only to explain.
-        sizes: (stage, words of such a key) that decide whether its kernels fit into a GPU at all.
+        dtypes: Dtypes of the call's floating tensors and results.
+        chunk_size, copies, collectives: Decisions of the caller that the `Plan` reports.
+        kernel_copies: Names of the arguments that only kernels would copy.
+        box_copies: Names of the arguments that only Gluon kernels would copy, to read them through TMA descriptors.
+        parts: Number of parts that eager launches would cut the call into; kernels run it whole.
+        segments: Largest number of segments that one sequence is cut into.
+        kept: Forward stages that are launched although another stage covers them.
+        keys: Returns (stage, launch configuration key) of every kernel; called only inside `explain`.
+        sizes: (stage, words of such a key) that decide whether the stage's kernels fit the GPU.
 
     Raises:
-        ValueError: backend is no backend's name.
-        UnsupportedError: no row, or not the demanded backend's, serves every launch on this device.
+        ValueError: `backend` is not the name of a backend.
+        UnsupportedError: No backend, or not the requested one, serves every launch on this device.
     """
     check.choice(operator, "backend", backend, (None, *BACKENDS))
-    choose = _choose if torch.compiler.is_compiling() else _remembered
-    where = _where(device, backend) or _too_large(device, sizes)
-    chosen, reasons = choose(device.type, backend, forward + backward, dtypes, where)
+    choose = _choose if torch.compiler.is_compiling() else _choose_cached
+    device_refusal = _device_refusal(device, backend) or _size_refusal(device, sizes)
+    chosen, reasons = choose(device.type, backend, forward + backward, dtypes, device_refusal)
     if chosen is None:
         if backend is None:
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
         raise UnsupportedError(message, {backend: reasons[backend]})
-    launches = _named(_launched(forward, chosen, kept=kept)), _named(_launched(backward, chosen))
+    launches = (
+        _launch_names(_launched_entries(forward, chosen, kept=kept)),
+        _launch_names(_launched_entries(backward, chosen)),
+    )
     parts = parts if chosen == "eager" else min(parts, 1)
-    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
+    found = Plan(operator, chosen, *map(_launch_names, launches), dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
@@ -156,69 +163,70 @@ def _with_kernels(
     forward: tuple[str, ...],
     backward: tuple[str, ...],
     device: torch.device,
-    keys: Keys,
+    keys: StageKeys,
     kept: tuple[str, ...],
 ) -> Plan:
-    """The plan, and whose kernels it would launch, by which configurations, and which are new to the process.
+    """Add to the plan the kernels' modules, their launch configurations, and the kernels not compiled yet.
 
-    A stage of both directions may have a key for each, that of the way back behind the other.
+    A stage used in both directions may have two keys. The backward's key then follows the forward's.
     """
-    where = kernel_configs.architecture(device)
-    spoken = [language(stage, plan.backend, key, device) for stage, key in keys]
-    named = zip(keys, spoken, strict=True)
+    architecture = kernel_configs.architecture(device)
+    backends = [selected_backend(stage, plan.backend, key, device) for stage, key in keys]
+    named = zip(keys, backends, strict=True)
     rows = tuple(
-        [Launch(stage, key, kernel_configs.row(where, f"{stage}.{name}", key)) for (stage, key), name in named]
+        [Launch(stage, key, kernel_configs.row(architecture, f"{stage}.{name}", key)) for (stage, key), name in named]
     )
-    asked = [(stage, name) for (stage, _), name in zip(keys, spoken, strict=True)]
-    there = _launched(forward, plan.backend, dict(asked[::-1]), kept)
-    back = _launched(backward, plan.backend, dict(asked))
-    words = dict(keys[::-1])
-    fresh = []
-    for row in dict.fromkeys(there + back):
-        module = row.load()
-        mine = module.kernels_of(words[row.stage]) if hasattr(module, "kernels_of") else None
+    by_stage = [(stage, name) for (stage, _), name in zip(keys, backends, strict=True)]
+    forward_entries = _launched_entries(forward, plan.backend, dict(by_stage[::-1]), kept)
+    backward_entries = _launched_entries(backward, plan.backend, dict(by_stage))
+    stage_keys = dict(keys[::-1])
+    uncompiled = []
+    for entry in dict.fromkeys(forward_entries + backward_entries):
+        module = entry.load()
+        used = module.kernels_of(stage_keys[entry.stage]) if hasattr(module, "kernels_of") else None
         found = kernel_configs.compiled(module, device).items()
-        fresh += [name for name, ready in found if not ready and (mine is None or name in mine)]
-    # Where a module holds the kernels of several operators, the keys are their names.
-    own = [name for name in fresh if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
-    plan = dataclasses.replace(plan, forward=_named(there), backward=_named(back))
-    return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(own or fresh)))
+        uncompiled += [name for name, ready in found if not ready and (used is None or name in used)]
+    # In a module with the kernels of several operators, the keys are kernel names.
+    operator_kernels = [name for name in uncompiled if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
+    plan = dataclasses.replace(plan, forward=_launch_names(forward_entries), backward=_launch_names(backward_entries))
+    return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(operator_kernels or uncompiled)))
 
 
 def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
-    """Of the given tensors, for `plan`."""
+    """Dtypes of the given tensors, for `plan`."""
     return tuple([x.dtype for x in tensors if x is not None])
 
 
-def launches(stage: str, backend: str) -> ModuleType:
-    """The module that holds a stage's launches on a backend."""
-    return _loaded(stage, backend)
+def kernel_module(stage: str, backend: str) -> ModuleType:
+    """Module of a stage's launches on a backend."""
+    return _load_module(stage, backend)
 
 
-def serving(stage: str, backend: str, key: str, device: torch.device) -> ModuleType:
-    """The module whose launch serves a stage of a call that runs on a backend."""
-    return _loaded(stage, language(stage, backend, key, device))
+def selected_module(stage: str, backend: str, key: str, device: torch.device) -> ModuleType:
+    """Module whose launch serves a stage of this call: `kernel_module`, or its Gluon substitute."""
+    return _load_module(stage, selected_backend(stage, backend, key, device))
 
 
-def language(stage: str, backend: str, key: str, device: torch.device) -> str:
-    """The backend whose kernel serves a stage of a call: that of the call's plan, or "gluon" in place of "triton".
+def selected_backend(stage: str, backend: str, key: str, device: torch.device) -> str:
+    """Backend whose kernel serves a stage of a call: the plan's backend, or "gluon" in place of "triton".
 
-    It is where the GPU's configurations have a row of it for the call's key: such a row says that it was measured
-    there, and won. It takes the same arguments, and serves every call of the key: `explain` names what is launched.
+    Gluon is selected where the GPU's configurations have a Gluon row for the call's key. A row means that the Gluon
+    kernel was measured faster there. It takes the same arguments and serves every call of the key. `explain` names the
+    kernel that is launched.
     """
-    if backend != "triton" or kernel_configs.interpreting() or _row(stage, "gluon") is None:
+    if backend != "triton" or kernel_configs.interpreting() or _entry(stage, "gluon") is None:
         return backend
     if stage == "scan" and not {"kept", "wide"}.isdisjoint(key.split()):
-        return backend  # states on the way, or outputs of another dtype
+        return backend  # keeps intermediate states, or writes outputs of another dtype
     return "gluon" if kernel_configs.offers(kernel_configs.architecture(device), f"{stage}.gluon", key) else backend
 
 
 @functools.cache
-def _loaded(stage: str, backend: str) -> ModuleType:
-    row = _row(stage, backend)
-    if row is None:
+def _load_module(stage: str, backend: str) -> ModuleType:
+    entry = _entry(stage, backend)
+    if entry is None:
         raise UnsupportedError(f"{stage}: not served", {backend: "has no such launch in this version"})
-    return row.load()
+    return entry.load()
 
 
 class _Choice(NamedTuple):
@@ -227,114 +235,121 @@ class _Choice(NamedTuple):
 
 
 def _choose(
-    device: str, demand: str | None, stages: tuple[str, ...], dtypes: tuple[torch.dtype, ...], where: str
+    device: str, requested: str | None, stages: tuple[str, ...], dtypes: tuple[torch.dtype, ...], device_refusal: str
 ) -> _Choice:
     reasons = {}
     for name in BACKENDS:
-        reason = _refusal(name, device, stages, demand, dtypes, where)
+        reason = _backend_refusal(name, device, stages, requested, dtypes, device_refusal)
         if reason:
             reasons[name] = reason
-    if demand is not None:
-        return _Choice(None if demand in reasons else demand, reasons)
+    if requested is not None:
+        return _Choice(None if requested in reasons else requested, reasons)
     serving = [name for name in BACKENDS if name not in reasons]
     return _Choice(serving[-1] if serving else None, reasons)
 
 
-_remembered = functools.lru_cache(maxsize=4096)(_choose)
+_choose_cached = functools.lru_cache(maxsize=4096)(_choose)
 
 
-def _row(stage: str, backend: str) -> Row | None:
-    for row in ROWS:
-        if row.stage == stage and row.backend == backend:
-            return row
+def _entry(stage: str, backend: str) -> DispatchEntry | None:
+    for entry in ENTRIES:
+        if entry.stage == stage and entry.backend == backend:
+            return entry
     return None
 
 
-def _named(rows: list[Row]) -> tuple[str, ...]:
-    return tuple([f"{row.stage} ({row.module})" for row in rows])
+def _launch_names(entries: list[DispatchEntry]) -> tuple[str, ...]:
+    return tuple([f"{entry.stage} ({entry.module})" for entry in entries])
 
 
-def _launched(
-    stages: tuple[str, ...], backend: str, languages: dict[str, str] | None = None, kept: tuple[str, ...] = ()
-) -> list[Row]:
-    """Rows of the stages that a call launches on a backend, or on what stands in for it there, by stages, without those
-    that another one of it covers and it does not keep."""
-    rows = [row for row in ROWS if row.backend == backend and row.stage in stages]
-    covered = {stage for row in rows for stage in row.covers} - {*kept}
-    standing = [_row(row.stage, (languages or {}).get(row.stage, backend)) for row in rows if row.stage not in covered]
-    return [row for row in standing if row is not None]
+def _launched_entries(
+    stages: tuple[str, ...], backend: str, substitutes: dict[str, str] | None = None, kept: tuple[str, ...] = ()
+) -> list[DispatchEntry]:
+    """Entries of the stages that a call launches, without covered stages that the call does not keep.
+
+    Args:
+        stages: Stages of one direction.
+        backend: The plan's backend.
+        substitutes: Backend of single stages, where it differs from the plan's.
+        kept: Covered stages that are launched all the same.
+    """
+    entries = [entry for entry in ENTRIES if entry.backend == backend and entry.stage in stages]
+    covered = {stage for entry in entries for stage in entry.covers} - {*kept}
+    launched = [entry.stage for entry in entries if entry.stage not in covered]
+    selected = [_entry(stage, (substitutes or {}).get(stage, backend)) for stage in launched]
+    return [entry for entry in selected if entry is not None]
 
 
-def _refusal(
+def _backend_refusal(
     name: str,
     device: str,
     stages: tuple[str, ...],
-    demand: str | None,
+    requested: str | None,
     dtypes: Iterable[torch.dtype],
-    where: str,
+    device_refusal: str,
 ) -> str:
-    """Why a backend does not serve these launches; empty if it does."""
+    """Reason why a backend does not serve these launches; empty if it does."""
     if name == "gluon":
-        return _IN_PLACE
-    rows = [_row(stage, name) for stage in dict.fromkeys(stages)]
-    missing = [stage for stage, row in zip(dict.fromkeys(stages), rows, strict=True) if row is None]
+        return _GLUON_SUBSTITUTES
+    entries = [_entry(stage, name) for stage in dict.fromkeys(stages)]
+    missing = [stage for stage, entry in zip(dict.fromkeys(stages), entries, strict=True) if entry is None]
     if missing:
         return f"has no {', '.join(missing)} launch in this version"
     if name == "eager":
-        return _EAGER_UNASKED if device == "cuda" and demand is None else ""
-    if where:
-        return where
-    for row in rows:
+        return _EAGER_ON_REQUEST if device == "cuda" and requested is None else ""
+    if device_refusal:
+        return device_refusal
+    for entry in entries:
         for dtype in dtypes:
-            if row is not None and dtype not in row.dtypes:
+            if entry is not None and dtype not in entry.dtypes:
                 return f'does not compute in {str(dtype).removeprefix("torch.")}; backend="eager" does'
     return ""
 
 
-_IN_PLACE = 'its kernels stand in for single launches of backend="triton", where configurations name them'
+_GLUON_SUBSTITUTES = 'its kernels stand in for single launches of backend="triton", where configurations name them'
 
-_EAGER_UNASKED = (
+_EAGER_ON_REQUEST = (
     'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
     "an argument of every operator and of the layer or decoder around it"
 )
 
 
 @constant_to_compilers
-def _where(device: torch.device, demand: str | None) -> str:
-    """Why no kernel runs on this device in this process; empty if kernels do."""
+def _device_refusal(device: torch.device, requested: str | None) -> str:
+    """Reason why kernels cannot run on this device in this process; empty if they can."""
     if device.type == "cuda":
         return kernel_configs.support(device).refusal or kernel_configs.interpreter_refusal()
-    if device.type != "cpu" or demand is None:
+    if device.type != "cpu" or requested is None:
         return f"never chosen unasked for tensors that are not on CUDA; these are on {device.type}"
-    if demand != "triton":
-        return f"backend={demand!r} was asked for"
+    if requested != "triton":
+        return f"backend={requested!r} was asked for"
     if kernel_configs.can_interpret():
         return kernel_configs.interpreter_refusal()
     return 'runs on CUDA tensors; these are on cpu, where backend="eager" runs'
 
 
 @constant_to_compilers
-def _too_large(device: torch.device, sizes: Keys) -> str:
-    """Why kernels of these sizes do not fit into the device; empty if they do."""
+def _size_refusal(device: torch.device, sizes: StageKeys) -> str:
+    """Reason why kernels of these sizes do not fit the device; empty if they do."""
     if device.type != "cuda":
         return ""
-    where = kernel_configs.architecture(device)
-    return next(filter(None, (kernel_configs.beyond(where, f"{stage}.triton", key) for stage, key in sizes)), "")
+    architecture = kernel_configs.architecture(device)
+    return next(filter(None, (kernel_configs.beyond(architecture, f"{stage}.triton", key) for stage, key in sizes)), "")
 
 
-def refusal(device: torch.device, demand: str | None) -> str:
-    """Why no kernel serves any call on a device, of those that demand a backend, or none; empty if kernels do."""
-    return str(_where(device, demand))
+def refusal(device: torch.device, requested: str | None) -> str:
+    """Reason why no kernel serves any call with this `backend` on a device; empty if kernels do."""
+    return str(_device_refusal(device, requested))
 
 
-_warned: list[str] = []
+_warned_architectures: list[str] = []
 
 
 @constant_to_compilers
 def _warn_of_unverified(device: torch.device) -> None:
-    """Once in a process: this card, or this Triton on it, has not run the tests."""
+    """Warn once per process that the tests have not passed on this GPU under this Triton version."""
     support = kernel_configs.support(device)
-    if support.proof == "verified" or _warned:
+    if support.proof == "verified" or _warned_architectures:
         return
     warnings.warn(
         f"wyfold: unverified: the kernels were compiled for {support.architecture} under Triton {support.version}, but "
@@ -342,5 +357,5 @@ def _warn_of_unverified(device: torch.device) -> None:
         "the float64 recurrence",
         stacklevel=2,
     )
-    # Behind it: a warning that is an error may have ended a rehearsal, and has to end the call as well.
-    _warned.append(support.architecture)
+    # Append after the warning: where warnings are errors, it may end a precompilation first and must end the call too.
+    _warned_architectures.append(support.architecture)

@@ -118,16 +118,16 @@ def launch_keys(
         kept: Whether states on the way are wanted.
         norm: Whether rows of q and k are normalised inside.
     """
-    prepare: Any = table.launches("prepare", "triton")
+    prepare: Any = table.kernel_module("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["prepare"] = f"{key} norm" if norm else key
-    keys["scan"] = table.launches("scan", "triton").scan_key(key, scanned, v, kept=kept)
+    keys["scan"] = table.kernel_module("scan", "triton").scan_key(key, scanned, v, kept=kept)
     if "scan_bwd" in keys:
-        keys["scan_bwd"] = table.launches("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+        keys["scan_bwd"] = table.kernel_module("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
     if "gradients" in keys:
-        keys["gradients"] = table.launches("gradients", "triton").gradients_key(keys["prepare"], q, v)
+        keys["gradients"] = table.kernel_module("gradients", "triton").gradients_key(keys["prepare"], q, v)
     back = []
     if "summary" in keys:
         keys["summary"], back = f"{key} fwd", [("summary", f"{key} bwd")]
@@ -136,7 +136,7 @@ def launch_keys(
 
 def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool) -> list[tuple[str, str]]:
     """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
-    module: Any = table.launches("recurrent", "triton")
+    module: Any = table.kernel_module("recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
     walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
     return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *walk_back]

@@ -223,7 +223,7 @@ def _cells() -> dict[str, dict[str, str]]:
         "gluon": f"in place of Triton's on sm_90; {kernels}",
     }
     found: dict[str, dict[str, str]] = {}
-    for row in table.ROWS:
+    for row in table.ENTRIES:
         found.setdefault(row.stage, {})[row.backend] = proof[row.backend]
     return found
 

@@ -258,7 +258,7 @@ def _gate_run(
 ) -> Tensor:
     y = g.new_empty(g.shape, dtype=output_dtype)
     inputs = (_tokens(g), _flat(A_log), _flat(dt_bias))
-    table.launches("gate", backend).gate(*inputs, activation, lower_bound, _tokens(y))
+    table.kernel_module("gate", backend).gate(*inputs, activation, lower_bound, _tokens(y))
     return y
 
 
@@ -285,7 +285,7 @@ def _gate_bwd(
         None if ddt_bias is None else ddt_bias.view(g.shape[-2:]),
     )
     inputs = (_tokens(g), _flat(A_log), _flat(dt_bias))
-    table.launches("gate", backend).gate_bwd(*inputs, activation, lower_bound, _tokens(dy), out)
+    table.kernel_module("gate", backend).gate_bwd(*inputs, activation, lower_bound, _tokens(dy), out)
     gradients = zip((dg, dA_log, ddt_bias), (g, A_log, dt_bias))
     return [d.to(x.dtype) for d, x in gradients if d is not None and x is not None]
 
@@ -338,13 +338,13 @@ class _BetaSigmoid(torch.autograd.Function):
 
 def _beta(x: Tensor, scale: float, backend: str) -> Tensor:
     y = x.new_empty(x.shape, dtype=widest(x))
-    table.launches("gate", backend).beta_sigmoid(x.reshape(-1, 1), scale, y.view(-1, 1))
+    table.kernel_module("gate", backend).beta_sigmoid(x.reshape(-1, 1), scale, y.view(-1, 1))
     return y
 
 
 def _beta_bwd(x: Tensor, dy: Tensor, scale: float, backend: str) -> Tensor:
     dx = x.new_empty(x.shape)
-    table.launches("gate", backend).beta_sigmoid_bwd(x.reshape(-1, 1), scale, dy.reshape(-1, 1), dx.view(-1, 1))
+    table.kernel_module("gate", backend).beta_sigmoid_bwd(x.reshape(-1, 1), scale, dy.reshape(-1, 1), dx.view(-1, 1))
     return dx
 
 

@@ -188,13 +188,13 @@ class _L2Norm(torch.autograd.Function):
 
 def _l2norm(x: Tensor, eps: float, output_dtype: torch.dtype, backend: str) -> Tensor:
     y = x.new_empty(x.shape, dtype=output_dtype)
-    table.launches("norm", backend).l2norm(_flat(x), eps, _flat(y))
+    table.kernel_module("norm", backend).l2norm(_flat(x), eps, _flat(y))
     return y
 
 
 def _l2norm_bwd(x: Tensor, dy: Tensor, eps: float, backend: str) -> Tensor:
     dx = x.new_empty(x.shape)
-    table.launches("norm", backend).l2norm_bwd(_flat(x), eps, _flat(dy), _flat(dx))
+    table.kernel_module("norm", backend).l2norm_bwd(_flat(x), eps, _flat(dy), _flat(dx))
     return dx
 
 
@@ -244,7 +244,7 @@ class _RmsNormGated(torch.autograd.Function):
 def _rms_norm_gated(x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None, *scalars: Any) -> Tensor:
     *options, backend = scalars
     y = x.new_empty(x.shape)
-    stage = table.launches("norm", backend)
+    stage = table.kernel_module("norm", backend)
     stage.rms_norm_gated(_flat(x), _flat(g), weight, bias, RmsNormOptions(*options), _flat(y))
     return y
 
@@ -261,7 +261,7 @@ def _rms_norm_gated_bwd(
         t.new_zeros(t.shape, dtype=dtype if backend == "eager" else t.dtype) if need and t is not None else None
         for t, need in zip((weight, bias), needs[2:])
     )
-    table.launches("norm", backend).rms_norm_gated_bwd(
+    table.kernel_module("norm", backend).rms_norm_gated_bwd(
         _flat(x),
         _flat(g),
         weight,

@@ -180,7 +180,7 @@ def _decide(call: _Call) -> DeltaOptions:
 
     def keys() -> list[tuple[str, str]]:
         if not chunked:
-            recurrent: Any = table.launches("recurrent", "triton")
+            recurrent: Any = table.kernel_module("recurrent", "triton")
             order = {"v_first": slots.v_first, "alone": cu is None and not slots.each and sizes["T"] == 1}
             return [("recurrent", recurrent.served_key(slots.pool, sizes["K"], sizes["V"], g, **order))]
         found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0, norm=norm)

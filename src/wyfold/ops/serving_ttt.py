@@ -164,7 +164,7 @@ def _ttt_decode(
             backend,
             forward=("ttt_decode",),
             dtypes=table.dtypes(*cast, *pool[:4]),
-            keys=lambda: [("ttt_decode", table.launches("ttt_decode", "triton").launch_key(D))],
+            keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
         )
         return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
 

@@ -233,7 +233,7 @@ def _plan(
         chunk_size=chunk_size,
         parts=parts,
         kernel_copies=copies,
-        keys=lambda: [(stage, key(table.launches(stage, "triton")))],
+        keys=lambda: [(stage, key(table.kernel_module(stage, "triton")))],
     )
 
 
@@ -242,7 +242,7 @@ def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, backend: str) 
     B, T = x.shape[:2]
     if cu is not None and check.readable(cu):
         legal_boundaries(op, cu, T)
-    grid: ChunkGrid = table.launches("chunk_grid", backend).chunk_grid(B, T, chunk_size, cu)
+    grid: ChunkGrid = table.kernel_module("chunk_grid", backend).chunk_grid(B, T, chunk_size, cu)
     return grid
 
 
@@ -260,11 +260,11 @@ def _solve_tril(A: Tensor, cu: Tensor | None, output_dtype: torch.dtype, backend
     H, C = A.shape[2:]
     if backend != "eager":
         X = A.new_empty(A.shape, dtype=output_dtype)
-        table.launches("solve_tril", backend).solve_tril(A, _grid("solve_tril", A, cu, C, backend), X)
+        table.kernel_module("solve_tril", backend).solve_tril(A, _grid("solve_tril", A, cu, C, backend), X)
         return X
     X = A.new_zeros(A.shape, dtype=output_dtype)
     for part in _parts("solve_tril", A, cu, C, _chunks_per_part(C, H, C, widest(A))):
-        table.launches("solve_tril", backend).solve_tril(part.block(A), part.table, part.block(X))
+        table.kernel_module("solve_tril", backend).solve_tril(part.block(A), part.table, part.block(X))
     return X
 
 
@@ -288,7 +288,9 @@ def _kkt(
         L = k.new_empty(*beta.shape, chunk_size, dtype=output_dtype)
         if g is not None and g.ndim == 4:
             k, g = aligned(k), aligned(g)
-        table.launches("kkt", backend).kkt(k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size, backend), L)
+        table.kernel_module("kkt", backend).kkt(
+            k, beta, g, _grid("chunk_scaled_dot_kkt", k, cu, chunk_size, backend), L
+        )
         return L
     L = k.new_zeros(*beta.shape, chunk_size, dtype=output_dtype)
     dtype = widest(k, beta, g)
@@ -298,7 +300,7 @@ def _kkt(
     per_part = _chunks_per_part(chunk_size, beta.shape[2], max(k.shape[-1], chunk_size), dtype)
     for part in _parts("chunk_scaled_dot_kkt", k, cu, chunk_size, per_part):
         inputs = (None if x is None else part.block(x) for x in (k, beta, g))
-        table.launches("kkt", backend).kkt(*inputs, part.table, dtype, part.block(L))
+        table.kernel_module("kkt", backend).kkt(*inputs, part.table, dtype, part.block(L))
     return L
 
 

@@ -96,8 +96,8 @@ def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
 
 def _launch_keys(device: torch.device, dtype: torch.dtype, D: int, C: int) -> list[tuple[str, str]]:
     """Of `plan`: what a walk reads on its way needs no launch of its own."""
-    walk, read, *back = [("ttt", key) for key in table.launches("ttt", "triton").launch_keys(dtype, D, C)]
-    both = table.language("ttt", "triton", walk[1], device) == "gluon"
+    walk, read, *back = [("ttt", key) for key in table.kernel_module("ttt", "triton").launch_keys(dtype, D, C)]
+    both = table.selected_backend("ttt", "triton", walk[1], device) == "gluon"
     return [walk, *back] if both else [walk, read, *back]
 
 

@@ -33,17 +33,17 @@ REFUSED = 60
 @contextlib.contextmanager
 def launches_counted() -> Iterator[list[str]]:
     """A list that gets the name of every stage that is launched meanwhile, in this process."""
-    usual, launched = table.launches, []
+    usual, launched = table.kernel_module, []
 
     def counting(stage: str, backend: str) -> Any:
         launched.append(stage)
         return usual(stage, backend)
 
-    table.launches = counting
+    table.kernel_module = counting
     try:
         yield launched
     finally:
-        table.launches = usual
+        table.kernel_module = usual
 
 
 def bad_input_is_named(scope: Scope) -> Finding:

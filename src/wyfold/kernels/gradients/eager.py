@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Borders, Factors, Gradients, Inputs, TokenGradients
+from wyfold.kernels.records import ChunkBorders, ChunkFactors, GradientOutputs, Inputs, TileGradients
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.eager import sigmoid_bwd
@@ -25,7 +25,7 @@ from wyfold.tile.norm.eager import l2norm_bwd
 TINY_STRENGTH = 2.0**-60  # below it N / beta is no longer e
 
 
-def gradients(inputs: Inputs, factors: Factors, borders: Borders, do: Tensor) -> Gradients:
+def gradients(inputs: Inputs, factors: ChunkFactors, borders: ChunkBorders, do: Tensor) -> TileGradients:
     """Gradients of a part's inputs.
 
     Args:
@@ -52,11 +52,11 @@ def gradients(inputs: Inputs, factors: Factors, borders: Borders, do: Tensor) ->
     if G is not None and decay is not None and pairs is not None:
         carried = (S * dS).sum(-1) * decay[..., 0]
         dg = gate_gradient(q * dq_read + k * dk_read, k * dk_write, carried, G, pairs)
-    return Gradients(dq.add_(dq_read), dk.add_(dk_read).add_(dk_write), dR, dbeta, dg)
+    return TileGradients(dq.add_(dq_read), dk.add_(dk_read).add_(dk_write), dR, dbeta, dg)
 
 
 def unload(
-    found: Gradients,
+    found: TileGradients,
     inputs: Inputs,
     beta: Tensor | None,
     g: Tensor | None,
@@ -64,7 +64,7 @@ def unload(
     dt_bias: Tensor | None,
     table: ChunkTable,
     options: DeltaOptions,
-    out: TokenGradients,
+    out: GradientOutputs,
 ) -> None:
     """Undo grouping, norm and activations, and write each gradient to its tokens once.
 
@@ -106,7 +106,7 @@ def _unload_gate(
     dt_bias: Tensor | None,
     table: ChunkTable,
     options: DeltaOptions,
-    out: TokenGradients,
+    out: GradientOutputs,
 ) -> None:
     dg = dg.unflatten(0, (-1, g.shape[2]))
     if table.padding is not None:

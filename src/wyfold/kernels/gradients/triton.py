@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.records import TokenBorders, TokenGradients
+from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import interpreting, tuned
 from wyfold.runtime.kernel_launch import launched
@@ -69,7 +69,7 @@ def gradients(
     grid: ChunkGrid,
     options: DeltaOptions,
     key: str,
-    out: TokenGradients,
+    out: GradientOutputs,
 ) -> None:
     """Gradients of every token and parameter.
 

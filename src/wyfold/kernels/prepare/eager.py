@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Factors, Inputs
+from wyfold.kernels.records import ChunkFactors, Inputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.eager import sigmoid
@@ -47,7 +47,7 @@ def load(
     )
 
 
-def fold(inputs: Inputs, kept: Factors | None = None) -> Factors:
+def fold(inputs: Inputs, kept: ChunkFactors | None = None) -> ChunkFactors:
     """G, E, F, A, J and P of every chunk; with `kept` only G is made anew, which is cheap."""
     G = running_sum(inputs.g)
     if kept is not None:
@@ -55,7 +55,7 @@ def fold(inputs: Inputs, kept: Factors | None = None) -> Factors:
     J, P = decayed_grams(inputs.q, inputs.k, G)
     A = inverse(inputs.beta * J)
     E = torch.bmm(A.transpose(1, 2), to_end(inputs.k, G))
-    return Factors(G, E, torch.bmm(P, A), A, J, P)
+    return ChunkFactors(G, E, torch.bmm(P, A), A, J, P)
 
 
 def _strength(beta: Tensor | None, v: Tensor, table: ChunkTable, options: DeltaOptions) -> Tensor:

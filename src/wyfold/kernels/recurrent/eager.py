@@ -7,12 +7,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Gradients, Inputs
+from wyfold.kernels.records import Inputs, TileGradients
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import to_gate_shape, token_decay
 from wyfold.tile.index.eager import from_chunks, ranked, unranked
 
-Tiles = TypeVar("Tiles", Inputs, Gradients)
+Tiles = TypeVar("Tiles", Inputs, TileGradients)
 
 
 def recurrent(
@@ -32,7 +32,9 @@ def recurrent(
     return unranked(S, table)
 
 
-def recurrent_bwd(inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable) -> tuple[Gradients, Tensor]:
+def recurrent_bwd(
+    inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable
+) -> tuple[TileGradients, Tensor]:
     """Gradients of a part's inputs and entering states; states are replayed from the entering ones.
 
     Args:
@@ -42,7 +44,7 @@ def recurrent_bwd(inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: Ch
         table: The part's chunk grid.
     """
     HV = S0.shape[1]
-    found = Gradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
+    found = TileGradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
     columns = list(_columns(table))
     S, entering = ranked(S0, table), []
     for chunks, rows in columns:
@@ -90,7 +92,7 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
         S.baddbmm_(k_pair[:, t].transpose(1, 2), y_pair)
 
 
-def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found: Gradients) -> None:
+def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found: TileGradients) -> None:
     """Take dS [n, K, V] in place from the last of `rows` tokens to before the first, filling `found`."""
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Factors, Inputs
+from wyfold.kernels.records import ChunkFactors, Inputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import across, from_start
 from wyfold.tile.index.eager import from_chunks, ranked, unranked
@@ -14,7 +14,7 @@ from wyfold.tile.state.eager import advance_, read, residual
 
 def scan(
     inputs: Inputs,
-    factors: Factors,
+    factors: ChunkFactors,
     S0: Tensor,
     table: ChunkTable,
     scale: float,

@@ -91,7 +91,7 @@ def scan(
     slots: Slots | None = None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launch, which serves calls that want
-    states on the way (`table.language`). Tokens that the copy engine cannot read are copied first.
+    states on the way (`table.selected_backend`). Tokens that the copy engine cannot read are copied first.
 
     Args:
         q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Borders, Factors, Inputs
+from wyfold.kernels.records import ChunkBorders, ChunkFactors, Inputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import across, from_start
 from wyfold.tile.index.eager import ranked, unranked
@@ -13,8 +13,8 @@ from wyfold.tile.state.eager import advance_, residual, retreat_
 
 
 def scan_bwd(
-    inputs: Inputs, factors: Factors, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable
-) -> tuple[Borders, Tensor]:
+    inputs: Inputs, factors: ChunkFactors, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable
+) -> tuple[ChunkBorders, Tensor]:
     """States and their gradients at the borders of a part's chunks.
 
     Args:
@@ -48,4 +48,4 @@ def scan_bwd(
         gradients[c] = running
         X[c].baddbmm_(factors.E[c], running)
         retreat_(running, None if decay is None else decay[c], q[c], k[c], do[c], X[c] * inputs.beta[c])
-    return Borders(states, gradients, R, X), unranked(dS, table)
+    return ChunkBorders(states, gradients, R, X), unranked(dS, table)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import Factors, Inputs
+from wyfold.kernels.records import ChunkFactors, Inputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import across, from_start
 from wyfold.tile.index.eager import ranked, unranked
 from wyfold.tile.state.eager import advance_, residual, retreat_
 
 
-def summary(inputs: Inputs, factors: Factors, S0: Tensor, table: ChunkTable) -> Tensor:
+def summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: ChunkTable) -> Tensor:
     """Both halves of the map of each sequence of a part, which are segments, or parts of them.
 
     Args:
@@ -35,7 +35,7 @@ def summary(inputs: Inputs, factors: Factors, S0: Tensor, table: ChunkTable) -> 
     return unranked(S, table)
 
 
-def summary_bwd(inputs: Inputs, factors: Factors, do: Tensor, dST: Tensor, table: ChunkTable) -> Tensor:
+def summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: Tensor, table: ChunkTable) -> Tensor:
     """Gradient of the state that enters each sequence of a part.
 
     Args:

@@ -59,7 +59,7 @@ class State(NamedTuple):
     c: Tensor
 
 
-class Gradients(NamedTuple):
+class MiniBatchGradients(NamedTuple):
     """Gradients of a part's `MiniBatches`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Gradients(NamedTuple):
     u: Tensor
 
 
-class Tokens(NamedTuple):
+class TTTInputs(NamedTuple):
     """A whole call's inputs, for launches that find their tokens themselves.
 
     Attributes:
@@ -102,15 +102,15 @@ class Tokens(NamedTuple):
     residual: str
 
 
-class States(NamedTuple):
+class StateViews(NamedTuple):
     """[N, HV, D, D] views, K-first, and [N, HV, 1, D]; None stands for zeros, or for what nobody wants."""
 
     S: Tensor | None
     c: Tensor | None
 
 
-class TokenGradients(NamedTuple):
-    """Gradients of the tensors of `Tokens`, with its shapes and dtypes."""
+class TTTGradients(NamedTuple):
+    """Gradients of the tensors of `TTTInputs`, with its shapes and dtypes."""
 
     q: Tensor
     k: Tensor
@@ -121,7 +121,7 @@ class TokenGradients(NamedTuple):
     col: Tensor | None
 
 
-class Borders(NamedTuple):
+class SegmentBorders(NamedTuple):
     """What a walk over whole calls leaves for what is parallel over segments.
 
     Attributes:

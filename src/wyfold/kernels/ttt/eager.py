@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.kernels.ttt import Gradients, MiniBatches, State
+from wyfold.kernels.ttt import MiniBatches, MiniBatchGradients, State
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.index.eager import from_chunks, ranked, sum_groups, to_chunks, unranked, wide
 from wyfold.tile.inner.eager import (
@@ -94,7 +94,7 @@ def ttt_bwd(
     table: ChunkTable,
     eps: float,
     at: State,
-) -> tuple[Gradients, State]:
+) -> tuple[MiniBatchGradients, State]:
     """Gradients of a part's tokens and entering states.
 
     Args:
@@ -133,11 +133,11 @@ def ttt_bwd(
     de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), back.de_last)
     dw = ((2 * x.w * inner.X + x.t) * back.dY).addcmul_(do, Xo).sum(1)
     raw = None if x.raw is None else do
-    return Gradients(dq, dk, dt.neg(), de, back.dcol, raw, dw, (dt + do).sum(1)), back.entering
+    return MiniBatchGradients(dq, dk, dt.neg(), de, back.dcol, raw, dw, (dt + do).sum(1)), back.entering
 
 
 def unload(
-    found: Gradients,
+    found: MiniBatchGradients,
     table: ChunkTable,
     scale: float,
     dq: Tensor,

@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from wyfold.kernels.ttt import Borders, States, Tokens, triton
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs, triton
 from wyfold.kernels.ttt.triton import (
     SEGMENT,
     empty,
@@ -64,15 +64,15 @@ __all__ = [
 
 
 def ttt(
-    x: Tokens,
-    entering: States,
-    leaving: States,
+    x: TTTInputs,
+    entering: StateViews,
+    leaving: StateViews,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
     eps: float,
     o: Tensor,
-    borders: Borders | None,
+    borders: SegmentBorders | None,
 ) -> None:
     """Run every sequence from its entering state. Arguments as of the Triton launches, to which are left calls without
     a sequence, and of more tokens than the copy engine counts.

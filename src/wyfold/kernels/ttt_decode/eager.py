@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.tile.index.eager import wide
 from wyfold.tile.inner.eager import inner_gradient, residual_norm
 
 
-def ttt_decode(x: Tokens, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
+def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
     """One token of every row.
 
     Args:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt.triton.tiles import enter, leave, parameter
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.runtime.kernel_configs import tile_width, tuned
@@ -23,7 +23,7 @@ COUNTED = 128
 """Rows of a program that counts."""
 
 
-def ttt_decode(x: Tokens, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
+def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
     """One token of every row.
 
     Args:

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from wyfold.kernels.gradients.gluon import channel
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
 from wyfold.kernels.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
-from wyfold.kernels.records import TokenBorders, TokenGradients
+from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launched
@@ -69,7 +69,7 @@ def gradients(
     grid: ChunkGrid,
     options: DeltaOptions,
     key: str,
-    out: TokenGradients,
+    out: GradientOutputs,
 ) -> None:
     """Gradients of every token and parameter. Arguments as of the Triton launch.
 

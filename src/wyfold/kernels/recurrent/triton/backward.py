@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.records import Shares
+from wyfold.kernels.records import PartialGradients
 from wyfold.kernels.recurrent.triton.tokens import CLEARED, WIDE, launch_key_bwd, load_token, seen
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
@@ -36,7 +36,7 @@ def recurrent_bwd(
     dS0: Tensor | None,
     block: int,
     run: int,
-) -> Shares:
+) -> PartialGradients:
     """Walk every sequence back from its last token; states are rebuilt from those after every `block` tokens.
 
     Args:
@@ -59,7 +59,7 @@ def recurrent_bwd(
     programs = grid.sequences * HV * NV
     # States that a program keeps aside: before every run of a block, and at every token of one run.
     scratch = q.new_empty(programs, block // run + run, BV, BK, dtype=WIDE)
-    shares = Shares(
+    shares = PartialGradients(
         q=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
         k=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
         beta=q.new_empty(NV, B * T, HV, dtype=WIDE),

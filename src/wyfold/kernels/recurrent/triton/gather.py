@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.records import Shares, TokenGradients
+from wyfold.kernels.records import GradientOutputs, PartialGradients
 from wyfold.kernels.recurrent.triton.tokens import WIDE
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
@@ -32,10 +32,10 @@ def gather(
     beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    shares: Shares,
+    shares: PartialGradients,
     grid: ChunkGrid,
     options: DeltaOptions,
-    out: TokenGradients,
+    out: GradientOutputs,
 ) -> None:
     """Gradients of tokens and parameters from the shares of value tiles and value heads, added up in their order.
 

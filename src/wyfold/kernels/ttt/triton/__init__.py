@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, States, TokenGradients, Tokens
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.kernels.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
 from wyfold.kernels.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
 from wyfold.kernels.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys, walk_key
@@ -60,11 +60,11 @@ __all__ = [
 ]
 
 
-def empty(q: Tensor, v: Tensor, segments: int, backward: bool) -> Borders:
+def empty(q: Tensor, v: Tensor, segments: int, backward: bool) -> SegmentBorders:
     """Borders, unwritten; with all that a backward takes of them, or what the outputs do."""
     B, T, HV, D = v.shape
     dtype = workspace(q.dtype)
-    return Borders(
+    return SegmentBorders(
         v.new_empty(v.shape, dtype=dtype),
         v.new_empty(segments * HV, D, D, dtype=dtype),
         v.new_empty(segments * HV, D, dtype=torch.float32),
@@ -74,15 +74,15 @@ def empty(q: Tensor, v: Tensor, segments: int, backward: bool) -> Borders:
 
 
 def ttt(
-    x: Tokens,
-    entering: States,
-    leaving: States,
+    x: TTTInputs,
+    entering: StateViews,
+    leaving: StateViews,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
     eps: float,
     o: Tensor,
-    borders: Borders | None,
+    borders: SegmentBorders | None,
 ) -> None:
     """Run every sequence from its entering state.
 
@@ -104,16 +104,16 @@ def ttt(
 
 
 def ttt_bwd(
-    x: Tokens,
-    borders: Borders,
+    x: TTTInputs,
+    borders: SegmentBorders,
     do: Tensor,
-    dleaving: States,
+    dleaving: StateViews,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
     eps: float,
-    found: TokenGradients,
-    dentering: States,
+    found: TTTGradients,
+    dentering: StateViews,
 ) -> None:
     """Gradients of tokens, parameters and entering states.
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, States, Tokens
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.launch import Replayed, arranged
 from wyfold.kernels.ttt.triton.tiles import (
     add_writes,
@@ -35,15 +35,15 @@ from wyfold.tile.inner.triton import inner_gradient_bwd
 
 
 def walk_back(
-    x: Tokens,
-    borders: Borders,
+    x: TTTInputs,
+    borders: SegmentBorders,
     left: Replayed,
-    dleaving: States,
+    dleaving: StateViews,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
     dcol: Tensor | None,
-    dentering: States,
+    dentering: StateViews,
 ) -> None:
     """From the gradient of the states that leave to that of those that enter; `left`, `dcol` get what lies between."""
     HV = x.v.shape[2]

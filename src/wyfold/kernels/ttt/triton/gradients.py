@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, TokenGradients, Tokens
+from wyfold.kernels.ttt import SegmentBorders, TTTGradients, TTTInputs
 from wyfold.kernels.ttt.triton.launch import Replayed, arranged
 from wyfold.kernels.ttt.triton.tiles import pairs, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -26,14 +26,14 @@ from wyfold.tile.inner.triton import read_steps
 
 
 def token_gradients(
-    x: Tokens,
-    borders: Borders,
+    x: TTTInputs,
+    borders: SegmentBorders,
     left: Replayed,
     do: Tensor | None,
     grid: ChunkGrid,
     chunk_size: int,
     scale: float,
-    found: TokenGradients,
+    found: TTTGradients,
 ) -> None:
     """Write those of q, k, v and eta, and zeros past the last boundary; `do` where the residual is on q."""
     H, HV = x.q.shape[2], x.v.shape[2]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.kernels.ttt import Tokens
+from wyfold.kernels.ttt import TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, dtype_word, tile_width, tuned
 from wyfold.tile.dot.triton import contracts, operand, precision
@@ -58,7 +58,7 @@ def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str
     return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
 
 
-def arranged(x: Tokens, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
+def arranged(x: TTTInputs, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
     """A launch's configuration, and the constexprs and options that all of them have."""
     HV, D = x.v.shape[2:]
     config = tuned("ttt.triton", _launch_key(x.q.dtype, D, chunk_size, launch), x.q.device)

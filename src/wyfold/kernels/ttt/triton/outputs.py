@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, Tokens
+from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.launch import arranged
 from wyfold.kernels.ttt.triton.tiles import parameter, read_in_parts, read_rows, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -16,7 +16,9 @@ from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_t
 from wyfold.tile.inner.triton import read_steps, residual_norm
 
 
-def outputs(x: Tokens, borders: Borders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
+def outputs(
+    x: TTTInputs, borders: SegmentBorders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor
+) -> None:
     """Write o, zero past the last boundary."""
     config, fixed = arranged(x, grid, chunk_size, "outputs")
     launched(

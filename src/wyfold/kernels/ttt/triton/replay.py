@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import Borders, Tokens
+from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.launch import SEGMENT, Replayed, arranged
 from wyfold.kernels.ttt.triton.tiles import pairs, parameter, read_in_parts, read_rows, segment_steps, store_share
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -18,8 +18,8 @@ from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bw
 
 
 def replayed(
-    x: Tokens,
-    borders: Borders,
+    x: TTTInputs,
+    borders: SegmentBorders,
     do: Tensor,
     grid: ChunkGrid,
     chunk_size: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.kernels.ttt import Borders, States, Tokens
+from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.launch import arranged
 from wyfold.kernels.ttt.triton.tiles import (
     add_writes,
@@ -27,7 +27,13 @@ from wyfold.tile.inner.triton import inner_gradient
 
 
 def walk(
-    x: Tokens, entering: States, leaving: States, grid: ChunkGrid, chunk_size: int, eps: float, borders: Borders
+    x: TTTInputs,
+    entering: StateViews,
+    leaving: StateViews,
+    grid: ChunkGrid,
+    chunk_size: int,
+    eps: float,
+    borders: SegmentBorders,
 ) -> None:
     """Run every sequence from its entering state, writing the leaving ones and the borders."""
     HV = x.v.shape[2]
