@@ -248,7 +248,7 @@ def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | Non
     from wyfold.runtime import kernel_configs
 
     calls, plan = [], table.plan
-    monkeypatch.setattr(plan_cache, "_decisions", {})  # none that was taken where tensors lie
+    monkeypatch.setattr(plan_cache, "_plans", {})  # no plan made for tensors on the other device
     monkeypatch.setattr(
         kernel_configs, "support", lambda device: kernel_configs.Support("", "", "", "no kernel is wanted")
     )

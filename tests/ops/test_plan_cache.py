@@ -1,4 +1,4 @@
-"""What is decided once: a call like an earlier one is not checked and planned again, any other is."""
+"""Cached plans: a call with known metadata is neither checked nor planned again; any other call is."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ from wyfold.ops.delta_arguments import DeltaCall
 
 
 @pytest.fixture
-def decided(monkeypatch) -> list[str]:
-    """Operators that were asked to decide, one entry for each time; nothing is remembered before."""
-    asked: list[str] = []
-    decide = delta_call.decide
+def planned(monkeypatch) -> list[str]:
+    """Names of the operators planned during the test, one entry per plan; the cache starts empty."""
+    calls: list[str] = []
+    make_plan = delta_call.make_plan
 
     def counted(call: DeltaCall):
-        asked.append(call.op)
-        return decide(call)
+        calls.append(call.op)
+        return make_plan(call)
 
-    monkeypatch.setattr(delta_call, "decide", counted)
-    monkeypatch.setattr(plan_cache, "_decisions", {})
-    return asked
+    monkeypatch.setattr(delta_call, "make_plan", counted)
+    monkeypatch.setattr(plan_cache, "_plans", {})
+    return calls
 
 
 def plain_call(**changes: Any) -> torch.Tensor:
@@ -31,10 +31,10 @@ def plain_call(**changes: Any) -> torch.Tensor:
     return wyfold.chunk_kda(**{"q": x, "k": x, "v": x, "g": -x, "beta": x[..., 0], **changes})[0]
 
 
-def test_a_call_like_an_earlier_one_is_not_decided_again(decided: list[str]):
+def test_a_call_like_an_earlier_one_is_not_planned_again(planned: list[str]):
     plain_call()
     plain_call(q=torch.zeros(1, 4, 2, 8), v=torch.zeros(1, 4, 8, 2).mT)  # other numbers, other strides
-    assert decided == ["chunk_kda"]
+    assert planned == ["chunk_kda"]
 
 
 X = torch.ones(1, 4, 2, 8)
@@ -56,11 +56,11 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("other", OTHER_CALLS)
-def test_another_call_is_decided_for_itself(other: str, decided: list[str]):
+def test_another_call_is_planned_for_itself(other: str, planned: list[str]):
     plain_call()
     plain_call(**OTHER_CALLS[other])
     plain_call(**OTHER_CALLS[other])
-    assert len(decided) == 2
+    assert len(planned) == 2
 
 
 WRONG = {
@@ -81,7 +81,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_no_check_is_lost_to_an_earlier_call(wrong: str, decided: list[str]):
+def test_no_check_is_lost_to_an_earlier_call(wrong: str, planned: list[str]):
     right, changed, error = WRONG[wrong]
     plain_call(**right)
     for _ in range(2):
@@ -89,14 +89,14 @@ def test_no_check_is_lost_to_an_earlier_call(wrong: str, decided: list[str]):
             plain_call(**{**right, **changed})
 
 
-def test_autocast_decides_for_itself(decided: list[str]):
+def test_autocast_has_its_own_plan(planned: list[str]):
     with torch.autocast("cpu", torch.bfloat16):
         assert plain_call(q=X.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype"):
         plain_call(q=X.bfloat16())
 
 
-def test_contents_are_looked_at_each_time(decided: list[str]):
+def test_contents_are_checked_each_time(planned: list[str]):
     plain_call()
     with wyfold.checked(), pytest.raises(ValueError, match="g must be <= 0"):
         plain_call(g=X)
@@ -106,8 +106,8 @@ def test_contents_are_looked_at_each_time(decided: list[str]):
         plain_call(cu_seqlens=on_cpu, cu_seqlens_cpu=torch.tensor([0, 3]))
 
 
-def test_no_more_is_remembered_than_there_is_room_for(decided: list[str], monkeypatch):
-    monkeypatch.setattr(plan_cache, "MOST", 3)
+def test_the_cache_is_cleared_when_full(planned: list[str], monkeypatch):
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     for scale in range(1, 9):
         plain_call(scale=float(scale))
-        assert len(plan_cache._decisions) <= 3
+        assert len(plan_cache._plans) <= 3

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.rank_agreement import agreed
+from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_ops import autocast_dtype
@@ -418,7 +418,7 @@ def sequences(
 
     if cp_context is None:
         return count()
-    return agreed(layer, cp_context, x, count, None if alike is None else lambda _: alike(x), module=())
+    return ranks_agree(layer, cp_context, x, count, None if alike is None else lambda _: alike(x), module=())
 
 
 def _count(

@@ -21,7 +21,7 @@ from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
 from wyfold.models.generation import Draw, continued
-from wyfold.ops.rank_agreement import agreed
+from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
             self._check_call(ids, labels, layout, cache, cp_context, places)
 
         kind = repr(self.config), labels is not None
-        agreed("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels), module=kind)
+        ranks_agree("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels), module=kind)
         if torch.compiler.is_compiling():
             return self._hidden(ids, None, None, cp_context)
         with cp_context.compared():

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.ops.delta_arguments import DeltaCall
-from wyfold.ops.delta_checks import Checked
+from wyfold.ops.delta_checks import CheckedDelta
 from wyfold.runtime import check, kernel_configs, segment_rule
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, most_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.torch_ops import constant_to_compilers
 
 
-def none_long(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
+def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
     """Whether the host knows that no sequence of a long buffer is long enough to be cut."""
     if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segment_rule.forcing() is not None:
         return False
@@ -29,7 +29,7 @@ def none_long(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
     return longest is not None and longest <= segment_rule.SHORTEST - max(CHUNK_SIZES)
 
 
-def chunk_size_of(call: DeltaCall, checked: Checked) -> int:
+def chunk_size_of(call: DeltaCall, checked: CheckedDelta) -> int:
     """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
     op, chunk, every = call.op, call.chunk, checked.every
     if chunk is None:
@@ -54,11 +54,11 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
         return 64
     # A text has a value for compilers too, to which widths may be symbols.
     widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
-    return 64 if _gathered_whole(q.device, q.dtype, widths) else 32
+    return 64 if _has_channel_gradient_kernel(q.device, q.dtype, widths) else 32
 
 
 @constant_to_compilers
-def _gathered_whole(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
+def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
     """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
     if device.type != "cuda" or not kernel_configs.support(device).proof or dtype not in table.FLOATS:
         return False
@@ -67,7 +67,7 @@ def _gathered_whole(device: torch.device, dtype: torch.dtype, widths: str) -> bo
     )
 
 
-def cut_of(call: DeltaCall, checked: Checked, chunk_size: int) -> Cut:
+def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
     """How a call's long sequences are cut into segments, `WHOLE` if none of its could be long enough.
 
     Eager launches gain nothing by it; states on the way are those of one scan.

@@ -10,8 +10,8 @@ from wyfold.autograd.serving_conv import one_row
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.conv import ConvAcross
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import decided, decision_key
-from wyfold.ops.rank_agreement import agreed, check_share
+from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.ops.rank_agreement import check_share, ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import recalled
@@ -80,15 +80,15 @@ def causal_conv1d(
     cu, tokens = boundaries_of(cu_seqlens)
     tensors, values = given._replace(cu_seqlens=cu), (_NAME, tokens, output_final_state, activation, backend)
 
-    def decide() -> str:
-        return _decide(given, output_final_state, activation, cu_seqlens, cp_context, backend)
+    def make_plan() -> str:
+        return _make_plan(given, output_final_state, activation, cu_seqlens, cp_context, backend)
 
     def run() -> tuple[Tensor, Tensor | None]:
         if cp_context is None:
-            chosen = decided(decision_key(tensors, values, backend), decide)
+            chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
             y, final_state = apply(_NAME, Conv, *tensors, output_final_state, activation is not None, chosen)
         else:
-            chosen = agreed(_NAME, cp_context, x, decide, lambda _: _alike_on_ranks(given, activation))
+            chosen = ranks_agree(_NAME, cp_context, x, make_plan, lambda _: _alike_on_ranks(given, activation))
             y, final_state = apply(
                 _NAME, ConvAcross, *given, output_final_state, activation is not None, chosen, cp_context
             )
@@ -97,7 +97,7 @@ def causal_conv1d(
     return recalled(tensors, values, run) if cp_context is None else run()
 
 
-def _decide(
+def _make_plan(
     t: ConvTensors,
     output_final_state: bool,
     activation: str | None,

@@ -9,11 +9,11 @@ from torch import Tensor
 from wyfold.autograd.delta import delta
 from wyfold.autograd.delta_records import DeltaTensors
 from wyfold.context_parallel.delta import delta_across
-from wyfold.ops.chunking import none_long
+from wyfold.ops.chunking import known_short
 from wyfold.ops.delta_arguments import ChunkFlags, DeltaCall, Flags, GateFlags
-from wyfold.ops.delta_plan import decide
-from wyfold.ops.plan_cache import decided, decision_key
-from wyfold.ops.rank_agreement import agreed
+from wyfold.ops.delta_plan import make_plan
+from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.runtime import segment_rule
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
@@ -37,14 +37,14 @@ def call_delta(
     cu_seqlens: Tensor | SequenceLayout | None,
     flags: Flags,
 ) -> Results:
-    """Check, decide, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
+    """Check, plan, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
 
     def run() -> Results:
         return _call_delta(DeltaCall(op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags))
 
-    if chunk is not None and chunk.max_splits is None and none_long(op, q, cu_seqlens, chunk.cu_seqlens_cpu):
+    if chunk is not None and chunk.max_splits is None and known_short(op, q, cu_seqlens, chunk.cu_seqlens_cpu):
         chunk = chunk._replace(max_splits=1)
-    size, keep, on_cpu, context, splits = chunk or _TOKENS
+    size, keep, on_cpu, context, splits = chunk or _NO_CHUNK_FLAGS
     if context is not None:
         return run()
     cu, tokens = boundaries_of(cu_seqlens)
@@ -53,20 +53,20 @@ def call_delta(
     return recalled(tensors, (*values, segment_rule.forcing()), run)
 
 
-_TOKENS = (None,) * 5  # of `ChunkFlags`, token by token
+_NO_CHUNK_FLAGS = (None,) * 5  # of `ChunkFlags`, token by token
 
 
 def _call_delta(call: DeltaCall) -> Results:
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
     on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
 
-    def decide_once() -> DeltaOptions:
-        return decided(_decided_by(call), lambda: decide(call))
+    def plan_once() -> DeltaOptions:
+        return cached_plan(_plan_key(call), lambda: make_plan(call))
 
     if context is None:
-        options = decide_once()
+        options = plan_once()
     else:
-        options = agreed(op, context, q, decide_once, lambda options: _alike_on_ranks(call, options))
+        options = ranks_agree(op, context, q, plan_once, lambda options: _alike_on_ranks(call, options))
     q, k, v = in_autocast_dtype(q, k, v)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu)
@@ -75,20 +75,20 @@ def _call_delta(call: DeltaCall) -> Results:
     return (o, final, states) if flags.return_intermediate_states else (o, final)
 
 
-def _decided_by(call: DeltaCall) -> tuple[Any, ...] | None:
-    """Everything that `decide` looks at, by value; None if a decision must not be reused."""
+def _plan_key(call: DeltaCall) -> tuple[Any, ...] | None:
+    """Everything that `make_plan` looks at, by value; None if a plan must not be reused."""
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    size, keep, on_cpu, context, splits = chunk or _TOKENS
+    size, keep, on_cpu, context, splits = chunk or _NO_CHUNK_FLAGS
     shared = None if context is None else context.sizes
     # Boundaries on the CPU are compared with those beside the tokens where both can be read.
     if on_cpu is not None and isinstance(q, Tensor) and q.device.type == "cpu":
         return None
     asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits
     tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu_seqlens, on_cpu
-    return decision_key(tensors, (op, tokens, shared, *asked, segment_rule.forcing(), *flags), flags.backend)
+    return plan_key(tensors, (op, tokens, shared, *asked, segment_rule.forcing(), *flags), flags.backend)
 
 
 def _alike_on_ranks(call: DeltaCall, options: DeltaOptions) -> dict[str, object]:

@@ -17,7 +17,7 @@ from wyfold.runtime.torch_ops import in_autocast_dtype
 STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 (docs/algorithm.md, section 5)
 
 
-class Checked(NamedTuple):
+class CheckedDelta(NamedTuple):
     """What the checks of a call found, and its defaults.
 
     Attributes:
@@ -43,7 +43,7 @@ class Checked(NamedTuple):
     every: int
 
 
-def check_call(call: DeltaCall) -> Checked:
+def check_call(call: DeltaCall) -> CheckedDelta:
     """Every check but those of how the call is cut (`delta_cuts`)."""
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
     check.flag(
@@ -74,7 +74,7 @@ def check_call(call: DeltaCall) -> Checked:
     # An int: torch.jit traces sizes as tensors, whose powers are float32.
     scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
-    return Checked(q, k, v, sizes, cu is not None, N, activation, lower_bound, clamp, scale, every)
+    return CheckedDelta(q, k, v, sizes, cu is not None, N, activation, lower_bound, clamp, scale, every)
 
 
 def check_tensors(

@@ -15,22 +15,22 @@ from wyfold.context_parallel.delta import summarised
 from wyfold.kernels import table
 from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
 from wyfold.ops.delta_arguments import DeltaCall
-from wyfold.ops.delta_checks import Checked, check_call
-from wyfold.ops.plan_cache import keeps_gradients
+from wyfold.ops.delta_checks import CheckedDelta, check_call
+from wyfold.ops.plan_cache import any_requires_grad
 from wyfold.runtime import check, kernel_configs
 from wyfold.runtime.chunk_layout import Cut, likely_segments
 from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import Plan, explaining
 
 
-def decide(call: DeltaCall) -> DeltaOptions:
+def make_plan(call: DeltaCall) -> DeltaOptions:
     """What will run, if every check is passed."""
     chunk, flags = call.chunk, call.flags
     checked = check_call(call)
     chunk_size = chunk_size_of(call, checked)
     cut = cut_of(call, checked, chunk_size)
     given = *checked[:3], call.g, call.beta, call.initial_state, call.gate.A_log, call.gate.dt_bias
-    save = keeps_gradients(given)
+    save = any_requires_grad(given)
     plan = _plan(call, checked, chunk_size, cut, given, save=save)
     return DeltaOptions(
         operator=call.op,
@@ -57,13 +57,13 @@ def decide(call: DeltaCall) -> DeltaOptions:
 
 
 def _plan(
-    call: DeltaCall, checked: Checked, chunk_size: int, cut: Cut, given: tuple[Tensor | None, ...], *, save: bool
+    call: DeltaCall, checked: CheckedDelta, chunk_size: int, cut: Cut, given: tuple[Tensor | None, ...], *, save: bool
 ) -> Plan:
     """The launches of both directions, and who makes them; given: all floating tensors."""
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
-    tells = context is not None and not runs_eagerly(call) and _tells(context, sizes)
-    between = ("summary", "fold", *(["carry"] if tells else [])) if cut.chunks or tells else ()
+    communicates = context is not None and not runs_eagerly(call) and _has_collectives(context, sizes)
+    between = ("summary", "fold", *(["carry"] if communicates else [])) if cut.chunks or communicates else ()
     stages = (
         (("prepare", "recurrent"),) * 2
         if recurrent
@@ -76,7 +76,7 @@ def _plan(
             stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
             return token_keys(q, v, g, stored, v_first=flags.state_v_first)
         likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
-        if tells and context is not None:
+        if communicates and context is not None:
             likely = context.counts(sizes["B"], chunk_size, cut).segments
         norm = call.flags.use_qk_l2norm_in_kernel
         return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0, norm=norm)
@@ -142,7 +142,7 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
     return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *walk_back]
 
 
-def _tells(context: ContextParallel, sizes: dict[str, int]) -> bool:
+def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:
     """Whether there is anything to tell, and kernels find what this rank has to."""
     return bool(context.shares.chains) and summarised(context, sizes["B"], sizes["K"], sizes["V"])
 

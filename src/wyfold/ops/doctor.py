@@ -62,7 +62,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What `doctor` found.
 
     Attributes:
@@ -108,13 +108,13 @@ class Report:
         return found
 
 
-def doctor() -> Report:
+def doctor() -> DoctorReport:
     """Device, versions, and which backend serves each operator here and why the others do not.
 
     Nothing is run, changed or downloaded, and no environment variable is read.
 
     Returns:
-        Report; print it, or take its fields.
+        DoctorReport; print it, or take its fields.
 
     Examples:
         >>> import wyfold
@@ -123,7 +123,7 @@ def doctor() -> Report:
         {'eager'}
     """
     found = versions()
-    return Report(hardware(), found, _known_bad(), _services(), _cells(), _extras(found), _settings())
+    return DoctorReport(hardware(), found, _known_bad(), _services(), _cells(), _extras(found), _settings())
 
 
 def hardware() -> dict[str, Any]:

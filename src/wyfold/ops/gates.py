@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.gate import GateGradients
-from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import recalled
@@ -152,13 +152,13 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
     op = "fused_beta_sigmoid"
     values = op, scale, backend
 
-    def decide() -> str:
+    def make_plan() -> str:
         check.floating(op, x=check.tensor(op, "x", x))
         check.number(op, "scale", scale)
         return _plan(op, "beta_sigmoid", x, backend, (x.dtype,)).backend
 
     def run() -> Tensor:
-        chosen = decided(decision_key((x,), values, backend), decide)
+        chosen = cached_plan(plan_key((x,), values, backend), make_plan)
         return apply("fused_beta_sigmoid", _BetaSigmoid, x, float(scale), chosen)
 
     return recalled((x,), values, run)
@@ -200,14 +200,14 @@ def _gate(
     """check_gate: refuses what is wrong with the operator's arguments but for the dtype."""
     tensors, values = (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend)
 
-    def decide() -> tuple[torch.dtype, str]:
+    def make_plan() -> tuple[torch.dtype, str]:
         check_gate()
         check.dtype_option(op, "output_dtype", output_dtype)
         stored = output_dtype or widest(*tensors)
         return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored)).backend
 
     def run() -> Tensor:
-        chosen = decided(decision_key(tensors, values, backend), decide)
+        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
         activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
         if op == "fused_gdn_gate":
             return apply(op, _Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
-from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import recalled
@@ -51,14 +51,14 @@ def l2norm(
 
     values = op, eps, output_dtype, backend
 
-    def decide() -> str:
+    def make_plan() -> str:
         _rows(op, x)
         check.dtype_option(op, "output_dtype", output_dtype)
         check.epsilon(op, eps, widest(x))
         return _plan(op, x, backend, (x.dtype, output_dtype or x.dtype)).backend
 
     def run() -> Tensor:
-        chosen = decided(decision_key((x,), values, backend), decide)
+        chosen = cached_plan(plan_key((x,), values, backend), make_plan)
         return apply("l2norm", _L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
 
     return recalled((x,), values, run)
@@ -116,7 +116,7 @@ def rms_norm_gated(
 
     tensors, values = (x, g, weight, bias), (op, activation, eps, norm_before_gate, round_before_weight, backend)
 
-    def decide() -> str:
+    def make_plan() -> str:
         check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
         check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
         V = _rows(op, x)
@@ -132,7 +132,7 @@ def rms_norm_gated(
         return _plan(op, x, backend, table.dtypes(x, g, weight, bias)).backend
 
     def run() -> Tensor:
-        chosen = decided(decision_key(tensors, values, backend), decide)
+        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
         options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
         return apply("rms_norm_gated", _RmsNormGated, *tensors, options, chosen)
 

@@ -15,30 +15,30 @@ from wyfold.runtime.plan import explaining
 from wyfold.runtime.replay_cache import zeros
 from wyfold.runtime.torch_ops import autocast_dtype
 
-Decision = TypeVar("Decision")
+Planned = TypeVar("Planned")
 
-MOST = 4096
-"""Decisions kept; when there are more, all are forgotten."""
+MAX_PLANS = 4096
+"""Plans kept; when there are more, all are forgotten."""
 
-_decisions: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[Any, ...], Any] = {}
 
 
-def decided(key: tuple[Any, ...] | None, decide: Callable[[], Decision]) -> Decision:
-    """What `decide` says, asked once for every key; None is no key."""
-    found: Decision | None = None if key is None else _decisions.get(key)
+def cached_plan(key: tuple[Any, ...] | None, make_plan: Callable[[], Planned]) -> Planned:
+    """What `make_plan` says, asked once for every key; None is no key."""
+    found: Planned | None = None if key is None else _plans.get(key)
     if found is None:
-        found = decide()
+        found = make_plan()
         if key is not None and not zeros(key[1][0]):
-            if len(_decisions) >= MOST:
-                _decisions.clear()
-            _decisions[key] = found
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = found
     return found
 
 
-def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | None) -> tuple[Any, ...] | None:
+def plan_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | None) -> tuple[Any, ...] | None:
     """A call by what is decided from it: its tensors' metadata, q's first; other values; and what is around it.
 
-    None if a decision must not be reused: where contents are looked at, where a call is made for its plan alone, where
+    None if a plan must not be reused: where contents are looked at, where a call is made for its plan alone, where
     sizes may be symbols, and for what is nothing legal.
     """
     q = tensors[0]
@@ -50,7 +50,7 @@ def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str
         metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     except RuntimeError:  # a nested tensor, which has no shape
         return None
-    around = keeps_gradients(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
+    around = any_requires_grad(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
     types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
     try:
         hash(values)
@@ -62,5 +62,5 @@ def decision_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str
 _PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))
 
 
-def keeps_gradients(given: Iterable[Tensor | None]) -> bool:
+def any_requires_grad(given: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)

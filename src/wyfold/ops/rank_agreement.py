@@ -11,7 +11,7 @@ from torch import Tensor
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.runtime.torch_ops import autocast_dtype
 
-Decision = TypeVar("Decision")
+Planned = TypeVar("Planned")
 
 
 def context_of(op: str, context: object) -> ContextParallel:
@@ -21,21 +21,21 @@ def context_of(op: str, context: object) -> ContextParallel:
     return context
 
 
-def agreed(
+def ranks_agree(
     op: str,
     context: object,
     x: object,
-    decide: Callable[[], Decision],
-    describe: Callable[[Decision], Mapping[str, object]] | None = None,
+    make_plan: Callable[[], Planned],
+    describe: Callable[[Planned], Mapping[str, object]] | None = None,
     module: Hashable = None,
-) -> Decision:
-    """What `decide` says, once all ranks are known to do the same (`ContextParallel.agreed`).
+) -> Planned:
+    """What `make_plan` says, once all ranks are known to do the same (`ContextParallel.agreed`).
 
     Args:
         op: Operator's name.
         context: What the caller gave as cp_context.
         x: A tensor of the call, beside which ranks compare; whatever else is wrong with it.
-        decide: Checks this rank's arguments.
+        make_plan: Checks this rank's arguments.
         describe: Gives what must be equal on all ranks. None: nothing is compared here, but in the operator that is
             called next; ranks that wait there receive this rank's refusal.
         module: Of a module's call, settings that are among the compared ones; its calls differ by them and by B. None:
@@ -47,7 +47,7 @@ def agreed(
     """
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     found = context_of(op, context)
-    return found.agreed(op, device, decide, describe, kind=_kind(found, x, module))
+    return found.agreed(op, device, make_plan, describe, kind=_kind(found, x, module))
 
 
 def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:

@@ -14,7 +14,7 @@ from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
 from wyfold.ops.delta_plan import launch_keys, launch_sizes
-from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
@@ -60,19 +60,19 @@ def call_served(
     arithmetic: Arithmetic,
     *,
     cu_seqlens: Tensor | SequenceLayout | None = None,
-    turned: bool = False,
+    swapped: bool = False,
     chunked: bool = False,
 ) -> Tensor:
-    """Check, decide, run. `turned`: tokens are [1, N, ..]. `chunked`: not token by token."""
+    """Check, plan, run. `swapped`: tokens are [1, N, ..]. `chunked`: not token by token."""
 
     def run() -> Tensor:
-        return _call_served(op, tokens, slots, gate, arithmetic, cu_seqlens, turned=turned, chunked=chunked)
+        return _call_served(op, tokens, slots, gate, arithmetic, cu_seqlens, swapped=swapped, chunked=chunked)
 
     pool, source, v_first, given, target, pad, out, accepted, each, every, *between = slots
     _, in_kernel, A_log, dt_bias, safe, lower_bound = gate
     cu, T = boundaries_of(cu_seqlens)
     tensors = *tokens, pool, source, given, target, out, accepted, *between, A_log, dt_bias, cu
-    values = op, v_first, pad, each, every, in_kernel, safe, lower_bound, T, turned, chunked, *arithmetic
+    values = op, v_first, pad, each, every, in_kernel, safe, lower_bound, T, swapped, chunked, *arithmetic
     return recalled(tensors, values, run)
 
 
@@ -84,15 +84,15 @@ def _call_served(
     arithmetic: Arithmetic,
     cu_seqlens: Tensor | SequenceLayout | None,
     *,
-    turned: bool,
+    swapped: bool,
     chunked: bool,
 ) -> Tensor:
     q, k, v, g, beta, out = *tokens, slots.out
     refuse_transforms(op, *tokens, slots.pool, out)
-    if turned:
-        q, k, v, g, beta, out = map(_turned, (q, k, v, g, beta, out))
-    call = _Call(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic, chunked)
-    options = decided(_decided_by(call), lambda: _decide(call))
+    if swapped:
+        q, k, v, g, beta, out = map(_swap_batch_time, (q, k, v, g, beta, out))
+    call = ServingCall(op, q, k, v, g, beta, out, cu_seqlens, slots, gate, arithmetic, chunked)
+    options = cached_plan(_plan_key(call), lambda: _make_plan(call))
     q, k, v = in_autocast_dtype(q, k, v)
     o = v.new_empty(v.shape) if out is None else out
     source, between = slots.state_indices, slots.checkpoint_indices
@@ -111,10 +111,10 @@ def _call_served(
     )  # fmt: skip
     if slots.out is not None:
         return slots.out
-    return o.transpose(0, 1) if turned else o
+    return o.transpose(0, 1) if swapped else o
 
 
-class _Call(NamedTuple):
+class ServingCall(NamedTuple):
     """One call as it is checked: tokens are [N, 1, ..] or packed, and so is `out`."""
 
     op: str
@@ -131,8 +131,8 @@ class _Call(NamedTuple):
     chunked: bool
 
 
-def _decided_by(call: _Call) -> tuple[Any, ...] | None:
-    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
+def _plan_key(call: ServingCall) -> tuple[Any, ...] | None:
+    """Everything that `_make_plan` looks at, by value; None if a plan must not be reused."""
     slots, gate, cu, tokens = call.slots, call.gate, call.cu_seqlens, 0
     if isinstance(cu, SequenceLayout):
         tokens, cu = cu.tokens, cu.cu_seqlens
@@ -142,10 +142,10 @@ def _decided_by(call: _Call) -> tuple[Any, ...] | None:
     places = *pools, call.out
     steps = *(x.stride() if isinstance(x, Tensor) else None for x in places), slots.checkpoint_every, call.chunked
     flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
-    return decision_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
+    return plan_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
 
 
-def _decide(call: _Call) -> DeltaOptions:
+def _make_plan(call: ServingCall) -> DeltaOptions:
     """What will run, if every check is passed."""
     op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend), chunked = call
     sizes = check_tensors(op, q, k, v, g, beta, gate)
@@ -171,12 +171,12 @@ def _decide(call: _Call) -> DeltaOptions:
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "pool": slots.pool}
     given |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "out": out}
     for name, x in given.items():
-        if keeps_gradients([x]):
+        if any_requires_grad([x]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
     chunk_size = best_chunk_size(q, v, channel_gate=gate.channel) if chunked else 1 if slots.each else 64
     every = _check_checkpoints(op, q, slots, chunk_size, sizes, packed=cu is not None) if chunked else int(slots.each)
     if check.checking_contents() and chunked:
-        _check_distinct_between(op, q, slots, cu, every, {**sizes, "N": N})
+        _check_distinct_checkpoints(op, q, slots, cu, every, {**sizes, "N": N})
 
     def keys() -> list[tuple[str, str]]:
         if not chunked:
@@ -264,24 +264,24 @@ def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, siz
         return
     source, target = (None if x is None else x.to(torch.int64).view(N, x.shape[1:].numel()) for x in indices)
     source = rows[:, None] if source is None else source
-    _check_numbers(op, "state_indices", source, _are_slots(source, slots.pool, slots))
+    _check_distinct_slots(op, "state_indices", source, _live_slots(source, slots.pool, slots))
     if target is None:
         return
     column = rows * 0 if accepted is None else (accepted.to(torch.int64) - 1).clamp(0, source.shape[1] - 1)
     entry = source.gather(1, column[:, None])
-    live = _are_slots(entry, slots.pool, slots)
+    live = _live_slots(entry, slots.pool, slots)
     tokens = (rows * 0 + sizes["T"] if cu is None else cu.diff())[:, None]
-    written = live & _are_slots(target, slots.pool, slots)
+    written = live & _live_slots(target, slots.pool, slots)
     if slots.each:
         written &= torch.arange(target.shape[1], device=q.device) < tokens
-    _check_numbers(op, "output_state_indices", target, written)
+    _check_distinct_slots(op, "output_state_indices", target, written)
     read = live if given is None else live & given[:, None]
     if torch.isin(target[written & (target != entry)], entry[read]).any():
         got = f"got {target.squeeze(1).tolist()} beside {source.squeeze(1).tolist()}"
         raise ValueError(f"{op}: output_state_indices must name no slot that another row starts from, {got}")
 
 
-def _check_distinct_between(
+def _check_distinct_checkpoints(
     op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, every: int, sizes: dict[str, int]
 ) -> None:
     """That no two states between go to one slot. What skipped rows name, and rows past the last state of a packing, is
@@ -290,22 +290,22 @@ def _check_distinct_between(
     rows = torch.arange(sizes["N"], device=q.device)
     if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu, rows)):
         return
-    live = _are_slots(rows if source is None else source, slots.pool, slots)
+    live = _live_slots(rows if source is None else source, slots.pool, slots)
     states = rows * 0 + sizes["T"] // every if cu is None else cu.diff() // every
     of_live = live.repeat_interleave(states)
     between = between.flatten()[:, None]
-    written = _are_slots(between, pool, slots)
+    written = _live_slots(between, pool, slots)
     written[: of_live.numel()] &= of_live[:, None]
     written[of_live.numel() :] = False
-    _check_numbers(op, "checkpoint_indices", between, written)
+    _check_distinct_slots(op, "checkpoint_indices", between, written)
 
 
-def _are_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
+def _live_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
     """Which numbers are a live slot of a pool."""
     return (x > slots.pad_slot_id) & (x < pool.shape[0])
 
 
-def _check_numbers(op: str, name: str, x: Tensor, those: Tensor) -> None:
+def _check_distinct_slots(op: str, name: str, x: Tensor, those: Tensor) -> None:
     """Slots are distinct among those."""
     if x[those].unique().numel() != int(those.sum()):
         raise ValueError(f"{op}: {name} must hold distinct slots, got {x.squeeze(1).tolist()}")
@@ -334,6 +334,6 @@ def _check_rows(
     check.alike(op, "device", q=q, **{name: x})
 
 
-def _turned(x: Any) -> Any:
+def _swap_batch_time(x: Any) -> Any:
     """Rows before tokens; what is no such tensor is refused later, under its name."""
     return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

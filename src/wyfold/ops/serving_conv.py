@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.autograd.serving_conv import ConvServing, serve_conv
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import recalled
@@ -150,7 +150,7 @@ def _served(
     *,
     drafts: bool,
 ) -> Tensor:
-    """Check, decide, run."""
+    """Check, plan, run."""
 
     def run() -> Tensor:
         refuse_transforms(op, x, pool, weight, bias, out)
@@ -174,8 +174,8 @@ def _convolved(
     *,
     drafts: bool,
 ) -> Tensor:
-    key = _decided_by(op, x, pool, weight, bias, cu_seqlens, out, flags)
-    backend = decided(key, lambda: _decide(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts))
+    key = _plan_key(op, x, pool, weight, bias, cu_seqlens, out, flags)
+    backend = cached_plan(key, lambda: _make_plan(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts))
     y = x.new_empty(x.shape) if out is None else out
     rows, written = (x[:, None], y[:, None]) if x.ndim == 2 else (x, y)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
@@ -189,7 +189,7 @@ def _convolved(
     return y
 
 
-def _decided_by(
+def _plan_key(
     op: str,
     x: Tensor,
     pool: Tensor,
@@ -199,7 +199,7 @@ def _decided_by(
     out: Tensor | None,
     flags: _Flags,
 ) -> tuple[Any, ...] | None:
-    """Everything that `_decide` looks at, by value; None if a decision must not be reused."""
+    """Everything that `_make_plan` looks at, by value; None if a plan must not be reused."""
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
@@ -207,10 +207,10 @@ def _decided_by(
         x, pool, weight, bias, cu_seqlens, out, flags.state_indices, flags.has_initial_state, flags.num_accepted_tokens,
     )  # fmt: skip
     steps = [x.stride() if isinstance(x, Tensor) else None for x in (pool, out)]
-    return decision_key(tensors, (op, tokens, *steps, flags.activation, flags.pad_slot_id), flags.backend)
+    return plan_key(tensors, (op, tokens, *steps, flags.activation, flags.pad_slot_id), flags.backend)
 
 
-def _decide(
+def _make_plan(
     op: str,
     x: Tensor,
     pool: Tensor,
@@ -253,7 +253,7 @@ def _decide(
         if live.unique().numel() != live.numel():
             raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
     for name, tensor in given.items():
-        if keeps_gradients([tensor]):
+        if any_requires_grad([tensor]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
     launch = "conv_slots" if drafts else "conv"
     plan = table.plan(

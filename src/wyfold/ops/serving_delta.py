@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wyfold.ops.delta_arguments import GateFlags
-from wyfold.ops.plan_cache import keeps_gradients
+from wyfold.ops.plan_cache import any_requires_grad
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -104,7 +104,7 @@ def decode(
     if check.tensor(op, "q", q).ndim == 4 and q.shape[1] != 1:
         if q.shape[0] != 1:
             raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
-        return call_served(op, tokens, slots, gate, arithmetic, turned=True)
+        return call_served(op, tokens, slots, gate, arithmetic, swapped=True)
     return call_served(op, tokens, slots, gate, arithmetic)
 
 
@@ -240,7 +240,7 @@ def _check_packed(
     check.alike(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
     check.output_dtype(op, slots.out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
     for name, x in given.items():
-        if keeps_gradients([x]):
+        if any_requires_grad([x]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from wyfold.autograd.serving_ttt import TTTServing, serve_ttt
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import decided, decision_key, keeps_gradients
-from wyfold.ops.ttt_arguments import column, numbers_apart
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
+from wyfold.ops.ttt_arguments import column, split_numbers
 from wyfold.ops.ttt_checks import check_form, check_tokens
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
@@ -96,7 +96,7 @@ def ttt_decode(
     op = "ttt_decode"
     if not isinstance(pool, TTTState):
         raise TypeError(f"{op}: pool must be a TTTState, got {type(pool).__name__}")
-    numbers, steps = numbers_apart(eta, eta_col)
+    numbers, steps = split_numbers(eta, eta_col)
 
     def run() -> Tensor:
         form = residual, scale, eps, chunk_size, pad_slot_id, backend
@@ -125,26 +125,26 @@ def _ttt_decode(
     pad_slot_id: int,
     backend: str | None,
 ) -> Tensor:
-    """Check, decide, run."""
+    """Check, plan, run."""
     refuse_transforms(op, check.tensor(op, "q", q), k, v, w, b, eta, *pool, out)
-    turned = q.ndim == 4 and q.shape[1] != 1
-    if turned:
+    swapped = q.ndim == 4 and q.shape[1] != 1
+    if swapped:
         if q.shape[0] != 1:
             raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
-        q, k, v, eta, eta_col, given = (_turned(x) for x in (q, k, v, eta, eta_col, out))
+        q, k, v, eta, eta_col, given = (_swap_batch_time(x) for x in (q, k, v, eta, eta_col, out))
     else:
         given = out
-    numbers, steps = numbers_apart(eta, eta_col)
+    numbers, steps = split_numbers(eta, eta_col)
     places = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
     values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *places
-    key = decision_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
+    key = plan_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
 
-    def decide() -> tuple[float, str]:
+    def make_plan() -> tuple[float, str]:
         check_tokens(op, q, k, v, w, b, eta, eta_col, None)
         tensors = {"q": q, "k": k, "v": v, "w": w, "b": b, "eta": eta, "eta_col": eta_col, "out": given}
         tensors |= {f"pool.{name}": x for name, x in zip(TTTState._fields, pool, strict=True)}
         for name, x in tensors.items():
-            if isinstance(x, Tensor) and keeps_gradients([x]):
+            if isinstance(x, Tensor) and any_requires_grad([x]):
                 raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
         check_form(op, chunk_size, residual, eps, q.dtype)
         cast = in_autocast_dtype(q, k, v)
@@ -168,7 +168,7 @@ def _ttt_decode(
         )
         return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
 
-    factor, chosen = decided(key, decide)
+    factor, chosen = cached_plan(key, make_plan)
     step, col = column(v, eta), None if eta_col is None else column(v, eta_col)
     q, k, v = in_autocast_dtype(q, k, v)
     o = v.new_empty(v.shape) if given is None else given
@@ -180,7 +180,7 @@ def _ttt_decode(
     )  # fmt: skip
     if out is not None:
         return out
-    return o.transpose(0, 1) if turned else o
+    return o.transpose(0, 1) if swapped else o
 
 
 def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
@@ -214,6 +214,6 @@ def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: i
             raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
 
 
-def _turned(x: Any) -> Any:
+def _swap_batch_time(x: Any) -> Any:
     """Rows before tokens; what is no such tensor is refused later, under its name."""
     return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

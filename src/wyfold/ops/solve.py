@@ -12,7 +12,7 @@ from wyfold.autograd import workspace
 from wyfold.autograd.row_alignment import aligned, copied
 from wyfold.autograd.workspace import Part
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import decided, decision_key
+from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
@@ -75,7 +75,7 @@ def solve_tril(
     cu, tokens = boundaries_of(cu_seqlens)
     tensors, values = (A, cu), (op, tokens, output_dtype, backend)
 
-    def decide() -> tuple[torch.dtype, str]:
+    def make_plan() -> tuple[torch.dtype, str]:
         check.shapes(op, A=(A, "B T H C"))
         _no_gradient(op, A=A)
         check.floating(op, A=A)
@@ -94,7 +94,7 @@ def solve_tril(
 
     def run() -> Tensor:
         refuse_transforms("solve_tril", A)
-        return _Constant.apply(_solve_tril_op, A, cu, *decided(decision_key(tensors, values, backend), decide))
+        return _Constant.apply(_solve_tril_op, A, cu, *cached_plan(plan_key(tensors, values, backend), make_plan))
 
     return recalled(tensors, values, run)
 
@@ -146,7 +146,7 @@ def chunk_scaled_dot_kkt(
     cu, tokens = boundaries_of(cu_seqlens)
     tensors, values = (k, beta, g, cu), (op, tokens, chunk_size, output_dtype, backend)
 
-    def decide() -> tuple[torch.dtype, str]:
+    def make_plan() -> tuple[torch.dtype, str]:
         channel = isinstance(g, Tensor) and g.ndim == 4
         gate = (g, "B T HV K" if channel else "B T HV")
         sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
@@ -173,7 +173,7 @@ def chunk_scaled_dot_kkt(
         return stored, plan.backend
 
     def run() -> Tensor:
-        chosen = decided(decision_key(tensors, values, backend), decide)
+        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
         refuse_transforms("chunk_scaled_dot_kkt", k, beta, g)
         return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, *chosen)
 

@@ -50,7 +50,7 @@ class TTTForm(NamedTuple):
     batch_invariant: bool
 
 
-def numbers_apart(*given: Any) -> tuple[tuple[float | None, ...], tuple[Any, ...]]:
+def split_numbers(*given: Any) -> tuple[tuple[float | None, ...], tuple[Any, ...]]:
     """Those that are numbers, and those that are not, with None in the others' places."""
     numbers = tuple([x if isinstance(x, float | int) else None for x in given])
     return numbers, tuple([x if number is None else None for x, number in zip(given, numbers, strict=True)])

@@ -13,10 +13,10 @@ from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.ttt import ttt_across
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import decided, decision_key
-from wyfold.ops.rank_agreement import agreed
-from wyfold.ops.ttt_arguments import TTTCall, column, numbers_apart
-from wyfold.ops.ttt_checks import Checked, check_call
+from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.ops.rank_agreement import ranks_agree
+from wyfold.ops.ttt_arguments import TTTCall, column, split_numbers
+from wyfold.ops.ttt_checks import CheckedTTT, check_call
 from wyfold.runtime import check
 from wyfold.runtime.kernel_configs import dtype_word
 from wyfold.runtime.layout import SequenceLayout
@@ -25,29 +25,31 @@ from wyfold.runtime.torch_ops import in_autocast_dtype
 
 
 def call_ttt(call: TTTCall) -> TTTResult:
-    """Check, decide, run. The arguments are those of the public operators (`chunk_ttt_linear` defines them)."""
+    """Check, plan, run. The arguments are those of the public operators (`chunk_ttt_linear` defines them)."""
 
-    def decide() -> TTTOptions:
-        return _decide(call)
+    def make_plan() -> TTTOptions:
+        return _make_plan(call)
 
     if call.context is None:
-        options = decided(_decided_by(call), decide)
+        options = cached_plan(_plan_key(call), make_plan)
         return ttt(_tensors(call), options)
-    options = agreed(call.op, call.context, call.q, decide, lambda options: _alike_on_ranks(_tensors(call), options))
+    options = ranks_agree(
+        call.op, call.context, call.q, make_plan, lambda options: _alike_on_ranks(_tensors(call), options)
+    )
     return ttt_across(_tensors(call), options, call.context)
 
 
-def _decided_by(call: TTTCall) -> tuple[Any, ...] | None:
-    """Everything that `_decide` looks at in a call without a context, by value; None if it must not be reused."""
+def _plan_key(call: TTTCall) -> tuple[Any, ...] | None:
+    """Everything that `_make_plan` looks at in a call without a context, by value; None if it must not be reused."""
     tokens, cu = 0, call.cu_seqlens
     if isinstance(cu, SequenceLayout):
         tokens, cu = cu.tokens, cu.cu_seqlens
-    numbers, tensors = numbers_apart(*call[1:8], *call.states)  # step sizes
+    numbers, tensors = split_numbers(*call[1:8], *call.states)  # step sizes
     values = call.op, tokens, numbers, *map(type, numbers), *call.form, call.backend
-    return decision_key((*tensors, cu), values, call.backend)
+    return plan_key((*tensors, cu), values, call.backend)
 
 
-def _decide(call: TTTCall) -> TTTOptions:
+def _make_plan(call: TTTCall) -> TTTOptions:
     """What will run, if every check is passed."""
     form, checked = call.form, check_call(call)
     learning = call[1:8] if call.recurrent else (*call[1:8], *call.states)
@@ -67,7 +69,7 @@ def _decide(call: TTTCall) -> TTTOptions:
     )
 
 
-def _plan(call: TTTCall, checked: Checked) -> Plan:
+def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
     """The launches of both directions, and who makes them."""
     q, k, v, packed, _ = checked
     B, T, _, D = v.shape

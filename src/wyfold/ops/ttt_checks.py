@@ -20,7 +20,7 @@ WIDEST = 128
 RESIDUALS = ("o", "q")
 
 
-class Checked(NamedTuple):
+class CheckedTTT(NamedTuple):
     """What the checks of a call found, and its defaults.
 
     Attributes:
@@ -36,7 +36,7 @@ class Checked(NamedTuple):
     scale: float
 
 
-def check_call(call: TTTCall) -> Checked:
+def check_call(call: TTTCall) -> CheckedTTT:
     """Every check, and what they found."""
     op, q, k, v, w, b, eta, eta_col, states, cu_seqlens, context, form, _, recurrent = call
     check.flag(
@@ -52,12 +52,12 @@ def check_call(call: TTTCall) -> Checked:
         check.dtype_option(op, "state_dtype", form.state_dtype, check.state_dtypes(q))
         _check_initial(op, v, given, *states, v_first=form.state_v_first)
     elif states:
-        _check_standing(op, v, given, *states)
+        _check_ttt_state(op, v, given, *states)
     check_form(op, form.chunk_size, form.residual, form.eps, q.dtype)
     q, k, v = in_autocast_dtype(q, k, v)
     scale = int(v.shape[-1]) ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
     check.alike(op, "dtype", q=q, k=k, v=v)
-    return Checked(q, k, v, None if cu is None and not recurrent else N, scale)
+    return CheckedTTT(q, k, v, None if cu is None and not recurrent else N, scale)
 
 
 def check_tokens(
@@ -119,7 +119,7 @@ def _check_initial(op: str, v: Tensor, N: int, state: Tensor | None, bias: Tenso
     _check_states(op, v, N, named, optional=tuple(named))
 
 
-def _check_standing(
+def _check_ttt_state(
     op: str, v: Tensor, N: int, state: Tensor, bias: Tensor, grad: Tensor, bias_grad: Tensor, position: Tensor
 ) -> None:
     """The fields of a TTTState."""

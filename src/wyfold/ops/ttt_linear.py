@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.ttt_arguments import TTTCall, TTTForm, numbers_apart
+from wyfold.ops.ttt_arguments import TTTCall, TTTForm, split_numbers
 from wyfold.ops.ttt_call import call_ttt
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.replay_cache import recalled
@@ -140,7 +140,7 @@ def chunk_ttt_linear(
 
     if cp_context is not None:
         return run()
-    numbers, steps = numbers_apart(eta, eta_col)
+    numbers, steps = split_numbers(eta, eta_col)
     cu, tokens_of_layout = boundaries_of(cu_seqlens)
     values = op, *numbers, tokens_of_layout, *form, backend
     return recalled((q, k, v, w, b, *steps, *states, cu), values, run)

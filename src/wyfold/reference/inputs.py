@@ -24,7 +24,7 @@ CHUNK = 64  # "first" and "last token of a chunk" are meant for this grid; 16 an
 
 
 @dataclass(frozen=True)
-class Family:
+class InputFamily:
     """Keys, gate, write strength and values that are tried together, as names in the tables of this file."""
 
     keys: str
@@ -34,20 +34,20 @@ class Family:
 
 
 FAMILIES = {
-    "random": Family("normal", "weak", "sigmoid"),
-    "uniform+": Family("positive"),
-    "identical": Family("identical", "-1e-3", ".835"),
-    "near-identical": Family("near-identical", "-1e-3", ".835"),
-    "two clusters": Family("two clusters", "-1e-3", ".835"),
-    "rank 4": Family("rank 4", "weak", "sigmoid"),
-    "vocabulary": Family("vocabulary", "weak", "sigmoid"),
-    "orthonormal": Family("orthonormal", "weak", "sigmoid"),
-    "one-hot": Family("one-hot", "zero", "zero or one", "integer"),
-    "zero keys": Family("zero", "weak", "sigmoid"),
-    "tiny keys": Family("tiny", "weak", "sigmoid"),
-    "huge keys": Family("huge", "weak", "sigmoid"),
-    "beta 2": Family("normal", "zero", "two"),
-    "converged": Family("vocabulary", "zero", "one", "linear"),
+    "random": InputFamily("normal", "weak", "sigmoid"),
+    "uniform+": InputFamily("positive"),
+    "identical": InputFamily("identical", "-1e-3", ".835"),
+    "near-identical": InputFamily("near-identical", "-1e-3", ".835"),
+    "two clusters": InputFamily("two clusters", "-1e-3", ".835"),
+    "rank 4": InputFamily("rank 4", "weak", "sigmoid"),
+    "vocabulary": InputFamily("vocabulary", "weak", "sigmoid"),
+    "orthonormal": InputFamily("orthonormal", "weak", "sigmoid"),
+    "one-hot": InputFamily("one-hot", "zero", "zero or one", "integer"),
+    "zero keys": InputFamily("zero", "weak", "sigmoid"),
+    "tiny keys": InputFamily("tiny", "weak", "sigmoid"),
+    "huge keys": InputFamily("huge", "weak", "sigmoid"),
+    "beta 2": InputFamily("normal", "zero", "two"),
+    "converged": InputFamily("vocabulary", "zero", "one", "linear"),
 }
 
 # --- keys: [B, T, H, K], unit rows unless the name says otherwise ----------------------------------------------------
