@@ -145,7 +145,7 @@ def plan(
         _launch_names(_launched_entries(backward, chosen)),
     )
     parts = parts if chosen == "eager" else min(parts, 1)
-    found = Plan(operator, chosen, *map(_launch_names, launches), dict(reasons), chunk_size, parts, copies, collectives)
+    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
