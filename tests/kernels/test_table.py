@@ -29,7 +29,7 @@ def card(monkeypatch):
         monkeypatch.setattr(kernel_configs, "support", lambda device: support)
         monkeypatch.setattr(kernel_configs, "architecture", lambda device: architecture)
         monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
-        monkeypatch.setattr(table, "_warned", [])
+        monkeypatch.setattr(table, "_warned_architectures", [])
 
     return insert
 
