@@ -376,9 +376,9 @@ def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
         ("cli/trainer.py", "dist.all_gather_object(heard, said)", True),
         ("cli/corpus.py", "numpy.load(path, allow_pickle=True)", True),
         ("cli/corpus.py", "numpy.load(path)", False),
-        ("cli/bench.py", "from concurrent.futures import ProcessPoolExecutor", True),
-        ("cli/bench.py", "from concurrent.futures import ThreadPoolExecutor", False),
-        ("cli/peers.py", "AutoModel.from_pretrained(name, trust_remote_code=True)", True),
+        ("cli/bench/__init__.py", "from concurrent.futures import ProcessPoolExecutor", True),
+        ("cli/bench/__init__.py", "from concurrent.futures import ThreadPoolExecutor", False),
+        ("cli/bench/peers.py", "AutoModel.from_pretrained(name, trust_remote_code=True)", True),
         ("models/disk.py", "torch.jit.load(path)", True),
     ],
 )

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import wyfold
-from wyfold.cli import bench, cases, catalog, implementations, main, memory, peers, runner, tables, timing
-from wyfold.cli.cases import Case
-from wyfold.cli.implementations import Contender, Judge
+from wyfold.cli import bench, catalog, main
+from wyfold.cli.bench import cases, implementations, memory, peers, runner, tables, timing
+from wyfold.cli.bench.cases import Case
+from wyfold.cli.bench.implementations import Contender, Judge
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
 
@@ -410,15 +411,15 @@ def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():
     """sympy, where a gradient is fed; in a process of its own, since this one has it."""
     code = """
 import dataclasses, sys, torch
-from wyfold.cli import memory, race
-from wyfold.cli.cases import Case
+from wyfold.cli.bench import memory, runner
+from wyfold.cli.bench.cases import Case
 from wyfold.reference.shapes import Shape
 
 case = Case("norm", Shape(1, 20, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
 memory.seconds = lambda call, finish: {"before": "sympy" in sys.modules, "call": call()}
 request = dataclasses.asdict(case) | {"contender": "wyfold", "ran": "wyfold.rms_norm_gated", "threads": 1}
 assert "sympy" not in sys.modules
-assert race.measure(request | {"what": "first call"})["before"]
+assert runner.measure(request | {"what": "first call"})["before"]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -806,7 +807,7 @@ def test_peak_memory_counts_what_a_call_holds_at_once():
     """64 MiB at once, twice in a row; in a process that has nothing else to do."""
     code = """
         import json, torch
-        from wyfold.cli import memory
+        from wyfold.cli.bench import memory
         def call():
             for _ in range(2):
                 x = torch.ones(16, 2**20)

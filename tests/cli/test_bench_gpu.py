@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from wyfold.cli import main, timing
+from wyfold.cli import main
+from wyfold.cli.bench import timing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 

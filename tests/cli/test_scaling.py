@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from tests.extras import need_plotly
 
-from wyfold.cli import UsageError, main, scaling, tables
-from wyfold.cli.cases import Case
+from wyfold.cli import UsageError, main
+from wyfold.cli.bench import scaling, tables
+from wyfold.cli.bench.cases import Case
 from wyfold.cli.catalog import OVER_RANKS
 from wyfold.cli.distributed import Ranks
 from wyfold.reference.shapes import Shape
@@ -90,7 +91,8 @@ def test_who_refuses_says_why(team: Ranks, monkeypatch, capsys):
 BEYOND = """
 import sys
 import torch.distributed as dist
-from wyfold.cli import contenders, main, scaling
+from wyfold.cli import main
+from wyfold.cli.bench import implementations, scaling
 
 usual = scaling.contenders
 def broken(case, peers):
@@ -100,7 +102,7 @@ def broken(case, peers):
         if dist.get_rank() == 1 and "{how}" == "raises":
             raise MemoryError("no room")
         return o * 1.5 if dist.get_rank() == 1 else o
-    return [contenders.replace(ours, call=call)]
+    return [implementations.replace(ours, call=call)]
 scaling.contenders, scaling.STRAY_S = broken, 3.0
 sys.exit(main(sys.argv[1:]))
 """

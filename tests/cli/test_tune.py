@@ -10,8 +10,8 @@ import torch
 
 from wyfold import cli
 from wyfold.cli import tuner as tuning
-from wyfold.cli.cases import Case
-from wyfold.cli.timing import Kernel
+from wyfold.cli.bench.cases import Case
+from wyfold.cli.bench.timing import Kernel
 from wyfold.cli.tuner import Candidate, Tuner, neighbours
 from wyfold.reference.error import judge
 from wyfold.reference.shapes import Shape

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wyfold import cli
-from wyfold.cli.runner import said
+from wyfold.cli.bench.runner import said
 
 
 class Mute(OSError):

@@ -16,8 +16,9 @@ import torch
 from tests.extras import need_plotly
 
 from wyfold import cli
-from wyfold.cli import bench, cases, catalog, generate, main
-from wyfold.cli.cases import Case
+from wyfold.cli import bench, catalog, generate, main
+from wyfold.cli.bench import cases
+from wyfold.cli.bench.cases import Case
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference.shapes import Shape
 
@@ -306,7 +307,9 @@ def test_decoding_has_a_default_shape_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setitem(cases.PINNED, bench.DECODED, Shape(3, 1, 1, 1, 8, 8))
     monkeypatch.setattr(bench, "HABITS", bench.HABITS | {"cpu": bench.Habits("1,20,1,8", "float32", "inside", 1)})
     words = "bench gdn decode_gdn --mode fwd --device cpu --peers none --out".split()
-    monkeypatch.setattr("wyfold.cli.memory.in_fresh_process", lambda request: {"above_inputs_mib": 1, "process_mib": 2})
+    monkeypatch.setattr(
+        "wyfold.cli.bench.memory.in_fresh_process", lambda request: {"above_inputs_mib": 1, "process_mib": 2}
+    )
     assert main([*words, str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())

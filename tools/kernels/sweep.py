@@ -27,9 +27,9 @@ import torch
 
 import wyfold
 from wyfold import reference
-from wyfold.cli.cases import PINNED, Case, leaves
+from wyfold.cli.bench.cases import PINNED, Case, leaves
+from wyfold.cli.bench.timing import Gpu
 from wyfold.cli.catalog import OPS
-from wyfold.cli.timing import Gpu
 from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs

@@ -73,10 +73,10 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
     """Get ready, wait to be told, call."""
     import torch
 
-    from wyfold.cli.cases import Case, leaves
+    from wyfold.cli.bench.cases import Case, leaves
+    from wyfold.cli.bench.implementations import contenders
+    from wyfold.cli.bench.memory import first_backward
     from wyfold.cli.catalog import OPS
-    from wyfold.cli.implementations import contenders
-    from wyfold.cli.memory import first_backward
     from wyfold.cli.operators import SUBJECTS
     from wyfold.reference.shapes import Shape
 

@@ -28,12 +28,12 @@ from torch import Tensor
 import wyfold
 from wyfold import reference
 from wyfold.autograd import workspace
-from wyfold.cli import timing
-from wyfold.cli.cases import MIXED_LENGTHS, PINNED, Case
+from wyfold.cli.bench import timing
+from wyfold.cli.bench.cases import MIXED_LENGTHS, PINNED, Case
+from wyfold.cli.bench.implementations import Contender, Judge, contenders, prepared
+from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.catalog import OPS
-from wyfold.cli.implementations import Contender, Judge, contenders, prepared
 from wyfold.cli.operators import PER_TOKEN, incoming, measured, widened
-from wyfold.cli.peers import PEERS
 from wyfold.reference import inputs
 from wyfold.reference.error import Verdict, judge
 from wyfold.reference.rounded import chunked

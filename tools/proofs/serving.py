@@ -33,7 +33,8 @@ from tools.proofs import serving_compiled, serving_promises, serving_times
 from tools.proofs.serving_paths import RULES, Case, conv_paths, paths, ttt_path
 from tools.proofs.serving_promises import Promise
 
-from wyfold.cli import results, timing
+from wyfold.cli import results
+from wyfold.cli.bench import timing
 from wyfold.ops.doctor import versions
 
 WANTED = {

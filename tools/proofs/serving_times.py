@@ -22,10 +22,10 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli import timing
-from wyfold.cli.cases import GATES
+from wyfold.cli.bench import timing
+from wyfold.cli.bench.cases import GATES
+from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.generate import Sampling, speak_together
-from wyfold.cli.peers import PEERS
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error
 from wyfold.runtime.cuda_graph import Replay

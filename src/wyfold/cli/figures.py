@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, records, tables, tasks
+from wyfold.cli import curve, records, tasks
+from wyfold.cli.bench import tables
 
 Record = dict[str, Any]
 Part: TypeAlias = Any

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from wyfold.cli import tuner
-    from wyfold.cli.cases import PINNED, Case
+    from wyfold.cli.bench.cases import PINNED, Case
     from wyfold.runtime import kernel_configs
 
     if not torch.cuda.is_available():

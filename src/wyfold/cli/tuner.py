@@ -12,10 +12,10 @@ import torch
 
 import wyfold
 from wyfold.cli import results
-from wyfold.cli.cases import Case, leaves
+from wyfold.cli.bench.cases import Case, leaves
+from wyfold.cli.bench.timing import Gpu
 from wyfold.cli.catalog import OPS
 from wyfold.cli.operators import SUBJECTS, Arguments, measured, verdicts
-from wyfold.cli.timing import Gpu
 from wyfold.kernels import table
 from wyfold.runtime import kernel_configs
 from wyfold.runtime.kernel_configs import Config

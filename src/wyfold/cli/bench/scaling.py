@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.cli import DONE, FAILED, Failure, UsageError, results, tables, timing
-from wyfold.cli.cases import Case
+from wyfold.cli import DONE, FAILED, Failure, UsageError, results
+from wyfold.cli.bench import tables, timing
+from wyfold.cli.bench.cases import Case
+from wyfold.cli.bench.implementations import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
+from wyfold.cli.bench.peers import Peer
+from wyfold.cli.bench.runner import give_back, said, wait
 from wyfold.cli.catalog import OURS, OVER_RANKS
 from wyfold.cli.distributed import Ranks
-from wyfold.cli.implementations import TOKEN_ARGUMENTS, Contender, Judge, contenders, gradients_of, prepared
 from wyfold.cli.operators import Arguments, Named
-from wyfold.cli.peers import Peer
-from wyfold.cli.runner import give_back, said, wait
 from wyfold.context_parallel import collectives
 from wyfold.context_parallel.context import ContextParallel, build_cp_context
 from wyfold.context_parallel.watchdog import RankLost

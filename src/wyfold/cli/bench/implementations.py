@@ -11,10 +11,10 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli.cases import Case, gradient_name, leaves, served
+from wyfold.cli.bench.cases import Case, gradient_name, leaves, served
+from wyfold.cli.bench.peers import Adapter, Peer
 from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.operators import NARROW, PER_TOKEN, Arguments, Named, bound, widened
-from wyfold.cli.peers import Adapter, Peer
 from wyfold.reference.error import Verdict, judge, rms
 
 TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})

@@ -22,16 +22,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wyfold.cli import DONE, FAILED, UsageError, results, tables
+from wyfold.cli import DONE, FAILED, UsageError, results
 from wyfold.cli.arguments import add_backend, device, found_device, seed_number, whole
+from wyfold.cli.bench import tables
+from wyfold.cli.bench.peers import PEERS, Peer, dispatched
 from wyfold.cli.catalog import BURST, CHUNKED, DECAYS, MODEL, NO_GATE, OPS, OURS, SHAPES, VARIANTS
-from wyfold.cli.peers import PEERS, Peer, dispatched
 from wyfold.runtime.choices import CHUNK_SIZES
 
 if TYPE_CHECKING:
-    from wyfold.cli.cases import Case
+    from wyfold.cli.bench.cases import Case
+    from wyfold.cli.bench.runner import Track
     from wyfold.cli.distributed import Ranks
-    from wyfold.cli.runner import Track
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
 """What runs when no operator is named."""
@@ -149,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from wyfold.cli import memory, timing
+    from wyfold.cli.bench import memory, timing
+    from wyfold.cli.bench.runner import Track, measure, race, said
     from wyfold.cli.distributed import Ranks, launched
-    from wyfold.cli.runner import Track, measure, race, said
 
     if args.measure:
         print(json.dumps(measure(json.loads(args.measure))))
@@ -220,7 +221,7 @@ def _over_ranks(
     team: Ranks,
 ) -> int:
     """The same cases by all processes of a launcher together."""
-    from wyfold.cli import scaling
+    from wyfold.cli.bench import scaling
     from wyfold.cli.distributed import leave
 
     code = scaling.run(args, cases, peers, record, stem, team)
@@ -280,7 +281,7 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
     Raises:
         UsageError: an operator refuses a shape.
     """
-    from wyfold.cli.cases import PINNED, Case, gates_of
+    from wyfold.cli.bench.cases import PINNED, Case, gates_of
     from wyfold.cli.operators import SUBJECTS
     from wyfold.reference.shapes import Shape
 

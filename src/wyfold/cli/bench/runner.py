@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from wyfold.cli import described, memory, results, timing
-from wyfold.cli.cases import Case, packed_lengths
+from wyfold.cli import described, results
+from wyfold.cli.bench import memory, timing
+from wyfold.cli.bench.cases import Case, packed_lengths
+from wyfold.cli.bench.implementations import Contender, Judge, contenders, plan, prepared
+from wyfold.cli.bench.peers import PEERS, Peer
 from wyfold.cli.catalog import OURS, VARIANTS
-from wyfold.cli.implementations import Contender, Judge, contenders, plan, prepared
 from wyfold.cli.operators import Arguments
-from wyfold.cli.peers import PEERS, Peer
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.check import UnsupportedError
 
