@@ -288,7 +288,7 @@ def wyfold_gradients_triton(
     zero = tl.zeros((BT,), tl.float32)
     zeros = tl.zeros((BT, BK), tl.float32)
     # 0, for addresses in sub-chunks.
-    nothing = tl.minimum(T, 0)
+    opaque_zero = tl.minimum(T, 0)
     if PACKED:
         if i_n == N:
             for i_hv in range(i_h * GR, i_h * GR + GR):
@@ -301,8 +301,8 @@ def wyfold_gradients_triton(
                 for i_k in tl.static_range(NK if CHANNEL else 1):
                     b_none = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
                     store_gate_gradient(
-                        p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none, nothing,
-                        GATE, K, BT, BK,
+                        p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_none, b_none,
+                        opaque_zero, GATE, K, BT, BK,
                     )  # fmt: skip
             for i_k in tl.static_range(NK):
                 if x_dq is not None:
@@ -413,9 +413,9 @@ def wyfold_gradients_triton(
             b_dk *= (-b_beta * unit * b_in)[:, None]
             b_dk_write *= (b_beta * unit * b_out)[:, None]
             if CHANNEL:
-                b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
-                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
-                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
                 if NORM:
                     b_q *= b_rq.reshape(BT // NEAR, NEAR, 1)
                     b_k *= b_rk.reshape(BT // NEAR, NEAR, 1)
@@ -423,17 +423,17 @@ def wyfold_gradients_triton(
                     b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, NEAR
                 )
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, nothing,
+                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, opaque_zero,
                     BT, BK, OP, PRECISION,
                 )  # fmt: skip
                 # Once more: nothing held it meanwhile.
-                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, nothing, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
                 b_dx, b_dA = log_gate_bwd(
                     b_x, b_dgate, p_A_log, p_dt_bias, i_hv, i_k * BK, lower_bound, clamp,
                     CLAMPED, GATE, ACTIVATION, K, BK,
                 )  # fmt: skip
                 store_gate_gradient(
-                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, nothing,
+                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, opaque_zero,
                     GATE, K, BT, BK,
                 )  # fmt: skip
             else:
@@ -453,10 +453,10 @@ def wyfold_gradients_triton(
             if GATHERED:
                 if CHANNEL:
                     if i_hv > i_h * GR:
-                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
-                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, nothing, K, BT, BK, NEAR)
-                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, nothing, K, BT, BK, NEAR)
-                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, nothing, K, BT, BK, NEAR)
+                        b_dq += load_tile_sub_chunks(p_dq_wide, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
+                        b_dk += load_tile_sub_chunks(p_dk_wide, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dq_wide, pid, i_k * BK, b_dq, opaque_zero, K, BT, BK, NEAR)
+                    store_sub_chunks(p_dk_wide, pid, i_k * BK, b_dk, opaque_zero, K, BT, BK, NEAR)
                 else:
                     if i_hv > i_h * GR:
                         b_dq += load_tile(p_dq_wide, pid, 0, i_k * BK, BT, K, BT, BK)
@@ -465,9 +465,9 @@ def wyfold_gradients_triton(
                     store_tile(p_dk_wide, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
             elif CHANNEL:
                 if x_dq is not None:
-                    store_token_sub_chunks(x_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, nothing, K, BT, BK, NEAR)
+                    store_token_sub_chunks(x_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, opaque_zero, K, BT, BK, NEAR)
                 if x_dk is not None:
-                    store_token_sub_chunks(x_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, nothing, K, BT, BK, NEAR)
+                    store_token_sub_chunks(x_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, opaque_zero, K, BT, BK, NEAR)
             else:
                 if x_dq is not None:
                     send_tokens(x_dq, s_dq, b, t, i_h, i_k * BK, rows, T, b_dq, K, BT, BK, SENT)
@@ -482,7 +482,7 @@ def wyfold_gradients_triton(
                 b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
             )
             store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, nothing, GATE, K, BT, BK
+                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, opaque_zero, GATE, K, BT, BK
             )
         if GATHERED:
             tl.debug_barrier()  # what one thread stored another may load

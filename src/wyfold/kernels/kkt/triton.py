@@ -149,7 +149,7 @@ def _channel_gram(
     i_h,
     i_hv,
     rows,
-    nothing,
+    opaque_zero,
     floor,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -164,23 +164,23 @@ def _channel_gram(
     """
     NB: tl.constexpr = BT // 16
     b_JT, b_least = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BK), tl.float32)
-    b_k = load_sub_chunks(p_k, s_k, b, t, i_h, 0, rows, nothing, K, BT, BK)
-    b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, nothing, K, BT, BK)
+    b_k = load_sub_chunks(p_k, s_k, b, t, i_h, 0, rows, opaque_zero, K, BT, BK)
+    b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, opaque_zero, K, BT, BK)
     for column in range(0, K, BK):
         # The next slice is on its way while this one's products are made. That the loop hands it on also hides from the
         # compiler how narrow keys were, by which it would lay out the products' operands
         # (docs/facts/compilers.md, TRITON-10).
         more = tl.where(column + BK < K, rows, 0)
-        b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, nothing, K, BT, BK)
-        b_g_next = load_sub_chunks(p_g, s_g, b, t, i_hv, column + BK, more, nothing, K, BT, BK)
+        b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, opaque_zero, K, BT, BK)
+        b_g_next = load_sub_chunks(p_g, s_g, b, t, i_hv, column + BK, more, opaque_zero, K, BT, BK)
         b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g, floor, NB)
         b_least = tl.minimum(b_least, b_last)
         b_JT = add_key_gram(b_JT, b_k.to(tl.float32), b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
         b_k, b_g = b_k_next, b_g_next
     if beyond_reach(tl.min(b_least)):
         for column in range(0, K, BF):
-            b_far = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BF).to(tl.float32)
-            b_g_far = load_sub_chunks(p_g, s_g, b, t, i_hv, column, rows, nothing, K, BT, BF)
+            b_far = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BF).to(tl.float32)
+            b_g_far = load_sub_chunks(p_g, s_g, b, t, i_hv, column, rows, opaque_zero, K, BT, BF)
             b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g_far, floor, NB)
             b_JT = add_far_key_gram(b_JT, b_far, b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
     return tl.trans(b_JT.permute(1, 0, 2).reshape(BT, BT))

@@ -260,18 +260,18 @@ def wyfold_prepare_triton(
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
     if CHANNEL:
         # 0, for addresses in sub-chunks.
-        nothing = tl.minimum(T, 0)
+        opaque_zero = tl.minimum(T, 0)
         b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
         for column in tl.range(0, K, BK, num_stages=STAGES):
-            b_q = load_sub_chunks(x_q, s_q, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
-            b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BK).to(tl.float32)
+            b_q = load_sub_chunks(x_q, s_q, b, t, i_h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
+            b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
             if NORM:
                 b_q *= b_rq.reshape(BT // 16, 16, 1)
                 b_k *= b_rk.reshape(BT // 16, 16, 1)
             b_P, b_first, b_rest = sub_chunk_sums(
                 load_sub_chunk_gate(
-                    p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                    p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, opaque_zero, lower_bound, clamp,
                     ACTIVATION, K, BT, BK,
                 )
             )  # fmt: skip
@@ -282,8 +282,8 @@ def wyfold_prepare_triton(
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
             b_in = tl.exp2(b_start)[:, None]
-            store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, nothing, K, BT, BK)
-            store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, nothing, K, BT, BK)
+            store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, opaque_zero, K, BT, BK)
+            store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
             o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
             last = (o_n == BT // 16 - 1) & (o_k < K)
             tl.store(p_total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
@@ -321,12 +321,12 @@ def wyfold_prepare_triton(
     if CHANNEL:
         if p_E is not None:
             for column in tl.range(0, K, BE, num_stages=STAGES):
-                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, nothing, K, BT, BE).to(tl.float32)
+                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BE).to(tl.float32)
                 if NORM:
                     b_k *= b_rk.reshape(BT // 16, 16, 1)
                 b_P, b_first, b_rest = sub_chunk_sums(
                     load_sub_chunk_gate(
-                        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, nothing, lower_bound, clamp,
+                        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, opaque_zero, lower_bound, clamp,
                         ACTIVATION, K, BT, BE,
                     )
                 )  # fmt: skip

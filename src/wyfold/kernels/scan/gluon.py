@@ -17,7 +17,7 @@ A program's value rows are halved among warpgroups that share the tiles (PARTS 2
 (PARTS 1). Tiles are handed over by barriers in shared memory: `full` when the copy engine has written a stage, `free`
 when every part has read it, which a part says after it has issued the next chunk's first products. Then, too, output is
 given to the copy engine, from shared memory of its own (OUT buffers a part) or, with OUT 0, from that of the chunk's v,
-which is freed by a barrier of its own, `spare`.
+which is freed by a barrier of its own, `out_free`.
 
 The chunk that a sequence does not fill is a step of its own after the loop: its rows that are no tokens are selected
 away, its output goes by address.
@@ -182,7 +182,7 @@ def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: in
     return None if boxes is None else shared(boxes)
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory. Of every stage what a chunk reads; write: E, or W; F: with beta beside W; v: by parts. out: where
     output waits."""
 
@@ -196,10 +196,10 @@ class Tiles(NamedTuple):
     out: Any
     full: Any
     free: Any
-    spare: Any
+    out_free: Any
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """Boxes of what is brought, and where the next chunk's are: its tile, its first token, columns of its tokens."""
 
     q: Any
@@ -216,7 +216,7 @@ class Source(NamedTuple):
     column_v: Any
 
 
-class Memory(NamedTuple):
+class Globals(NamedTuple):
     """What the parts reach by themselves: decays of a scalar gate, output by boxes and by address, states."""
 
     total: Any
@@ -231,7 +231,7 @@ class Memory(NamedTuple):
     s_ST: Any
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: first tile, number of the state that enters, and of the one that leaves (None: the same), border
     before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
     buffer row, first token there and in all rows, first value row, chunks that are full, and tokens of one that is
@@ -250,7 +250,7 @@ class Place(NamedTuple):
     token: Any
     column: Any
     steps: Any
-    rest: Any
+    tail_rows: Any
 
 
 @gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale"])
@@ -334,7 +334,7 @@ def wyfold_scan_gluon(
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
-    rest = (length - steps.to(gl.int64) * BT).to(gl.int32)
+    tail_rows = (length - steps.to(gl.int64) * BT).to(gl.int32)
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
@@ -350,23 +350,23 @@ def wyfold_scan_gluon(
         out = gl.allocate_shared_memory(x_o.dtype, [OUT * PARTS, BT, BW], x_o.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    spare = free
+    out_free = free
     if OUT == 0:
-        spare = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
         if OUT == 0:
-            mbarrier.init(spare.index(s), count=PARTS)
+            mbarrier.init(out_free.index(s), count=PARTS)
     clear_lower(quarters(F, x_F, STAGES), STAGES)
     if not FOLDED:
         clear_lower(quarters(write, x_write, STAGES), STAGES)
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(q, k, v, rows, total, write, F, out, full, free, spare)
-    memory = Memory(x_total, x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
-    source = Source(
+    smem = Smem(q, k, v, rows, total, write, F, out, full, free, out_free)
+    gmem = Globals(x_total, x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
+    inputs = TmaInputs(
         x_q,
         x_k,
         x_v,
@@ -380,13 +380,13 @@ def wyfold_scan_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_v).to(gl.int32) + column,
     )
-    count = steps + (rest > 0).to(gl.int32)
-    at = Place(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, rest)
+    count = steps + (tail_rows > 0).to(gl.int32)
+    coords = Coords(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, tail_rows)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -394,9 +394,9 @@ def wyfold_scan_gluon(
     else:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_recur, (memory, tiles, at, scale, 1, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 1, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -404,9 +404,9 @@ def wyfold_scan_gluon(
 
 
 @gluon.jit
-def _bring(
-    source,
-    tiles,
+def _producer(
+    inputs,
+    smem,
     count,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -420,38 +420,38 @@ def _bring(
 ):
     """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
     BYTES: gl.constexpr = (
-        source.q.block_type.nbytes
-        + source.k.block_type.nbytes
-        + source.v.block_type.nbytes * PARTS
-        + source.rows.block_type.nbytes
-        + source.write.block_type.nbytes * (1 if FOLDED else 3)
-        + source.F.block_type.nbytes * 3
+        inputs.q.block_type.nbytes
+        + inputs.k.block_type.nbytes
+        + inputs.v.block_type.nbytes * PARTS
+        + inputs.rows.block_type.nbytes
+        + inputs.write.block_type.nbytes * (1 if FOLDED else 3)
+        + inputs.F.block_type.nbytes * 3
     )
-    tile, token = source.tile, source.token
+    tile, token = inputs.tile, inputs.token
     stage = 0
     phase = 1
     for _ in range(count):
-        full = tiles.full.index(stage)
-        mbarrier.wait(tiles.free.index(stage), phase)
+        full = smem.full.index(stage)
+        mbarrier.wait(smem.free.index(stage), phase)
         if CHANNEL:
-            mbarrier.expect(full, BYTES + source.total.block_type.nbytes)
-            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
-            tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
-            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+            mbarrier.expect(full, BYTES + inputs.total.block_type.nbytes)
+            tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
+            tma_load(inputs.q, [tile * BT, 0], full, smem.q.index(stage))
+            tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
         else:
             mbarrier.expect(full, BYTES)
-            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-            tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
-        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+            tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
+            tma_load(inputs.q, [token, inputs.column_q], full, smem.q.index(stage))
+        tma_load(inputs.rows, [tile * (4 * BT)], full, smem.rows.index(stage))
         if OUT == 0:
-            mbarrier.wait(tiles.spare.index(stage), phase)
+            mbarrier.wait(smem.out_free.index(stage), phase)
         for part in gl.static_range(PARTS):
-            tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+            tma_load(inputs.v, [token, inputs.column_v + part * BW], full, smem.v.index(stage * PARTS + part))
         if FOLDED:
-            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+            tma_load(inputs.write, [tile * BT, 0], full, smem.write.index(stage))
         else:
-            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
-        tma_load_upper(source.F, tile, full, quarters(tiles.F, source.F, STAGES), stage)
+            tma_load_upper(inputs.write, tile, full, quarters(smem.write, inputs.write, STAGES), stage)
+        tma_load_upper(inputs.F, tile, full, quarters(smem.F, inputs.F, STAGES), stage)
         tile += HV
         token += BT
         stage += 1
@@ -461,10 +461,10 @@ def _bring(
 
 
 @gluon.jit
-def _recur(
-    memory,
-    tiles,
-    at,
+def _consumer(
+    gmem,
+    smem,
+    coords,
     scale,
     part,
     HV: gl.constexpr,
@@ -479,35 +479,35 @@ def _recur(
 ):
     """Take BW value rows through every chunk."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    mine = at.column + part * BW
+    mine = coords.column + part * BW
     o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([BW, K], gl.float32, LS)
-    if memory.borders is None:
-        if memory.S0 is not None:
-            if at.to is None:
-                S = _entering(memory, at, o_v, o_k)
-            elif at.begins:
-                S = _entering(memory, at, o_v, o_k)
-    elif at.begins:
-        if memory.S0 is not None:
-            S = _entering(memory, at, o_v, o_k)
-    elif at.here:
-        S = gl.load(memory.borders + state_offsets(memory.s_borders, at.border, at.hv, o_v, o_k))
-    nothing = gl.minimum(at.steps, 0)
+    if gmem.borders is None:
+        if gmem.S0 is not None:
+            if coords.to is None:
+                S = _entering(gmem, coords, o_v, o_k)
+            elif coords.begins:
+                S = _entering(gmem, coords, o_v, o_k)
+    elif coords.begins:
+        if gmem.S0 is not None:
+            S = _entering(gmem, coords, o_v, o_k)
+    elif coords.here:
+        S = gl.load(gmem.borders + state_offsets(gmem.s_borders, coords.border, coords.hv, o_v, o_k))
+    opaque_zero = gl.minimum(coords.steps, 0)
     total = 0.0
     if not CHANNEL:
-        total = chunk_decay(memory.total, at.tile, at.steps + at.rest > 0, nothing, BW, LS)
+        total = chunk_decay(gmem.total, coords.tile, coords.steps + coords.tail_rows > 0, opaque_zero, BW, LS)
     stage = 0
     phase = 0
-    for i in range(at.steps):
+    for i in range(coords.steps):
         next_total = total
         if not CHANNEL:
-            there = (i + 1) * BT < at.steps * BT + at.rest
-            next_total = chunk_decay(memory.total, at.tile + (i + 1) * HV, there, nothing, BW, LS)
-        mbarrier.wait(tiles.full.index(stage), phase)
+            there = (i + 1) * BT < coords.steps * BT + coords.tail_rows
+            next_total = chunk_decay(gmem.total, coords.tile + (i + 1) * HV, there, opaque_zero, BW, LS)
+        mbarrier.wait(smem.full.index(stage), phase)
         S = _step(
-            S, total, memory, tiles, at, scale, part, stage, i,
+            S, total, gmem, smem, coords, scale, part, stage, i,
             K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
         total = next_total
@@ -515,40 +515,40 @@ def _recur(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if at.rest > 0:
-        mbarrier.wait(tiles.full.index(stage), phase)
+    if coords.tail_rows > 0:
+        mbarrier.wait(smem.full.index(stage), phase)
         S = _step(
-            S, total, memory, tiles, at, scale, part, stage, at.steps,
+            S, total, gmem, smem, coords, scale, part, stage, coords.steps,
             K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
-    elif at.steps > 0:
+    elif coords.steps > 0:
         before = gl.where(stage == 0, STAGES, stage) - 1
-        _leave(memory, tiles, at, part, before, at.steps - 1, BT, BW, PARTS, OUT)
-    if memory.ST is not None:
-        i_to = at.n
-        if at.to is not None:
-            i_to = at.to
-        offsets = state_offsets(memory.s_ST, i_to, at.hv, o_v, o_k)
-        if memory.borders is None and at.to is None:
-            gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
-        elif at.ends:
-            gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
+        _leave(gmem, smem, coords, part, before, coords.steps - 1, BT, BW, PARTS, OUT)
+    if gmem.ST is not None:
+        i_to = coords.n
+        if coords.to is not None:
+            i_to = coords.to
+        offsets = state_offsets(gmem.s_ST, i_to, coords.hv, o_v, o_k)
+        if gmem.borders is None and coords.to is None:
+            gl.store(gmem.ST + offsets, S.to(gmem.ST.dtype.element_ty))
+        elif coords.ends:
+            gl.store(gmem.ST + offsets, S.to(gmem.ST.dtype.element_ty))
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _entering(memory, at, o_v, o_k):
+def _entering(gmem, coords, o_v, o_k):
     """The state that a sequence begins with.   [BW, K]"""
-    return gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
+    return gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
 
 
 @gluon.jit
 def _step(
     S,
     total,
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     scale,
     part,
     stage,
@@ -569,19 +569,19 @@ def _step(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
-    OP: gl.constexpr = tiles.k.dtype
+    OP: gl.constexpr = smem.k.dtype
     PENDING: gl.constexpr = OUT - 1 if OUT > 0 else 0
-    nothing = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = tiles.k.index(stage), tiles.q.index(stage), tiles.rows.index(stage)
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    Sq = warpgroup_mma(left, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    Sq = warpgroup_mma(left, query.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     before = gl.where(stage == 0, STAGES, stage) - 1
-    _leave(memory, tiles, at, part, before, i - 1, BT, BW, PARTS, OUT)
+    _leave(gmem, smem, coords, part, before, i - 1, BT, BW, PARTS, OUT)
     if not FULL:
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
-    v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC)
+    v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC)
     if not CHANNEL:
         in_k, in_q = number.slice(0, BT).load(ROW), number.slice(BT, BT).load(ROW)
     if FOLDED:
@@ -593,64 +593,64 @@ def _step(
     else:
         R = v.to(gl.float32) - Sk * in_k[None, :]
     if not FULL:
-        R = gl.where((gl.arange(0, BT, layout=ROW) < at.rest)[None, :], R, 0.0)
+        R = gl.where((gl.arange(0, BT, layout=ROW) < coords.tail_rows)[None, :], R, 0.0)
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
         if FULL:
             Sq = warpgroup_mma_wait(0, deps=[Sq])
     else:
         y = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-        e = warpgroup_mma(y, tiles.write.index(stage), nothing, use_acc=False, is_async=True)
+        e = warpgroup_mma(y, smem.write.index(stage), zero_acc, use_acc=False, is_async=True)
         beta_out = number.slice(2 * BT, BT).load(ROW)
         if FULL:
             Sq = warpgroup_mma_wait(1, deps=[Sq])
     if not CHANNEL:
         Sq = Sq * in_q[None, :]
-    o = warpgroup_mma(y, tiles.F.index(stage), Sq, is_async=True)
+    o = warpgroup_mma(y, smem.F.index(stage), Sq, is_async=True)
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     S = S * total
     if FOLDED:
-        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
     else:
         e = warpgroup_mma_wait(1, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         if not FULL:
-            clear_rows(key, at.rest, BT, K)
+            clear_rows(key, coords.tail_rows, BT, K)
         S = warpgroup_mma(u, key, S, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
     o = (o * scale).to(OP)
     tma.store_wait(pendings=PENDING)
     if OUT == 0:
-        mbarrier.arrive(tiles.spare.index(before), count=1, pred=i > 0)
-    place = _place(tiles, part, stage, i, PARTS, OUT)
+        mbarrier.arrive(smem.out_free.index(before), count=1, pred=i > 0)
+    place = _place(smem, part, stage, i, PARTS, OUT)
     place.permute((1, 0)).store(o)
     if not FULL:
         L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
         o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-        o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-        first = at.b * memory.s_o[0] + (at.t + i * BT) * memory.s_o[1] + at.hv * memory.s_o[2]
+        o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
+        first = coords.b * gmem.s_o[0] + (coords.t + i * BT) * gmem.s_o[1] + coords.hv * gmem.s_o[2]
         # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
         # each number by itself.
-        offsets = o_t.to(gl.int64)[:, None] * memory.s_o[1] + o_v[None, :]
-        gl.store(memory.o + first + offsets, place.load(L), mask=(o_t < at.rest)[:, None] & (o_v >= 0)[None, :])
+        offsets = o_t.to(gl.int64)[:, None] * gmem.s_o[1] + o_v[None, :]
+        gl.store(gmem.o + first + offsets, place.load(L), mask=(o_t < coords.tail_rows)[:, None] & (o_v >= 0)[None, :])
     return warpgroup_mma_wait(0, deps=[S])
 
 
 @gluon.jit
-def _place(tiles, part, stage, i, PARTS: gl.constexpr, OUT: gl.constexpr):
+def _place(smem, part, stage, i, PARTS: gl.constexpr, OUT: gl.constexpr):
     """Where a part's output of chunk i waits to be stored."""
     if OUT == 0:
-        return tiles.out.index(stage * PARTS + part)
+        return smem.out.index(stage * PARTS + part)
     else:
-        return tiles.out.index((i % OUT) * PARTS + part)
+        return smem.out.index((i % OUT) * PARTS + part)
 
 
 @gluon.jit
 def _leave(
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     part,
     stage,
     i,
@@ -664,7 +664,7 @@ def _leave(
     Not by a box that lies outside of memory as a whole: storing one is suspected to be an illegal instruction.
     """
     fence_async_shared()
-    mbarrier.arrive(tiles.free.index(stage), count=1, pred=i >= 0)
-    column = (at.hv * memory.s_o[2]).to(gl.int32) + at.column + part * BW
+    mbarrier.arrive(smem.free.index(stage), count=1, pred=i >= 0)
+    column = (coords.hv * gmem.s_o[2]).to(gl.int32) + coords.column + part * BW
     if i >= 0:
-        tma_store(memory.x_o, [at.token + i * BT, column], _place(tiles, part, stage, i + OUT, PARTS, OUT))
+        tma_store(gmem.x_o, [coords.token + i * BT, column], _place(smem, part, stage, i + OUT, PARTS, OUT))

@@ -188,7 +188,7 @@ def _boxes(
     return None if boxes is None else shared(boxes)
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory. Of every stage what a chunk reads; x: v or do, by parts; square: W or F; write: E, or W going
     back. state, tokens: where S and e, or dS and X, wait to be stored."""
 
@@ -205,7 +205,7 @@ class Tiles(NamedTuple):
     free: Any
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
 
     q: Any
@@ -225,7 +225,7 @@ class Source(NamedTuple):
     column_do: Any
 
 
-class Memory(NamedTuple):
+class Globals(NamedTuple):
     """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, states, and those at
     the borders of segments."""
 
@@ -246,7 +246,7 @@ class Memory(NamedTuple):
     s_leaving: Any
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: whether it goes back, first tile, sequence, border behind a segment, whether the sequence begins in
     it, whether it has one, and whether it ends in it, value head, first value row, chunks that are full, and tokens of
     one that is not."""
@@ -261,7 +261,7 @@ class Place(NamedTuple):
     hv: Any
     column: Any
     steps: Any
-    rest: Any
+    tail_rows: Any
 
 
 @gluon.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
@@ -337,8 +337,8 @@ def wyfold_scan_bwd_gluon(
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
-    rest = (length - steps.to(gl.int64) * BT).to(gl.int32)
-    count = steps + (rest > 0).to(gl.int32)
+    tail_rows = (length - steps.to(gl.int64) * BT).to(gl.int32)
+    count = steps + (tail_rows > 0).to(gl.int32)
     ahead = back * (count - 1)  # the first chunk's number
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
@@ -366,8 +366,8 @@ def wyfold_scan_bwd_gluon(
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(q, k, x, rows, total, square, write, state, tokens, full, free)
-    memory = Memory(
+    smem = Smem(q, k, x, rows, total, square, write, state, tokens, full, free)
+    gmem = Globals(
         x_total,
         x_S,
         x_dS,
@@ -384,7 +384,7 @@ def wyfold_scan_bwd_gluon(
         p_leaving,
         s_leaving,
     )
-    source = Source(
+    inputs = TmaInputs(
         x_q,
         x_k,
         x_v,
@@ -401,12 +401,15 @@ def wyfold_scan_bwd_gluon(
         (i_hv * h_v).to(gl.int32) + column,
         (i_hv * h_do).to(gl.int32) + column,
     )
-    at = Place(back, i_tile, i_n, i_border, begins, i_n < N, ends, i_hv, column, steps, rest)
+    coords = Coords(back, i_tile, i_n, i_border, begins, i_n < N, ends, i_hv, column, steps, tail_rows)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (
+                    _consumer,
+                    (gmem, smem, coords, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                ),
+                (_producer, (inputs, smem, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -414,9 +417,15 @@ def wyfold_scan_bwd_gluon(
     else:
         gl.warp_specialize(
             [
-                (_walk, (memory, tiles, at, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_walk, (memory, tiles, at, unit, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (
+                    _consumer,
+                    (gmem, smem, coords, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                ),
+                (
+                    _consumer,
+                    (gmem, smem, coords, unit, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                ),
+                (_producer, (inputs, smem, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -424,9 +433,9 @@ def wyfold_scan_bwd_gluon(
 
 
 @gluon.jit
-def _bring(
-    source,
-    tiles,
+def _producer(
+    inputs,
+    smem,
     back,
     count,
     HV: gl.constexpr,
@@ -440,51 +449,51 @@ def _bring(
 ):
     """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
     BYTES: gl.constexpr = (
-        source.k.block_type.nbytes
-        + source.rows.block_type.nbytes
-        + (source.total.block_type.nbytes if CHANNEL else 0)
-        + (source.E.block_type.nbytes if FOLDED else 0)
+        inputs.k.block_type.nbytes
+        + inputs.rows.block_type.nbytes
+        + (inputs.total.block_type.nbytes if CHANNEL else 0)
+        + (inputs.E.block_type.nbytes if FOLDED else 0)
     )
-    FORWARD: gl.constexpr = BYTES + source.v.block_type.nbytes * PARTS + source.W.block_type.nbytes * 3
+    FORWARD: gl.constexpr = BYTES + inputs.v.block_type.nbytes * PARTS + inputs.W.block_type.nbytes * 3
     REVERSE: gl.constexpr = (
         BYTES
-        + source.q.block_type.nbytes
-        + source.do.block_type.nbytes * PARTS
-        + source.F.block_type.nbytes * 3
-        + (0 if FOLDED else source.W.block_type.nbytes * 3)
+        + inputs.q.block_type.nbytes
+        + inputs.do.block_type.nbytes * PARTS
+        + inputs.F.block_type.nbytes * 3
+        + (0 if FOLDED else inputs.W.block_type.nbytes * 3)
     )
-    tile, token = source.tile, source.token
-    squares = quarters(tiles.square, source.F, STAGES)
+    tile, token = inputs.tile, inputs.token
+    squares = quarters(smem.square, inputs.F, STAGES)
     ahead = 1 - 2 * back
     stage = 0
     phase = 1
     for _ in range(count):
-        full = tiles.full.index(stage)
-        mbarrier.wait(tiles.free.index(stage), phase)
+        full = smem.full.index(stage)
+        mbarrier.wait(smem.free.index(stage), phase)
         mbarrier.expect(full, FORWARD, pred=back == 0)
         mbarrier.expect(full, REVERSE, pred=back != 0)
         if CHANNEL:
-            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
-            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+            tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
+            tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
         else:
-            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+            tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
         if FOLDED:
-            tma_load(source.E, [tile * BT, 0], full, tiles.write.index(stage))
-        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+            tma_load(inputs.E, [tile * BT, 0], full, smem.write.index(stage))
+        tma_load(inputs.rows, [tile * (4 * BT)], full, smem.rows.index(stage))
         if back != 0:
             for part in gl.static_range(PARTS):
-                tma_load(source.do, [token, source.column_do + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load_upper(source.F, tile, full, squares, stage)
+                tma_load(inputs.do, [token, inputs.column_do + part * BW], full, smem.x.index(stage * PARTS + part))
+            tma_load_upper(inputs.F, tile, full, squares, stage)
             if not FOLDED:
-                tma_load_upper(source.W, tile, full, quarters(tiles.write, source.W, STAGES), stage)
+                tma_load_upper(inputs.W, tile, full, quarters(smem.write, inputs.W, STAGES), stage)
             if CHANNEL:
-                tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
+                tma_load(inputs.q, [tile * BT, 0], full, smem.q.index(stage))
             else:
-                tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
+                tma_load(inputs.q, [token, inputs.column_q], full, smem.q.index(stage))
         else:
             for part in gl.static_range(PARTS):
-                tma_load(source.v, [token, source.column_v + part * BW], full, tiles.x.index(stage * PARTS + part))
-            tma_load_upper(source.W, tile, full, squares, stage)
+                tma_load(inputs.v, [token, inputs.column_v + part * BW], full, smem.x.index(stage * PARTS + part))
+            tma_load_upper(inputs.W, tile, full, squares, stage)
         tile += ahead * HV
         token += ahead * BT
         stage += 1
@@ -494,10 +503,10 @@ def _bring(
 
 
 @gluon.jit
-def _walk(
-    memory,
-    tiles,
-    at,
+def _consumer(
+    gmem,
+    smem,
+    coords,
     unit,
     scale,
     part,
@@ -513,18 +522,18 @@ def _walk(
     STAGES: gl.constexpr,
 ):
     """Take BW value rows through every chunk, one way or the other."""
-    if at.back != 0:
-        _reverse(memory, tiles, at, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+    if coords.back != 0:
+        _reverse(gmem, smem, coords, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     else:
-        _forward(memory, tiles, at, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+        _forward(gmem, smem, coords, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _reverse(
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     unit,
     scale,
     part,
@@ -540,35 +549,35 @@ def _reverse(
     STAGES: gl.constexpr,
 ):
     """The last chunk first, which may be the one that is not full."""
-    mine = at.column + part * BW
-    dS = _entering(memory.dST, memory.s_dST, at.ends, memory.leaving, memory.s_leaving, at.border, at, mine, K, BW)
-    unit = gl.where(at.steps + at.rest > 0, unit, 1.0)  # through no token a gradient passes as it is
+    mine = coords.column + part * BW
+    dS = _entering(gmem.dST, gmem.s_dST, coords.ends, gmem.leaving, gmem.s_leaving, coords.border, coords, mine, K, BW)
+    unit = gl.where(coords.steps + coords.tail_rows > 0, unit, 1.0)  # through no token a gradient passes as it is
     dS = dS * (1.0 / unit)
     total = 0.0
     if not CHANNEL:
-        total = gl.load(memory.total + at.tile + (at.steps - 1) * HV, mask=at.steps > 0, other=0.0)
+        total = gl.load(gmem.total + coords.tile + (coords.steps - 1) * HV, mask=coords.steps > 0, other=0.0)
     stage = 0
     phase = 0
     done = 0
-    if at.rest > 0:
+    if coords.tail_rows > 0:
         last_total = total
         if not CHANNEL:
-            last_total = gl.load(memory.total + at.tile + at.steps * HV)
-        mbarrier.wait(tiles.full.index(stage), phase)
+            last_total = gl.load(gmem.total + coords.tile + coords.steps * HV)
+        mbarrier.wait(smem.full.index(stage), phase)
         dS = _reverse_step(
-            dS, last_total, memory, tiles, at, scale, part, stage, at.steps, done,
+            dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         done += 1
         stage += 1  # of two or more
-    for j in range(at.steps):
-        i = at.steps - 1 - j
+    for j in range(coords.steps):
+        i = coords.steps - 1 - j
         next_total = total
         if not CHANNEL:
-            next_total = gl.load(memory.total + at.tile + (i - 1) * HV, mask=i > 0, other=0.0)
-        mbarrier.wait(tiles.full.index(stage), phase)
+            next_total = gl.load(gmem.total + coords.tile + (i - 1) * HV, mask=i > 0, other=0.0)
+        mbarrier.wait(smem.full.index(stage), phase)
         dS = _reverse_step(
-            dS, total, memory, tiles, at, scale, part, stage, i, done,
+            dS, total, gmem, smem, coords, scale, part, stage, i, done,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
         total = next_total
@@ -579,19 +588,19 @@ def _reverse(
             phase ^= 1
     if done > 0:
         fence_async_shared()
-        tma_store(memory.X, [at.tile * BT, mine], tiles.tokens.index(part))
+        tma_store(gmem.X, [coords.tile * BT, mine], smem.tokens.index(part))
     dS = dS * unit
-    if memory.leaving is None:
-        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
-    elif at.begins:
-        _leaving(memory.dS0, memory.s_dS0, at, mine, dS, K, BW)
+    if gmem.leaving is None:
+        _leaving(gmem.dS0, gmem.s_dS0, coords, mine, dS, K, BW)
+    elif coords.begins:
+        _leaving(gmem.dS0, gmem.s_dS0, coords, mine, dS, K, BW)
 
 
 @gluon.jit
 def _forward(
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     part,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -605,23 +614,25 @@ def _forward(
     STAGES: gl.constexpr,
 ):
     """The first chunk first; the state that leaves the last one is nobody's."""
-    mine = at.column + part * BW
-    before = at.border - 1
-    S = _entering(memory.S0, memory.s_S0, at.begins, memory.entering, memory.s_entering, before, at, mine, K, BW)
+    mine = coords.column + part * BW
+    before = coords.border - 1
+    S = _entering(gmem.S0, gmem.s_S0, coords.begins, gmem.entering, gmem.s_entering, before, coords, mine, K, BW)
     total = 0.0
     if not CHANNEL:
-        total = gl.load(memory.total + at.tile, mask=at.steps + at.rest > 0, other=0.0)
+        total = gl.load(gmem.total + coords.tile, mask=coords.steps + coords.tail_rows > 0, other=0.0)
     stage = 0
     phase = 0
-    for i in range(at.steps):
+    for i in range(coords.steps):
         next_total = total
         if not CHANNEL:
             next_total = gl.load(
-                memory.total + at.tile + (i + 1) * HV, mask=(i + 1) * BT < at.steps * BT + at.rest, other=0.0
+                gmem.total + coords.tile + (i + 1) * HV,
+                mask=(i + 1) * BT < coords.steps * BT + coords.tail_rows,
+                other=0.0,
             )
-        mbarrier.wait(tiles.full.index(stage), phase)
+        mbarrier.wait(smem.full.index(stage), phase)
         S = _forward_step(
-            S, total, memory, tiles, at, part, stage, i,
+            S, total, gmem, smem, coords, part, stage, i,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
         )  # fmt: skip
         total = next_total
@@ -629,26 +640,26 @@ def _forward(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    last = at.steps - 1
-    if at.rest > 0:
-        mbarrier.wait(tiles.full.index(stage), phase)
+    last = coords.steps - 1
+    if coords.tail_rows > 0:
+        mbarrier.wait(smem.full.index(stage), phase)
         _forward_step(
-            S, total, memory, tiles, at, part, stage, at.steps,
+            S, total, gmem, smem, coords, part, stage, coords.steps,
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
-        last = at.steps
+        last = coords.steps
     if last >= 0:
         fence_async_shared()
-        tma_store(memory.e, [(at.tile + last * HV) * BT, mine], tiles.tokens.index(part))
+        tma_store(gmem.e, [(coords.tile + last * HV) * BT, mine], smem.tokens.index(part))
 
 
 @gluon.jit
 def _reverse_step(
     dS,
     total,
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     scale,
     part,
     stage,
@@ -675,37 +686,37 @@ def _reverse_step(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
-    OP: gl.constexpr = tiles.k.dtype
-    nothing = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = tiles.k.index(stage), tiles.q.index(stage), tiles.rows.index(stage)
-    x, square, write = tiles.x.index(stage * PARTS + part), tiles.square.index(stage), tiles.write.index(stage)
+    OP: gl.constexpr = smem.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    x, square, write = smem.x.index(stage * PARTS + part), smem.square.index(stage), smem.write.index(stage)
     if not FULL:
         if not CHANNEL:
-            clear_rows(key, at.rest, BT, K)
-            clear_rows(query, at.rest, BT, K)
-        clear_rows(x, at.rest, BT, BW)
+            clear_rows(key, coords.tail_rows, BT, K)
+            clear_rows(query, coords.tail_rows, BT, K)
+        clear_rows(x, coords.tail_rows, BT, BW)
 
     rounded = dS.to(OP)
     left = gl.convert_layout(rounded, AS, assert_trivial=True)
     if FOLDED:
-        dY = warpgroup_mma(left, write.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        dY = warpgroup_mma(left, write.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     else:
-        dY = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    tile = at.tile + i * HV
+        dY = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    tile = coords.tile + i * HV
     _leave(
-        memory.dS, memory.X, rounded, tiles, part, tile, tile + HV, at.column + part * BW, stage, done,
+        gmem.dS, gmem.X, rounded, smem, part, tile, tile + HV, coords.column + part * BW, stage, done,
         V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
     doT = x.permute((1, 0)).load(LC)
     X = warpgroup_mma(
-        gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), nothing, use_acc=False, is_async=True
+        gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), zero_acc, use_acc=False, is_async=True
     )
     in_q = number.slice(BT, BT).load(ROW)
     if scale is not None:
         in_q *= scale
     doT = gl.convert_layout((doT.to(gl.float32) * in_q[None, :]).to(OP), AC, assert_trivial=True)
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
     if not FOLDED:
         out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
@@ -727,7 +738,7 @@ def _reverse_step(
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=OUT - 1)
-    tiles.tokens.index(part).permute((1, 0)).store(X.to(OP))
+    smem.tokens.index(part).permute((1, 0)).store(X.to(OP))
     return warpgroup_mma_wait(0, deps=[dS])
 
 
@@ -735,9 +746,9 @@ def _reverse_step(
 def _forward_step(
     S,
     total,
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     part,
     stage,
     i,
@@ -759,26 +770,26 @@ def _forward_step(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
-    OP: gl.constexpr = tiles.k.dtype
-    nothing = gl.zeros([BW, BT], gl.float32, LC)
-    key, number, x = tiles.k.index(stage), tiles.rows.index(stage), tiles.x.index(stage * PARTS + part)
+    OP: gl.constexpr = smem.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, number, x = smem.k.index(stage), smem.rows.index(stage), smem.x.index(stage * PARTS + part)
     if not FULL:
         if not CHANNEL:
-            clear_rows(key, at.rest, BT, K)
-        clear_rows(x, at.rest, BT, BW)
+            clear_rows(key, coords.tail_rows, BT, K)
+        clear_rows(x, coords.tail_rows, BT, BW)
 
     rounded = S.to(OP)
     left = gl.convert_layout(rounded, AS, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    tile = at.tile + i * HV
+    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    tile = coords.tile + i * HV
     _leave(
-        memory.S, memory.e, rounded, tiles, part, tile, tile - HV, at.column + part * BW, stage, i,
+        gmem.S, gmem.e, rounded, smem, part, tile, tile - HV, coords.column + part * BW, stage, i,
         V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
     v = x.permute((1, 0)).load(LC)
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     S = S * total
     Sk = warpgroup_mma_wait(0, deps=[Sk])
     R = v.to(gl.float32) - Sk * in_k[None, :]
@@ -787,18 +798,18 @@ def _forward_step(
         r, r_wide = in_bfloat16(R)
         less = R - r_wide
         r = gl.convert_layout(r, AC, assert_trivial=True)
-        e = warpgroup_mma(r, tiles.square.index(stage), less, is_async=True)
-        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+        e = warpgroup_mma(r, smem.square.index(stage), less, is_async=True)
+        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
         e = warpgroup_mma_wait(1, deps=[e])
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-        e = warpgroup_mma(r, tiles.square.index(stage), nothing, use_acc=False, is_async=True)
+        e = warpgroup_mma(r, smem.square.index(stage), zero_acc, use_acc=False, is_async=True)
         beta_out = beta * number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
     tma.store_wait(pendings=OUT - 1)
-    tiles.tokens.index(part).permute((1, 0)).store(e.to(OP))
+    smem.tokens.index(part).permute((1, 0)).store(e.to(OP))
     return warpgroup_mma_wait(0, deps=[S])
 
 
@@ -807,7 +818,7 @@ def _leave(
     x_state,
     x_tokens,
     rounded,
-    tiles,
+    smem,
     part,
     tile,
     tile_before,
@@ -826,44 +837,44 @@ def _leave(
     Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk
     waits until the engine has read all but the last OUT - 1 states.
     """
-    state = tiles.state.index((done % OUT) * PARTS + part)
+    state = smem.state.index((done % OUT) * PARTS + part)
     state.store(rounded)
     fence_async_shared()
     before = gl.where(stage == 0, STAGES, stage) - 1
-    mbarrier.arrive(tiles.free.index(before), count=1, pred=done > 0)
+    mbarrier.arrive(smem.free.index(before), count=1, pred=done > 0)
     if done > 0:
-        tma_store(x_tokens, [tile_before * BT, mine], tiles.tokens.index(part))
+        tma_store(x_tokens, [tile_before * BT, mine], smem.tokens.index(part))
     tma_store(x_state, [tile * V + mine, 0], state)
 
 
 @gluon.jit
-def _entering(p, strides, outer, p_border, s_border, border, at, mine, K: gl.constexpr, BW: gl.constexpr):
+def _entering(p, strides, outer, p_border, s_border, border, coords, mine, K: gl.constexpr, BW: gl.constexpr):
     """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, or a border's;
     zeros where there is none."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     S = gl.zeros([BW, K], gl.float32, LS)
     if p_border is None:
         if p is not None:
-            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
+            S = gl.load(p + _offsets(strides, coords.n, coords, mine, K, BW)).to(gl.float32)
     elif outer:
         if p is not None:
-            S = gl.load(p + _offsets(strides, at.n, at, mine, K, BW)).to(gl.float32)
-    elif at.here:
-        S = gl.load(p_border + _offsets(s_border, border, at, mine, K, BW))
+            S = gl.load(p + _offsets(strides, coords.n, coords, mine, K, BW)).to(gl.float32)
+    elif coords.here:
+        S = gl.load(p_border + _offsets(s_border, border, coords, mine, K, BW))
     return S
 
 
 @gluon.jit
-def _leaving(p, strides, at, mine, S, K: gl.constexpr, BW: gl.constexpr):
+def _leaving(p, strides, coords, mine, S, K: gl.constexpr, BW: gl.constexpr):
     """Write them, rounding once to the storage dtype, where they are wanted."""
     if p is not None:
-        gl.store(p + _offsets(strides, at.n, at, mine, K, BW), S.to(p.dtype.element_ty))
+        gl.store(p + _offsets(strides, coords.n, coords, mine, K, BW), S.to(p.dtype.element_ty))
 
 
 @gluon.jit
-def _offsets(strides, row, at, mine, K: gl.constexpr, BW: gl.constexpr):
+def _offsets(strides, row, coords, mine, K: gl.constexpr, BW: gl.constexpr):
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
-    first = row * strides[0] + at.hv * strides[1]
+    first = row * strides[0] + coords.hv * strides[1]
     return first + o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2]

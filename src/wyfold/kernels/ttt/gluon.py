@@ -145,7 +145,7 @@ def _boxes(x: Tensor) -> Boxes | None:
     return token_boxes(x, SEGMENT, D) or token_boxes(x.clone(memory_format=torch.contiguous_format), SEGMENT, D)
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory. Of every stage: tokens; w (u - v + k); four numbers of a token; N, X and three numbers of a token
     that the walk finds; the state that enters, V-first, and its bias. And places of the walk's exchanges."""
 
@@ -169,7 +169,7 @@ class Tiles(NamedTuple):
     free: Any
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """Boxes, and the columns of a program's heads in them."""
 
     q: Any
@@ -180,7 +180,7 @@ class Source(NamedTuple):
     column_v: Any
 
 
-class Memory(NamedTuple):
+class Globals(NamedTuple):
     """What groups reach by themselves; o and all below it contiguous."""
 
     w: Any
@@ -207,7 +207,7 @@ class Memory(NamedTuple):
     rows: Any
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: sequence, value head, number of its first segment's tile, buffer row, first token there and in all
     rows, length, segments, and tokens of its buffer row behind its end that are no sequence's."""
 
@@ -219,7 +219,7 @@ class Place(NamedTuple):
     token: Any
     length: Any
     segments: Any
-    spare: Any
+    padding: Any
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
@@ -277,10 +277,10 @@ def wyfold_ttt_gluon(
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     segments = ((length + SEGMENT - 1) // SEGMENT).to(gl.int32)
-    spare = i_n * 0
+    padding = i_n * 0
     if PACKED:
         if i_n == N - 1:
-            spare = T - t - length
+            padding = T - t - length
 
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -318,21 +318,19 @@ def wyfold_ttt_gluon(
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(
-        q, k, v, wt, numbers, left_N, left_X, marks, left_S, left_c, z, high, low, out, full, ready, done, free
-    )
-    source = Source(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
-    memory = Memory(
+    smem = Smem(q, k, v, wt, numbers, left_N, left_X, marks, left_S, left_c, z, high, low, out, full, ready, done, free)
+    inputs = TmaInputs(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
+    gmem = Globals(
         p_w, s_w, p_u, s_u, p_eta, s_eta, p_col, s_col, p_S0, s_S0, p_c0, s_c0, p_ST, s_ST, p_cT, s_cT,
         p_o, p_N, p_X, p_S, p_c, p_rows,
     )  # fmt: skip
-    at = Place(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, spare)
+    coords = Coords(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, padding)
     gl.warp_specialize(
         [
-            (_walk, (memory, tiles, at, eps, D, BT, SEGMENT, STAGES, KEPT)),
-            (_read, (memory, tiles, at, scale, eps, HV, D, BT, SEGMENT, STAGES, KEPT, ON_Q)),
-            (_prepare, (memory, tiles, at, D, BT, SEGMENT, STAGES)),
-            (_bring, (source, tiles, at, SEGMENT, STAGES)),
+            (_walk, (gmem, smem, coords, eps, D, BT, SEGMENT, STAGES, KEPT)),
+            (_read, (gmem, smem, coords, scale, eps, HV, D, BT, SEGMENT, STAGES, KEPT, ON_Q)),
+            (_prepare, (gmem, smem, coords, D, BT, SEGMENT, STAGES)),
+            (_producer, (inputs, smem, coords, SEGMENT, STAGES)),
         ],
         [4, 4, 1],
         [READ, PREPARE, 24],
@@ -340,19 +338,19 @@ def wyfold_ttt_gluon(
 
 
 @gluon.jit
-def _bring(source, tiles, at, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
+def _producer(inputs, smem, coords, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
     """Bring every segment's tokens, and those behind the last one's end, which `_prepare` clears."""
-    BYTES: gl.constexpr = source.q.block_type.nbytes + source.k.block_type.nbytes + source.v.block_type.nbytes
-    token = at.token
+    BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+    token = coords.token
     stage = 0
     phase = 1
-    for _ in range(at.segments):
-        full = tiles.full.index(stage)
-        mbarrier.wait(tiles.free.index(stage), phase)
+    for _ in range(coords.segments):
+        full = smem.full.index(stage)
+        mbarrier.wait(smem.free.index(stage), phase)
         mbarrier.expect(full, BYTES)
-        tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-        tma_load(source.v, [token, source.column_v], full, tiles.v.index(stage))
-        tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
+        tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
+        tma_load(inputs.v, [token, inputs.column_v], full, smem.v.index(stage))
+        tma_load(inputs.q, [token, inputs.column_q], full, smem.q.index(stage))
         token += SEGMENT
         stage += 1
         if stage == STAGES:
@@ -361,45 +359,45 @@ def _bring(source, tiles, at, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _prepare(memory, tiles, at, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
+def _prepare(gmem, smem, coords, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
     """Of every token w (u - v + k), its sum, the step that closes its mini-batch and its own, both negative, and its
     factor; all zero where there is no token, and so is k."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_v = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    w = _parameter(memory.w, memory.s_w, at.hv, o_v)[None, :]
-    u = _parameter(memory.u, memory.s_u, at.hv, o_v)[None, :]
+    w = _parameter(gmem.w, gmem.s_w, coords.hv, o_v)[None, :]
+    u = _parameter(gmem.u, gmem.s_u, coords.hv, o_v)[None, :]
     o_t = gl.arange(0, SEGMENT, layout=LT)
-    p_eta = memory.eta + at.b * memory.s_eta[0] + at.t * memory.s_eta[1] + at.hv * memory.s_eta[2]
+    p_eta = gmem.eta + coords.b * gmem.s_eta[0] + coords.t * gmem.s_eta[1] + coords.hv * gmem.s_eta[2]
     stage = 0
     phase = 0
-    for j in range(at.segments):
+    for j in range(coords.segments):
         first = j * SEGMENT
-        rows = gl.minimum(at.length - first, SEGMENT).to(gl.int32)
+        rows = gl.minimum(coords.length - first, SEGMENT).to(gl.int32)
         last = first + gl.minimum((o_t // BT + 1) * BT, rows) - 1
-        own = gl.load(p_eta + (first + o_t).to(gl.int64) * memory.s_eta[1], mask=o_t < rows, other=0.0)
-        close = gl.load(p_eta + last.to(gl.int64) * memory.s_eta[1], mask=o_t < rows, other=0.0)
+        own = gl.load(p_eta + (first + o_t).to(gl.int64) * gmem.s_eta[1], mask=o_t < rows, other=0.0)
+        close = gl.load(p_eta + last.to(gl.int64) * gmem.s_eta[1], mask=o_t < rows, other=0.0)
         factor = gl.where(o_t < rows, 1.0, 0.0)
-        if memory.col is not None:
-            p_col = memory.col + at.b * memory.s_col[0] + at.t * memory.s_col[1] + at.hv * memory.s_col[2]
-            offsets = (first + o_t).to(gl.int64) * memory.s_col[1]
+        if gmem.col is not None:
+            p_col = gmem.col + coords.b * gmem.s_col[0] + coords.t * gmem.s_col[1] + coords.hv * gmem.s_col[2]
+            offsets = (first + o_t).to(gl.int64) * gmem.s_col[1]
             factor = gl.load(p_col + offsets, mask=o_t < rows, other=0.0).to(gl.float32)
-        number = tiles.numbers.index(stage)
-        mbarrier.wait(tiles.full.index(stage), phase)
+        number = smem.numbers.index(stage)
+        mbarrier.wait(smem.full.index(stage), phase)
         number.slice(0, SEGMENT).store(factor)
         number.slice(SEGMENT, SEGMENT).store(-close.to(gl.float32))
         number.slice(2 * SEGMENT, SEGMENT).store(-own.to(gl.float32))
         for i in gl.static_range(SEGMENT // BT):
-            k = tiles.k.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
-            v = tiles.v.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
+            k = smem.k.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
+            v = smem.v.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
             here = i * BT + gl.arange(0, BT, layout=ROW) < rows
             wt = gl.where(here[:, None], w * (u - v + k), 0.0)
-            tiles.wt.index(stage).slice(i * BT, BT).store(wt)
+            smem.wt.index(stage).slice(i * BT, BT).store(wt)
             number.slice(3 * SEGMENT + i * BT, BT).store(gl.sum(wt, 1))
         if rows < SEGMENT:
-            clear_rows(tiles.k.index(stage), rows, SEGMENT, D)
-        mbarrier.arrive(tiles.ready.index(stage), count=1)
+            clear_rows(smem.k.index(stage), rows, SEGMENT, D)
+        mbarrier.arrive(smem.ready.index(stage), count=1)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -408,9 +406,9 @@ def _prepare(memory, tiles, at, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.c
 
 @gluon.jit
 def _walk(
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     eps,
     D: gl.constexpr,
     BT: gl.constexpr,
@@ -435,35 +433,35 @@ def _walk(
     o_k = gl.arange(0, D, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([D, D], gl.float32, LS)
     c = gl.zeros([D, BT], gl.float32, LS)
-    if memory.S0 is not None:
-        S = gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
-    if memory.c0 is not None:
-        p_c0 = memory.c0 + at.n * memory.s_c0[0] + at.hv * memory.s_c0[1]
-        c += gl.load(p_c0 + o_v.to(gl.int64) * memory.s_c0[3]).to(gl.float32)[:, None]
-    w = _parameter(memory.w, memory.s_w, at.hv, gl.arange(0, D, layout=gl.SliceLayout(0, L)))
+    if gmem.S0 is not None:
+        S = gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
+    if gmem.c0 is not None:
+        p_c0 = gmem.c0 + coords.n * gmem.s_c0[0] + coords.hv * gmem.s_c0[1]
+        c += gl.load(p_c0 + o_v.to(gl.int64) * gmem.s_c0[3]).to(gl.float32)[:, None]
+    w = _parameter(gmem.w, gmem.s_w, coords.hv, gl.arange(0, D, layout=gl.SliceLayout(0, L)))
     ww = (w * w)[None, :]
     sum_ww = gl.sum(w * w, 0)
     ones = gl.full([BT, BT], 1.0, gl.bfloat16, RIGHT)
     left = gl.convert_layout(S.to(gl.bfloat16), LEFT)
     stage = 0
     phase = 0
-    for _ in range(at.segments):
-        number = tiles.numbers.index(stage)
-        mbarrier.wait(tiles.ready.index(stage), phase)
-        tiles.S.index(stage).store(S.to(gl.bfloat16))
-        tiles.c.index(stage).store(gl.reduce(c, 1, _first))
+    for _ in range(coords.segments):
+        number = smem.numbers.index(stage)
+        mbarrier.wait(smem.ready.index(stage), phase)
+        smem.S.index(stage).store(S.to(gl.bfloat16))
+        smem.c.index(stage).store(gl.reduce(c, 1, _first))
         for i in gl.static_range(SEGMENT // BT):
-            key = tiles.k.index(stage).slice(i * BT, BT)
+            key = smem.k.index(stage).slice(i * BT, BT)
             Z = mma_v2(left, key.permute((1, 0)).load(RIGHT), c)
             # What meets Z and N is asked for while it is made.
             keys = key.load(RIGHT)
-            wt = tiles.wt.index(stage).slice(i * BT, BT).load(L)
+            wt = smem.wt.index(stage).slice(i * BT, BT).load(L)
             factor = number.slice(i * BT, BT).load(ROW)
             step = number.slice(SEGMENT + i * BT, BT).load(ROW)
             sum_t = number.slice(3 * SEGMENT + i * BT, BT).load(ROW)
-            tiles.z.permute((1, 0)).store(Z)
+            smem.z.permute((1, 0)).store(Z)
 
-            d = _from_first(tiles.z.load(L))
+            d = _from_first(smem.z.load(L))
             wwd = ww * d
             m, dd, y, yy, xy = gl.reduce((d, d * d, wwd, wwd * d, wt * d), 1, add_five)
             mean = m * INVERSE
@@ -480,37 +478,37 @@ def _walk(
             N = d * (rr[:, None] * ww - (rr * xy)[:, None]) + (factor[:, None] * wt - (factor * y)[:, None])
             written = N * step[:, None]
             high, low = bf16_parts(written)
-            tiles.high.store(high)
-            tiles.low.store(low)
-            tiles.N.index(stage).slice(i * BT, BT).store(N.to(gl.bfloat16))
+            smem.high.store(high)
+            smem.low.store(low)
+            smem.N.index(stage).slice(i * BT, BT).store(N.to(gl.bfloat16))
             if KEPT:
-                tiles.X.index(stage).slice(i * BT, BT).store((d * r[:, None]).to(gl.bfloat16))
-                tiles.marks[0].index(stage).slice(i * BT, BT).store(r)
-                tiles.marks[1].index(stage).slice(i * BT, BT).store(xy)
-                tiles.marks[2].index(stage).slice(i * BT, BT).store(y)
-            writes = tiles.high.permute((1, 0)).load(LEFT)
-            rest = tiles.low.permute((1, 0)).load(LEFT)
+                smem.X.index(stage).slice(i * BT, BT).store((d * r[:, None]).to(gl.bfloat16))
+                smem.marks[0].index(stage).slice(i * BT, BT).store(r)
+                smem.marks[1].index(stage).slice(i * BT, BT).store(xy)
+                smem.marks[2].index(stage).slice(i * BT, BT).store(y)
+            writes = smem.high.permute((1, 0)).load(LEFT)
+            rest = smem.low.permute((1, 0)).load(LEFT)
             S = mma_v2(writes, keys, S)
             c = mma_v2(rest, ones, mma_v2(writes, ones, c))
             left = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-        mbarrier.arrive(tiles.done.index(stage), count=1)
+        mbarrier.arrive(smem.done.index(stage), count=1)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if memory.ST is not None:
-        offsets = state_offsets(memory.s_ST, at.n, at.hv, o_v, o_k)
-        gl.store(memory.ST + offsets, S.to(memory.ST.dtype.element_ty))
-    if memory.cT is not None:
-        p_cT = memory.cT + at.n * memory.s_cT[0] + at.hv * memory.s_cT[1]
-        gl.store(p_cT + o_v.to(gl.int64) * memory.s_cT[3], gl.reduce(c, 1, _first).to(memory.cT.dtype.element_ty))
+    if gmem.ST is not None:
+        offsets = state_offsets(gmem.s_ST, coords.n, coords.hv, o_v, o_k)
+        gl.store(gmem.ST + offsets, S.to(gmem.ST.dtype.element_ty))
+    if gmem.cT is not None:
+        p_cT = gmem.cT + coords.n * gmem.s_cT[0] + coords.hv * gmem.s_cT[1]
+        gl.store(p_cT + o_v.to(gl.int64) * gmem.s_cT[3], gl.reduce(c, 1, _first).to(gmem.cT.dtype.element_ty))
 
 
 @gluon.jit
 def _read(
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     scale,
     eps,
     HV: gl.constexpr,
@@ -535,30 +533,30 @@ def _read(
     o_r = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, LO))[:, None]
     o_s = gl.arange(0, SEGMENT, layout=gl.SliceLayout(0, LO))[None, :]
     o_v = gl.arange(0, D, layout=gl.SliceLayout(0, LO))
-    w = _parameter(memory.w, memory.s_w, at.hv, o_v)[None, :]
-    u = _parameter(memory.u, memory.s_u, at.hv, o_v)[None, :]
+    w = _parameter(gmem.w, gmem.s_w, coords.hv, o_v)[None, :]
+    u = _parameter(gmem.u, gmem.s_u, coords.hv, o_v)[None, :]
     before = o_s // BT < o_r // BT
     own = (o_s // BT == o_r // BT) & (o_s <= o_r)
-    nothing = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
-    none = gl.zeros([SEGMENT, D], gl.float32, LO)
-    tile = at.tile
+    no_pairs = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
+    no_output = gl.zeros([SEGMENT, D], gl.float32, LO)
+    tile = coords.tile
     stage = 0
     phase = 0
-    for j in range(at.segments):
-        number = tiles.numbers.index(stage)
-        query = tiles.q.index(stage)
-        mbarrier.wait(tiles.ready.index(stage), phase)
+    for j in range(coords.segments):
+        number = smem.numbers.index(stage)
+        query = smem.q.index(stage)
+        mbarrier.wait(smem.ready.index(stage), phase)
         q = query.load(LEFT)
-        pairs = mma_v2(q, tiles.k.index(stage).permute((1, 0)).load(RIGHT), nothing)
+        pairs = mma_v2(q, smem.k.index(stage).permute((1, 0)).load(RIGHT), no_pairs)
         closed = number.slice(SEGMENT, SEGMENT).load(gl.SliceLayout(0, LO))[None, :]
         steps = number.slice(2 * SEGMENT, SEGMENT).load(gl.SliceLayout(1, LO))[:, None]
         steps = gl.where(own, steps, gl.where(before, closed, 0.0))
         pairs = gl.convert_layout(((pairs * scale + 1.0) * steps).to(gl.bfloat16), LEFT)
 
-        mbarrier.wait(tiles.done.index(stage), phase)
-        O = mma_v2(q, tiles.S.index(stage).permute((1, 0)).load(RIGHT), none)
-        O = O * scale + tiles.c.index(stage).load(gl.SliceLayout(0, LO))[None, :]
-        O = mma_v2(pairs, tiles.N.index(stage).load(RIGHT), O)
+        mbarrier.wait(smem.done.index(stage), phase)
+        O = mma_v2(q, smem.S.index(stage).permute((1, 0)).load(RIGHT), no_output)
+        O = O * scale + smem.c.index(stage).load(gl.SliceLayout(0, LO))[None, :]
+        O = mma_v2(pairs, smem.N.index(stage).load(RIGHT), O)
         d = O - (gl.sum(O, 1) * INVERSE)[:, None]
         r = gl.rsqrt(gl.sum(d * d, 1) * INVERSE + eps)
         out = w * (d * r[:, None]) + u
@@ -566,34 +564,34 @@ def _read(
             out = query.load(LO).to(gl.float32) + out
         else:
             out = O + out
-        tiles.o.store(out.to(gl.bfloat16))
+        smem.o.store(out.to(gl.bfloat16))
 
-        token = at.token + j * SEGMENT
-        rows = gl.minimum(at.length - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, token, at.hv, rows, tiles.o.load(L), HV, D, SEGMENT, L)
+        token = coords.token + j * SEGMENT
+        rows = gl.minimum(coords.length - j * SEGMENT, SEGMENT).to(gl.int32)
+        _store_tokens(gmem.o, token, coords.hv, rows, smem.o.load(L), HV, D, SEGMENT, L)
         if KEPT:
-            _store_tokens(memory.N, token, at.hv, rows, tiles.N.index(stage).load(L), HV, D, SEGMENT, L)
-            _store_tokens(memory.X, token, at.hv, rows, tiles.X.index(stage).load(L), HV, D, SEGMENT, L)
-            xy = tiles.marks[1].index(stage).load(LT)
-            four = gl.join(tiles.marks[0].index(stage).load(LT), tiles.marks[2].index(stage).load(LT))
+            _store_tokens(gmem.N, token, coords.hv, rows, smem.N.index(stage).load(L), HV, D, SEGMENT, L)
+            _store_tokens(gmem.X, token, coords.hv, rows, smem.X.index(stage).load(L), HV, D, SEGMENT, L)
+            xy = smem.marks[1].index(stage).load(LT)
+            four = gl.join(smem.marks[0].index(stage).load(LT), smem.marks[2].index(stage).load(LT))
             four = gl.convert_layout(gl.join(four, gl.join(xy, xy)).reshape((SEGMENT, 4)), FOUR)
-            _store_tokens(memory.rows, token, at.hv, rows, four, HV, 4, SEGMENT, FOUR)
+            _store_tokens(gmem.rows, token, coords.hv, rows, four, HV, 4, SEGMENT, FOUR)
             o_w = gl.arange(0, D, layout=gl.SliceLayout(1, L)) * D
             o_k = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-            gl.store(memory.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), tiles.S.index(stage).load(L))
-            gl.store(memory.c + tile * D + gl.arange(0, D, layout=LT), tiles.c.index(stage).load(LT))
+            gl.store(gmem.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), smem.S.index(stage).load(L))
+            gl.store(gmem.c + tile * D + gl.arange(0, D, layout=LT), smem.c.index(stage).load(LT))
         # No fence: what was read of the stage is in registers, and a fence would wait for the stores above.
-        mbarrier.arrive(tiles.free.index(stage), count=1)
+        mbarrier.arrive(smem.free.index(stage), count=1)
         tile += HV
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     blank = gl.zeros([SEGMENT, D], gl.bfloat16, L)
-    token = (at.token + at.length).to(gl.int32)
-    for j in range(((at.spare + SEGMENT - 1) // SEGMENT).to(gl.int32)):
-        rows = gl.minimum(at.spare - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(memory.o, token + j * SEGMENT, at.hv, rows, blank, HV, D, SEGMENT, L)
+    token = (coords.token + coords.length).to(gl.int32)
+    for j in range(((coords.padding + SEGMENT - 1) // SEGMENT).to(gl.int32)):
+        rows = gl.minimum(coords.padding - j * SEGMENT, SEGMENT).to(gl.int32)
+        _store_tokens(gmem.o, token + j * SEGMENT, coords.hv, rows, blank, HV, D, SEGMENT, L)
 
 
 @gluon.jit

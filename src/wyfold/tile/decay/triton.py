@@ -345,7 +345,7 @@ def store_gate_gradient(
     rows,
     b_dx,
     b_dA,
-    nothing,
+    opaque_zero,
     GATE: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -366,7 +366,7 @@ def store_gate_gradient(
         o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
         real = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
-            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, nothing, K, BT, BK, NEAR)
+            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, opaque_zero, K, BT, BK, NEAR)
         if p_ddt_bias is not None:
             b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
             tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)

@@ -195,7 +195,7 @@ def load_sub_chunks(
     h,
     column,
     rows,
-    nothing,
+    opaque_zero,
     W: tl.constexpr,
     BT: tl.constexpr,
     BW: tl.constexpr,
@@ -203,11 +203,11 @@ def load_sub_chunks(
 ):
     """`load_tokens` in sub-chunks of BR rows.   [BT / BR, BR, BW]
 
-    `nothing` is 0, which the compiler must not know: it then takes no address for a multiple of more than BW / 32
+    `opaque_zero` is 0, which the compiler must not know: it then takes no address for a multiple of more than BW / 32
     elements, so that 32 neighbouring lanes load a row of a sub-chunk, and a thread holds all BR rows of its columns.
     Sums and choices along the rows of a sub-chunk then need no other thread.
     """
-    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, nothing, BT, BW, BR)
+    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, BW, BR)
     p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
     mask = o_i < rows - o_n
     if W % BW != 0:
@@ -217,41 +217,55 @@ def load_sub_chunks(
 
 @triton.jit
 def store_token_sub_chunks(
-    p, strides, b, t, h, column, rows, x, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+    p,
+    strides,
+    b,
+    t,
+    h,
+    column,
+    rows,
+    x,
+    opaque_zero,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
 ):
     """`store_tokens` of sub-chunks [BT / BR, BR, BW]."""
-    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, nothing, BT, BW, BR)
+    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, BW, BR)
     p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
     tl.store(p_tile + offsets, x.to(p.dtype.element_ty), mask=(o_i < rows - o_n) & (o_w < W))
 
 
 @triton.jit
-def to_sub_chunks(x, p, nothing, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
+def to_sub_chunks(x, p, opaque_zero, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
     """x [BT, BW] float32 in sub-chunks, laid out among the threads as `load_sub_chunks` lays them out.
 
     What a product returns has the matrix unit's layout, and all that it meets would get it too. Here it is what a load
     that never happens has in place of memory, so that it gets a load's. p: any float32 pointer.
     """
-    offsets, _, _, _ = _sub_chunk_offsets(BW, 1, 0, nothing, BT, BW, BR)
-    return tl.load(p + offsets, mask=tl.full(offsets.shape, 0, tl.int32) + nothing > 0, other=x.reshape(offsets.shape))
+    offsets, _, _, _ = _sub_chunk_offsets(BW, 1, 0, opaque_zero, BT, BW, BR)
+    return tl.load(
+        p + offsets, mask=tl.full(offsets.shape, 0, tl.int32) + opaque_zero > 0, other=x.reshape(offsets.shape)
+    )
 
 
 @triton.jit
 def load_tile_sub_chunks(
-    p, i_tile, column, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
+    p, i_tile, column, opaque_zero, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
 ):
     """Columns of a tile of a contiguous [tiles, BT, W] in sub-chunks.   [BT / BR, BR, BW]"""
-    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, nothing, BT, BW, BR)
+    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, opaque_zero, BT, BW, BR)
     p_tile = p + i_tile.to(tl.int64) * (BT * W)
     return tl.load(p_tile + offsets, mask=tl.broadcast_to(o_w < W, (BT // BR, BR, BW)), other=0.0)
 
 
 @triton.jit
 def store_sub_chunks(
-    p, i_tile, column, x, nothing, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr = 16
+    p, i_tile, column, x, opaque_zero, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr = 16
 ):
     """Write columns of a tile of a contiguous [tiles, BT, W] from its sub-chunks [BT / BR, BR, BW], rounding once."""
-    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, nothing, BT, BW, BR)
+    offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, opaque_zero, BT, BW, BR)
     p_tile = p + i_tile.to(tl.int64) * (BT * W)
     x = x.to(p.dtype.element_ty)
     if W % BW == 0:
@@ -261,13 +275,13 @@ def store_sub_chunks(
 
 
 @triton.jit
-def _sub_chunk_offsets(s_row, s_column, column, nothing, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
+def _sub_chunk_offsets(s_row, s_column, column, opaque_zero, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
     """Offsets of sub-chunks' elements, and row inside its sub-chunk, first row of its sub-chunk, and column of each."""
     o_i = tl.arange(0, BR)[None, :, None]
     o_n = BR * tl.arange(0, BT // BR)[:, None, None]
     o_w = column + tl.arange(0, BW)[None, None, :]
     unit: tl.constexpr = BW // 32 if BW > 32 else 1
-    first = o_n.to(tl.int64) * s_row + o_w.to(tl.int64) * s_column + nothing * unit
+    first = o_n.to(tl.int64) * s_row + o_w.to(tl.int64) * s_column + opaque_zero * unit
     return first + o_i.to(tl.int64) * s_row, o_i, o_n, o_w
 
 

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.gradients.gluon import channel
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.tokens import Place, exp2, load_scalars, send, store_rows, store_scalars
+from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_scalars, send, store_rows, store_scalars
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
@@ -159,7 +159,7 @@ def _boxes(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -
     return shared(found)
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """What a tile's copies name: boxes, and where this tile's are: rows of tokens and tiles, columns of tokens."""
 
     q: Any
@@ -176,7 +176,7 @@ class Source(NamedTuple):
     column_do: Any
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory, and the barriers of its groups."""
 
     q: Any
@@ -258,16 +258,16 @@ def wyfold_gradients_gluon(
     pid = gl.program_id(0).to(gl.int64)
     i_c, i_h = pid // HV, pid % HV
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-    at = Place(b, t, (b * T + t).to(gl.int32), i_h, rows)
+    coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_r, o_c, o_1 = gl.arange(0, BT, layout=ROW), gl.arange(0, BT, layout=COL), gl.arange(0, BT, layout=ONE)
     if PACKED:
         if i_n == N:
-            store_rows(p_dv, s_dv, at, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
+            store_rows(p_dv, s_dv, coords, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
             for h in range(2):
-                store_rows(p_dq, s_dq, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-                store_rows(p_dk, s_dk, at, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-            store_scalars(p_dbeta, s_dbeta, at, o_1, gl.zeros([BT], gl.float32, ONE))
-            store_scalars(p_dg, s_dg, at, o_1, gl.zeros([BT], gl.float32, ONE))
+                store_rows(p_dq, s_dq, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+                store_rows(p_dk, s_dk, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+            store_scalars(p_dbeta, s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
+            store_scalars(p_dg, s_dg, coords, o_1, gl.zeros([BT], gl.float32, ONE))
             if p_dA_log is not None:
                 gl.store(p_dA_log + pid, 0.0)
             if p_ddt_bias is not None:
@@ -288,32 +288,32 @@ def wyfold_gradients_gluon(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    tiles = Tiles(s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3))
-    source = Source(
-        x_q, x_k, x_do, x_S, x_dS, x_e, x_X, at.token, pid.to(gl.int32),
+    smem = Smem(s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3))
+    inputs = TmaInputs(
+        x_q, x_k, x_do, x_S, x_dS, x_e, x_X, coords.token, pid.to(gl.int32),
         (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_h * h_do).to(gl.int32),
     )  # fmt: skip
-    _bring(source, tiles, BT, BK)
-    _bring_states(source, tiles, 0, V, BK)
+    _load(inputs, smem, BT, BK)
+    _load_states(inputs, smem, 0, V, BK)
 
     # Numbers of a token, which lie along columns and along rows.
     here = o_1 < rows
     beta = gl.where(here, 1.0, 0.0)
     if p_beta is not None:
-        beta = load_scalars(p_beta, s_beta, at, o_1)
+        beta = load_scalars(p_beta, s_beta, coords, o_1)
         if LOGIT:
             beta = gl.where(here, sigmoid(beta) * beta_most, 0.0)
     numbers.slice(0, BT).store(beta)
     if SCALAR:
         log_g = log_gate(
-            load_scalars(p_g, s_g, at, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
+            load_scalars(p_g, s_g, coords, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
             "scalar", ACTIVATION, K, BK,
         )  # fmt: skip
         numbers.slice(BT, BT).store(gl.associative_scan(gl.where(here, log_g, 0.0), 0, _add))
     barrier()
     beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
-    none = gl.zeros([BT, BT], gl.float32, LC)
-    weight = none + beta_c[None, :]
+    zero_acc = gl.zeros([BT, BT], gl.float32, LC)
+    weight = zero_acc + beta_c[None, :]
     scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * unit, beta_r * unit
     total = 1.0
     if SCALAR:
@@ -324,20 +324,20 @@ def wyfold_gradients_gluon(
         scale_q, scale_k, scale_w = scale_q * gl.exp(G_r), scale_k * gl.exp(G_r), scale_w * gl.exp(last - G_r)
 
     # Gradients of the grams; that of v, in the place of X.
-    mbarrier.wait(tiles.rows_here, 0)
+    mbarrier.wait(smem.rows_here, 0)
     X = s_X.load(LV)
     x_a = gl.convert_layout(X, gl.DotOperandLayout(0, LV, 2), assert_trivial=True)
-    mbarrier.wait(tiles.values_here, 0)
+    mbarrier.wait(smem.values_here, 0)
     if not WHOLE:
         if rows < BT:
             _clear_rows(s_do, rows, BT, V)
-    dJ = warpgroup_mma(x_a, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
-    dP = warpgroup_mma(s_do, s_e.permute((1, 0)), none, use_acc=False, is_async=True)
+    dJ = warpgroup_mma(x_a, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dP = warpgroup_mma(s_do, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
     fence_async_shared()
     barrier()
-    send(x_dv, p_dv, s_dv, at, 0, s_X, WHOLE, BT, V)
-    mbarrier.wait(tiles.tokens_here, 0)
+    send(x_dv, p_dv, s_dv, coords, 0, s_X, WHOLE, BT, V)
+    mbarrier.wait(smem.tokens_here, 0)
     if not WHOLE:
         if rows < BT:
             for h in gl.static_range(2):
@@ -354,14 +354,14 @@ def wyfold_gradients_gluon(
     if p_dbeta is not None:
         dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
         if LOGIT:
-            dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, at, o_r), dbeta) * beta_most
-        store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
+            dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
+        store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
-    nothing = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
+    opaque_zero = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
     if SCALAR:
-        dg = _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT)
+        dg = _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT)
     else:
         tma.store_wait(pendings=0)
         barrier()
@@ -378,15 +378,15 @@ def wyfold_gradients_gluon(
     )
     along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
     for h in range(2):
-        mbarrier.wait(tiles.states_here, h)
-        same = h * nothing
+        mbarrier.wait(smem.states_here, h)
+        same = h * opaque_zero
         e, do, S, dS = _anew(s_e, same), _anew(s_do, same), _anew(s_S, same), _anew(s_dS, same)
         square_P, square_J = pair.index(same), pair.index(same + 1)
-        dw = warpgroup_mma(e, dS, none, use_acc=False, is_async=True)
+        dw = warpgroup_mma(e, dS, zero_acc, use_acc=False, is_async=True)
         if SCALAR:
-            trace = warpgroup_mma(S.permute((1, 0)), dS, none, use_acc=False, is_async=True)
-        dk = warpgroup_mma(x_a, S, none, use_acc=False, is_async=True)
-        dq = warpgroup_mma(do, S, none, use_acc=False, is_async=True)
+            trace = warpgroup_mma(S.permute((1, 0)), dS, zero_acc, use_acc=False, is_async=True)
+        dk = warpgroup_mma(x_a, S, zero_acc, use_acc=False, is_async=True)
+        dq = warpgroup_mma(do, S, zero_acc, use_acc=False, is_async=True)
         q, k = s_q.index(h), s_k.index(h)
         if SCALAR:
             dw, trace = warpgroup_mma_wait(2, deps=[dw, trace])
@@ -399,9 +399,9 @@ def wyfold_gradients_gluon(
             dw = dw * scale_w[:, None]
         barrier()
         if h == 0:
-            _bring_states(source, tiles, 1, V, BK)
+            _load_states(inputs, smem, 1, V, BK)
         elif NORM:
-            _bring_again(source, tiles, BT, BK)
+            _reload(inputs, smem, BT, BK)
         dq = dq * scale_q[:, None]
         if SCALAR:
             along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
@@ -425,10 +425,10 @@ def wyfold_gradients_gluon(
         fence_async_shared()
         barrier()
         if not NORM or h == 1:
-            send(x_dq, p_dq, s_dq, at, h * BK, q, WHOLE, BT, BK)
-            send(x_dk, p_dk, s_dk, at, h * BK, k, WHOLE, BT, BK)
+            send(x_dq, p_dq, s_dq, coords, h * BK, q, WHOLE, BT, BK)
+            send(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
     if NORM:
-        mbarrier.wait(tiles.states_here, 0)
+        mbarrier.wait(smem.states_here, 0)
         again = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
         q, k = s_q.index(0), s_k.index(0)
         dq = gl.fma(again.index(0).load(LC).to(gl.float32), along_q[:, None], q.load(LC).to(gl.float32))
@@ -437,8 +437,8 @@ def wyfold_gradients_gluon(
         k.store(dk.to(k.dtype))
         fence_async_shared()
         barrier()
-        send(x_dq, p_dq, s_dq, at, 0, q, WHOLE, BT, BK)
-        send(x_dk, p_dk, s_dk, at, 0, k, WHOLE, BT, BK)
+        send(x_dq, p_dq, s_dq, coords, 0, q, WHOLE, BT, BK)
+        send(x_dk, p_dk, s_dk, coords, 0, k, WHOLE, BT, BK)
     # Before sums among warps, whose memory may be what is still being stored from.
     tma.store_wait(pendings=0)
     barrier()
@@ -449,11 +449,11 @@ def wyfold_gradients_gluon(
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
         dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total * unit, dg)
-        raw = load_scalars(p_g, s_g, at, o_r)
+        raw = load_scalars(p_g, s_g, coords, o_r)
         dx, dA = log_gate_bwd(
             raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
         )
-        store_scalars(p_dg, s_dg, at, o_r, dx)
+        store_scalars(p_dg, s_dg, coords, o_r, dx)
         if p_dA_log is not None:
             gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
         if p_ddt_bias is not None:
@@ -473,22 +473,22 @@ def _anew(tile, same):
 
 
 @gluon.jit
-def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
+def _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT: gl.constexpr):
     """Of a scalar gate's dg what pairs give: each to the tokens after its column up to its row.   [BT]
 
-    Once dv has left its memory, which the pairs take in two parts. `nothing` is 0, of which no compiler knows its
+    Once dv has left its memory, which the pairs take in two parts. `opaque_zero` is 0, of which no compiler knows its
     sign: a constant in a left operand would be put into its register after the product has begun
     (docs/facts/compilers.md, PTXAS-2).
     """
     LC: gl.constexpr = dJ.type.layout
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))
     o_c = gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
-    none = gl.zeros([BT, BT], gl.float32, LC)
-    kk, qk = none, none
+    zero_acc = gl.zeros([BT, BT], gl.float32, LC)
+    kk, qk = zero_acc, zero_acc
     for h in gl.static_range(2):
         kk = warpgroup_mma(s_k.index(h), s_k.index(h).permute((1, 0)), kk, use_acc=h > 0, is_async=True)
         qk = warpgroup_mma(s_q.index(h), s_k.index(h).permute((1, 0)), qk, use_acc=h > 0, is_async=True)
-    after = gl.where((o_r + nothing)[:, None] <= o_c[None, :], 1.0, 0.0).to(s_q.dtype)
+    after = gl.where((o_r + opaque_zero)[:, None] <= o_c[None, :], 1.0, 0.0).to(s_q.dtype)
     after = gl.convert_layout(after, gl.DotOperandLayout(0, LC, 2), assert_trivial=True)
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
     high, low = _parts(gl.fma(dP, qk, dJ * kk))
@@ -498,7 +498,7 @@ def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
     pair.index(1).store(low)
     fence_async_shared()
     barrier()
-    sums = warpgroup_mma(after, pair.index(1), none, use_acc=False, is_async=True)
+    sums = warpgroup_mma(after, pair.index(1), zero_acc, use_acc=False, is_async=True)
     sums = warpgroup_mma(after, pair.index(0), sums, is_async=True)
     sums = warpgroup_mma_wait(0, deps=[sums])
     dg = gl.sum(gl.where(o_c[None, :] < o_r[:, None], sums, 0.0), axis=1)
@@ -507,45 +507,45 @@ def _pair_sums(dJ, dP, s_q, s_k, pair, nothing, BT: gl.constexpr):
 
 
 @gluon.jit
-def _reciprocal_norms(tiles, LC: gl.constexpr, BT: gl.constexpr):
+def _reciprocal_norms(smem, LC: gl.constexpr, BT: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of rows in two halves.   [BT]"""
     square = gl.full([BT], 1e-6, gl.float32, gl.SliceLayout(1, LC))
     for h in gl.static_range(2):
-        x = tiles.index(h).load(LC).to(gl.float32)
+        x = smem.index(h).load(LC).to(gl.float32)
         square += gl.sum(x * x, axis=1)
     return gl.rsqrt(square)
 
 
 @gluon.jit
-def _bring(source, tiles, BT: gl.constexpr, BK: gl.constexpr):
+def _load(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
     """Ask for everything but states, what is wanted first before the rest."""
-    row = source.tile * BT
-    mbarrier.expect(tiles.rows_here, source.X.block_type.nbytes)
-    tma_load(source.X, [row, 0], tiles.rows_here, tiles.X)
-    mbarrier.expect(tiles.values_here, source.do.block_type.nbytes + source.e.block_type.nbytes)
-    tma_load(source.e, [row, 0], tiles.values_here, tiles.e)
-    tma_load(source.do, [source.token, source.column_do], tiles.values_here, tiles.do)
-    mbarrier.expect(tiles.tokens_here, 2 * (source.q.block_type.nbytes + source.k.block_type.nbytes))
+    row = inputs.tile * BT
+    mbarrier.expect(smem.rows_here, inputs.X.block_type.nbytes)
+    tma_load(inputs.X, [row, 0], smem.rows_here, smem.X)
+    mbarrier.expect(smem.values_here, inputs.do.block_type.nbytes + inputs.e.block_type.nbytes)
+    tma_load(inputs.e, [row, 0], smem.values_here, smem.e)
+    tma_load(inputs.do, [inputs.token, inputs.column_do], smem.values_here, smem.do)
+    mbarrier.expect(smem.tokens_here, 2 * (inputs.q.block_type.nbytes + inputs.k.block_type.nbytes))
     for h in gl.static_range(2):
-        tma_load(source.q, [source.token, source.column_q + h * BK], tiles.tokens_here, tiles.q.index(h))
-        tma_load(source.k, [source.token, source.column_k + h * BK], tiles.tokens_here, tiles.k.index(h))
+        tma_load(inputs.q, [inputs.token, inputs.column_q + h * BK], smem.tokens_here, smem.q.index(h))
+        tma_load(inputs.k, [inputs.token, inputs.column_k + h * BK], smem.tokens_here, smem.k.index(h))
 
 
 @gluon.jit
-def _bring_states(source, tiles, h, V: gl.constexpr, BK: gl.constexpr):
+def _load_states(inputs, smem, h, V: gl.constexpr, BK: gl.constexpr):
     """Ask for one half of both states."""
-    mbarrier.expect(tiles.states_here, source.S.block_type.nbytes + source.dS.block_type.nbytes)
-    tma_load(source.S, [source.tile * V, h * BK], tiles.states_here, tiles.S)
-    tma_load(source.dS, [source.tile * V, h * BK], tiles.states_here, tiles.dS)
+    mbarrier.expect(smem.states_here, inputs.S.block_type.nbytes + inputs.dS.block_type.nbytes)
+    tma_load(inputs.S, [inputs.tile * V, h * BK], smem.states_here, smem.S)
+    tma_load(inputs.dS, [inputs.tile * V, h * BK], smem.states_here, smem.dS)
 
 
 @gluon.jit
-def _bring_again(source, tiles, BT: gl.constexpr, BK: gl.constexpr):
+def _reload(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
     """Ask for the first halves of q and k once more, where S was."""
-    again = tiles.S._reinterpret(source.q.dtype, [2, BT, BK], source.q.layout)
-    mbarrier.expect(tiles.states_here, source.q.block_type.nbytes + source.k.block_type.nbytes)
-    tma_load(source.q, [source.token, source.column_q], tiles.states_here, again.index(0))
-    tma_load(source.k, [source.token, source.column_k], tiles.states_here, again.index(1))
+    again = smem.S._reinterpret(inputs.q.dtype, [2, BT, BK], inputs.q.layout)
+    mbarrier.expect(smem.states_here, inputs.q.block_type.nbytes + inputs.k.block_type.nbytes)
+    tma_load(inputs.q, [inputs.token, inputs.column_q], smem.states_here, again.index(0))
+    tma_load(inputs.k, [inputs.token, inputs.column_k], smem.states_here, again.index(1))
 
 
 @gluon.jit

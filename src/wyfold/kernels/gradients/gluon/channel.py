@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.gradients.gluon.tokens import Place, exp2, load_rows, load_scalars, send, store_rows, store_scalars
+from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_rows, load_scalars, send, store_rows, store_scalars
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
@@ -261,18 +261,18 @@ def wyfold_gradients_channel_gluon(
     column = half * BK
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-    at = Place(b, t, (b * T + t).to(gl.int32), i_h, rows)
+    coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_1 = gl.arange(0, BT, layout=ONE)
     if PACKED:
         if i_n == N:
-            nothing = gl.zeros([BT, BK], gl.float32, ROWS)
+            zeros = gl.zeros([BT, BK], gl.float32, ROWS)
             if p_dv is not None:
-                store_rows(p_dv, s_dv, at, column, nothing, ROWS, BT, BK)
-            store_rows(p_dq, s_dq, at, column, nothing, ROWS, BT, BK)
-            store_rows(p_dk, s_dk, at, column, nothing, ROWS, BT, BK)
-            store_rows(p_dg, s_dg, at, column, nothing, ROWS, BT, BK)
+                store_rows(p_dv, s_dv, coords, column, zeros, ROWS, BT, BK)
+            store_rows(p_dq, s_dq, coords, column, zeros, ROWS, BT, BK)
+            store_rows(p_dk, s_dk, coords, column, zeros, ROWS, BT, BK)
+            store_rows(p_dg, s_dg, coords, column, zeros, ROWS, BT, BK)
             if half == 0:
-                store_scalars(p_dbeta, s_dbeta, at, o_1, gl.zeros([BT], gl.float32, ONE))
+                store_scalars(p_dbeta, s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
             if p_dA_log is not None:
                 gl.store(p_dA_log + pid, 0.0)
             if p_ddt_bias is not None:
@@ -301,26 +301,26 @@ def wyfold_gradients_channel_gluon(
     mbarrier.expect(here_v, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
     tma_load(x_X, [tile * BT, 0], here_v, t_X)
     tma_load(x_e, [tile * BT, 0], here_v, t_e)
-    tma_load(x_do, [at.token, column_do], here_v, t_do)
+    tma_load(x_do, [coords.token, column_do], here_v, t_do)
     mbarrier.expect(here_s, x_S.block_type.nbytes + x_dS.block_type.nbytes)
     tma_load(x_S, [tile * V, column], here_s, t_S)
     tma_load(x_dS, [tile * V, column], here_s, t_dS)
     mbarrier.expect(here_t, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
-    tma_load(x_g, [at.token, column_g], here_t, t_g)
-    tma_load(x_q, [at.token, column_q], here_t, t_q)
-    tma_load(x_k, [at.token, column_k], here_t, t_k)
+    tma_load(x_g, [coords.token, column_g], here_t, t_g)
+    tma_load(x_q, [coords.token, column_q], here_t, t_q)
+    tma_load(x_k, [coords.token, column_k], here_t, t_k)
 
     beta = gl.where(o_1 < rows, 1.0, 0.0)
     if p_beta is not None:
-        beta = load_scalars(p_beta, s_beta, at, o_1)
+        beta = load_scalars(p_beta, s_beta, coords, o_1)
         if LOGIT:
             beta = gl.where(o_1 < rows, sigmoid(beta) * beta_most, 0.0)
     betas.store(beta)
     if NORM:
         norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
         norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
-        norms_q.store(_reciprocal_norms(p_q, s_q, at, ROWS, BT, K))
-        norms_k.store(_reciprocal_norms(p_k, s_k, at, ROWS, BT, K))
+        norms_q.store(_reciprocal_norms(p_q, s_q, coords, ROWS, BT, K))
+        norms_k.store(_reciprocal_norms(p_k, s_k, coords, ROWS, BT, K))
     rate = 1.0
     if p_A_log is not None:
         rate = exp(gl.load(p_A_log + i_h).to(gl.float32))
@@ -331,24 +331,24 @@ def wyfold_gradients_channel_gluon(
         X = gl.load(p_X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
         barrier()
         X = X * (betas.load(gl.SliceLayout(1, ROWS)) * unit)[:, None]
-        store_rows(p_dv, s_dv, at, column, X, ROWS, BT, BK)
+        store_rows(p_dv, s_dv, coords, column, X, ROWS, BT, BK)
     else:
         barrier()
 
     # Gradients of the grams, and rows through the states.
-    none = gl.zeros([BT, BT], gl.float32, LC)
+    zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     mbarrier.wait(here_v, 0)
     if not WHOLE:
         if rows < BT:
             clear_rows(t_do, rows, BT, V)
-    dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), none, use_acc=False, is_async=True)
-    dP = warpgroup_mma(t_do, t_e.permute((1, 0)), none, use_acc=False, is_async=True)
+    dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dP = warpgroup_mma(t_do, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     mbarrier.wait(here_s, 0)
-    trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, none, use_acc=False, is_async=True)
+    trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, zero_acc, use_acc=False, is_async=True)
     dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
-    dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), none, use_acc=False, is_async=True)
-    dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), none, use_acc=False, is_async=True)
-    dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), none, use_acc=False, is_async=True)
+    dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     o_r, o_c = gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
     carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * unit
     carried = gl.convert_layout(carried, CH, assert_trivial=True)
@@ -357,8 +357,8 @@ def wyfold_gradients_channel_gluon(
         if half == 0:
             dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
             if LOGIT:
-                dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, at, o_r), dbeta) * beta_most
-            store_scalars(p_dbeta, s_dbeta, at, o_r, dbeta)
+                dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
+            store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
     read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * unit
     dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * unit)[:, None])
     if NORM:
@@ -500,9 +500,9 @@ def wyfold_gradients_channel_gluon(
         gl.store(p_dA_log + pid, sum_A)
     fence_async_shared()
     barrier()
-    send(x_dq, p_dq, s_dq, at, column, t_q, WHOLE, BT, BK)
-    send(x_dk, p_dk, s_dk, at, column, t_k, WHOLE, BT, BK)
-    send(x_dg, p_dg, s_dg, at, column, t_g, WHOLE, BT, BK)
+    send(x_dq, p_dq, s_dq, coords, column, t_q, WHOLE, BT, BK)
+    send(x_dk, p_dk, s_dk, coords, column, t_k, WHOLE, BT, BK)
+    send(x_dg, p_dg, s_dg, coords, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
     bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
 
@@ -541,25 +541,25 @@ def wyfold_gradients_norm_gluon(
     if PACKED:
         if i_n == N:
             return
-    at = Place(b, t, 0, i_h, rows)
+    coords = Coords(b, t, 0, i_h, rows)
     o = p_along + pid * (4 * BT) + gl.arange(0, BT, layout=gl.SliceLayout(1, L))
-    _norm_bwd(p_q, s_q, p_dq, s_dq, at, gl.load(o) + gl.load(o + 2 * BT), L, BT, K)
-    _norm_bwd(p_k, s_k, p_dk, s_dk, at, gl.load(o + BT) + gl.load(o + 3 * BT), L, BT, K)
+    _norm_bwd(p_q, s_q, p_dq, s_dq, coords, gl.load(o) + gl.load(o + 2 * BT), L, BT, K)
+    _norm_bwd(p_k, s_k, p_dk, s_dk, coords, gl.load(o + BT) + gl.load(o + 3 * BT), L, BT, K)
 
 
 @gluon.jit
-def _norm_bwd(p_x, s_x, p_dx, s_dx, at, along, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
+def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, along, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
     """`wyfold_gradients_norm_gluon` of one of q and k."""
-    x = load_rows(p_x, s_x, at, 0, L, BT, K)
+    x = load_rows(p_x, s_x, coords, 0, L, BT, K)
     r = gl.rsqrt(gl.sum(gl.fma(x, x, 0.0), axis=1) + 1e-6)
-    z = load_rows(p_dx, s_dx, at, 0, L, BT, K)
-    store_rows(p_dx, s_dx, at, 0, gl.fma(x, -(along * r * r)[:, None], z), L, BT, K)
+    z = load_rows(p_dx, s_dx, coords, 0, L, BT, K)
+    store_rows(p_dx, s_dx, coords, 0, gl.fma(x, -(along * r * r)[:, None], z), L, BT, K)
 
 
 @gluon.jit
-def _reciprocal_norms(p, s, at, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
+def _reciprocal_norms(p, s, coords, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of whole rows, read by address.   [BT]"""
-    x, y = load_rows(p, s, at, 0, L, BT, K // 2), load_rows(p, s, at, K // 2, L, BT, K // 2)
+    x, y = load_rows(p, s, coords, 0, L, BT, K // 2), load_rows(p, s, coords, K // 2, L, BT, K // 2)
     return gl.rsqrt(gl.sum(gl.fma(x, x, y * y), axis=1) + 1e-6)
 
 

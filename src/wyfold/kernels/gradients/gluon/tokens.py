@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from wyfold.tile.index.gluon import tma_store
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: buffer row, first token there and in all rows, head, and how many tokens there are."""
 
     b: Any
@@ -21,50 +21,52 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def send(x_out, p_out, s_out, at, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
+def send(x_out, p_out, s_out, coords, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
     """Let a tile leave to its tokens, by the copy engine if all of its rows are some."""
-    first = (at.h * s_out[2]).to(gl.int32) + column
+    first = (coords.h * s_out[2]).to(gl.int32) + column
     if WHOLE:
-        tma_store(x_out, [at.token, first], tile)
+        tma_store(x_out, [coords.token, first], tile)
     else:
-        if at.rows == BT:
-            tma_store(x_out, [at.token, first], tile)
+        if coords.rows == BT:
+            tma_store(x_out, [coords.token, first], tile)
         else:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
-            store_rows(p_out, s_out, at, column, tile.load(L), L, BT, BW)
+            store_rows(p_out, s_out, coords, column, tile.load(L), L, BT, BW)
 
 
 @gluon.jit
-def store_rows(p, s, at, column, x, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
+def store_rows(p, s, coords, column, x, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
     """Write rows that are tokens, by address."""
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_w = column + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-    first = at.b * s[0] + at.t * s[1] + at.h * s[2]
+    first = coords.b * s[0] + coords.t * s[1] + coords.h * s[2]
     offsets = o_t.to(gl.int64)[:, None] * s[1] + o_w.to(gl.int64)[None, :] * s[3]
-    gl.store(p + first + offsets, x.to(p.dtype.element_ty), mask=(o_t < at.rows)[:, None] & (o_w >= 0)[None, :])
+    gl.store(p + first + offsets, x.to(p.dtype.element_ty), mask=(o_t < coords.rows)[:, None] & (o_w >= 0)[None, :])
 
 
 @gluon.jit
-def load_rows(p, s, at, column, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
+def load_rows(p, s, coords, column, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
     """Rows by address, float32, zero where no token is.   [BT, BW]"""
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_w = column + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
-    first = at.b * s[0] + at.t * s[1] + at.h * s[2]
+    first = coords.b * s[0] + coords.t * s[1] + coords.h * s[2]
     offsets = o_t.to(gl.int64)[:, None] * s[1] + o_w.to(gl.int64)[None, :] * s[3]
-    return gl.load(p + first + offsets, mask=(o_t < at.rows)[:, None] & (o_w >= 0)[None, :], other=0.0).to(gl.float32)
+    return gl.load(p + first + offsets, mask=(o_t < coords.rows)[:, None] & (o_w >= 0)[None, :], other=0.0).to(
+        gl.float32
+    )
 
 
 @gluon.jit
-def load_scalars(p, s, at, o):
+def load_scalars(p, s, coords, o):
     """A number of each token, zero where there is none.   [BT] float32"""
-    offsets = at.b * s[0] + (at.t + o) * s[1] + at.h * s[2]
-    return gl.load(p + offsets, mask=o < at.rows, other=0.0).to(gl.float32)
+    offsets = coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2]
+    return gl.load(p + offsets, mask=o < coords.rows, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def store_scalars(p, s, at, o, x):
+def store_scalars(p, s, coords, o, x):
     if p is not None:
-        gl.store(p + at.b * s[0] + (at.t + o) * s[1] + at.h * s[2], x, mask=o < at.rows)
+        gl.store(p + coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2], x, mask=o < coords.rows)
 
 
 @gluon.jit

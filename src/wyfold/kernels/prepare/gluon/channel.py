@@ -355,7 +355,7 @@ def wyfold_prepare_channel_gluon(
         blocks = come_in._reinterpret(gl.float32, [4, 32, BK], FULL32)
         pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
         kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
-        both_1, both_2, both_3 = _nothing(LJ, BT), _nothing(LJ, BT), _nothing(LJ, BT)
+        both_1, both_2, both_3 = _zeros(LJ, BT), _zeros(LJ, BT), _zeros(LJ, BT)
         qk = gl.zeros([BT], gl.float32, ROW)
         for c in range(NB):
             sums = P.index(c).load(LB)
@@ -441,8 +441,8 @@ def wyfold_prepare_channel_gluon(
         F, E = warpgroup_mma_wait(0, deps=[F, E])
         barrier()
         # Every product has been. Results leave from where the pairs of keys were: k and q of the next tile may come.
-        nothing = gl.zeros([BT, 16], gl.bfloat16, LB)
-        w_0, w_1, w_2, w_3 = nothing, nothing, nothing, nothing
+        zeros = gl.zeros([BT, 16], gl.bfloat16, LB)
+        w_0, w_1, w_2, w_3 = zeros, zeros, zeros, zeros
         if with_w:
             over_s = over.load(ROW)[:, None]
             w_0, w_1 = _weighed(columns_A[0], over_s, under, 0, LB), _weighed(columns_A[1], over_s, under, 1, LB)
@@ -678,7 +678,7 @@ def _side_by_side(x, y):
 
 
 @gluon.jit
-def _nothing(LJ: gl.constexpr, BT: gl.constexpr):
+def _zeros(LJ: gl.constexpr, BT: gl.constexpr):
     return gl.zeros([BT, 32], gl.float32, LJ)
 
 

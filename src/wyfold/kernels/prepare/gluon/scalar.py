@@ -258,17 +258,17 @@ def wyfold_prepare_gluon(
         at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
 
-    none = gl.zeros([BT, BT], gl.float32, LC)
+    zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     if BOXED:
         mbarrier.wait(come_k, 0)
-    kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    kk = warpgroup_mma(k, k.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     if NORM:
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
     if BOXED:
         mbarrier.wait(come_q, 0)
     if NORM:  # before the second product, as there are no registers for its result beside those for these rows
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
-    kq = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    kq = warpgroup_mma(k, q.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
 
     if LOGIT and p_beta is not None:
         beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
@@ -314,7 +314,7 @@ def wyfold_prepare_gluon(
     out = q._reinterpret(gl.bfloat16, [2, BT, BT], HALF)
     parts = quarters(out, x_W, 2)
     out.index(1).store(joined(*columns_W, BT, LC).to(gl.bfloat16))
-    F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), none, False, AC)
+    F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), zero_acc, False, AC)
     for m in gl.static_range(1, 4):
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])

@@ -130,7 +130,7 @@ def _boxes(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int
     return None if boxes is None else shared(boxes)
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory. Of every stage what a chunk reads; write: E, or W; do: by parts."""
 
     q: Any
@@ -144,7 +144,7 @@ class Tiles(NamedTuple):
     free: Any
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """Boxes of what is brought, and where the last chunk's are: its tile, its first token, columns of its tokens."""
 
     q: Any
@@ -161,7 +161,7 @@ class Source(NamedTuple):
     column_do: Any
 
 
-class Memory(NamedTuple):
+class Globals(NamedTuple):
     """What the parts reach by themselves: decays of a scalar gate, and gradients of states."""
 
     total: Any
@@ -171,7 +171,7 @@ class Memory(NamedTuple):
     s_c: Any
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: whether anybody asks for its c, first tile, sequence, border that the segment begins at, whether
     the sequence ends in it, value head, first value row, chunks, and tokens of the last one if that is not full."""
 
@@ -183,7 +183,7 @@ class Place(NamedTuple):
     hv: Any
     column: Any
     count: Any
-    rest: Any
+    tail_rows: Any
 
 
 @gluon.jit(do_not_specialize=["N", "T", "scale"])
@@ -233,7 +233,7 @@ def wyfold_summary_bwd_gluon(
     asked = ((i_n < N) & (begins == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
     count = ((length + (BT - 1)) // BT).to(gl.int32) * asked
-    rest = (length % BT).to(gl.int32) * asked
+    tail_rows = (length % BT).to(gl.int32) * asked
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
@@ -255,9 +255,9 @@ def wyfold_summary_bwd_gluon(
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(q, k, do, rows, total, F, write, full, free)
-    memory = Memory(x_total, p_dST, s_dST, p_c, s_c)
-    source = Source(
+    smem = Smem(q, k, do, rows, total, F, write, full, free)
+    gmem = Globals(x_total, p_dST, s_dST, p_c, s_c)
+    inputs = TmaInputs(
         x_q,
         x_k,
         x_do,
@@ -271,12 +271,12 @@ def wyfold_summary_bwd_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_do).to(gl.int32) + column,
     )
-    at = Place(asked, i_tile, i_n, i_border - 1, ends, i_hv, column, count, rest)
+    coords = Coords(asked, i_tile, i_n, i_border - 1, ends, i_hv, column, count, tail_rows)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -284,9 +284,9 @@ def wyfold_summary_bwd_gluon(
     else:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_recur, (memory, tiles, at, scale, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -294,9 +294,9 @@ def wyfold_summary_bwd_gluon(
 
 
 @gluon.jit
-def _bring(
-    source,
-    tiles,
+def _producer(
+    inputs,
+    smem,
     count,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -309,39 +309,39 @@ def _bring(
 ):
     """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
     SCALAR: gl.constexpr = (
-        source.q.block_type.nbytes
-        + source.k.block_type.nbytes
-        + source.do.block_type.nbytes * PARTS
-        + source.rows.block_type.nbytes
-        + source.F.block_type.nbytes * 3
-        + source.write.block_type.nbytes * (1 if FOLDED else 3)
+        inputs.q.block_type.nbytes
+        + inputs.k.block_type.nbytes
+        + inputs.do.block_type.nbytes * PARTS
+        + inputs.rows.block_type.nbytes
+        + inputs.F.block_type.nbytes * 3
+        + inputs.write.block_type.nbytes * (1 if FOLDED else 3)
     )
-    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
-    tile, token = source.tile, source.token
+    BYTES: gl.constexpr = SCALAR + inputs.total.block_type.nbytes if CHANNEL else SCALAR
+    tile, token = inputs.tile, inputs.token
     stage = 0
     phase = 1
     for _ in range(count):
-        full = tiles.full.index(stage)
-        mbarrier.wait(tiles.free.index(stage), phase)
+        full = smem.full.index(stage)
+        mbarrier.wait(smem.free.index(stage), phase)
         mbarrier.expect(full, BYTES)
         # In the order in which they are wanted.
         if CHANNEL:
-            tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
+            tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
         else:
-            tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
+            tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
         if FOLDED:
-            tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+            tma_load(inputs.write, [tile * BT, 0], full, smem.write.index(stage))
         else:
-            tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
+            tma_load_upper(inputs.write, tile, full, quarters(smem.write, inputs.write, STAGES), stage)
         for part in gl.static_range(PARTS):
-            tma_load(source.do, [token, source.column_do + part * BW], full, tiles.do.index(stage * PARTS + part))
-        tma_load_upper(source.F, tile, full, quarters(tiles.F, source.F, STAGES), stage)
-        tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+            tma_load(inputs.do, [token, inputs.column_do + part * BW], full, smem.do.index(stage * PARTS + part))
+        tma_load_upper(inputs.F, tile, full, quarters(smem.F, inputs.F, STAGES), stage)
+        tma_load(inputs.rows, [tile * (4 * BT)], full, smem.rows.index(stage))
         if CHANNEL:
-            tma_load(source.total, [tile * K], full, tiles.total.index(stage))
-            tma_load(source.q, [tile * BT, 0], full, tiles.q.index(stage))
+            tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
+            tma_load(inputs.q, [tile * BT, 0], full, smem.q.index(stage))
         else:
-            tma_load(source.q, [token, source.column_q], full, tiles.q.index(stage))
+            tma_load(inputs.q, [token, inputs.column_q], full, smem.q.index(stage))
         tile -= HV
         token -= BT
         stage += 1
@@ -351,10 +351,10 @@ def _bring(
 
 
 @gluon.jit
-def _recur(
-    memory,
-    tiles,
-    at,
+def _consumer(
+    gmem,
+    smem,
+    coords,
     scale,
     part,
     HV: gl.constexpr,
@@ -368,32 +368,32 @@ def _recur(
 ):
     """Take BW value rows back through every chunk: of zeros, or of the gradient of the sequence's final state."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     dS = gl.zeros([BW, K], gl.float32, LS)
-    if memory.dST is not None:
-        if at.ends:
-            dS = gl.load(memory.dST + state_offsets(memory.s_dST, at.n, at.hv, o_v, o_k)).to(gl.float32)
-    nothing = gl.minimum(at.count, 0)
+    if gmem.dST is not None:
+        if coords.ends:
+            dS = gl.load(gmem.dST + state_offsets(gmem.s_dST, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
+    opaque_zero = gl.minimum(coords.count, 0)
     total = 0.0
     next_total = 0.0
     if not CHANNEL:
-        last = at.tile + (at.count - 1) * HV
-        total = chunk_decay(memory.total, last, at.count > 0, nothing, BW, LS)
-        next_total = chunk_decay(memory.total, last - HV, at.count > 1, nothing, BW, LS)
-    if at.rest > 0:
-        mbarrier.wait(tiles.full.index(0), 0)
+        last = coords.tile + (coords.count - 1) * HV
+        total = chunk_decay(gmem.total, last, coords.count > 0, opaque_zero, BW, LS)
+        next_total = chunk_decay(gmem.total, last - HV, coords.count > 1, opaque_zero, BW, LS)
+    if coords.tail_rows > 0:
+        mbarrier.wait(smem.full.index(0), 0)
         if not CHANNEL:
-            clear_rows(tiles.k.index(0), at.rest, BT, K)
-            clear_rows(tiles.q.index(0), at.rest, BT, K)
-        clear_rows(tiles.do.index(part), at.rest, BT, BW)
+            clear_rows(smem.k.index(0), coords.tail_rows, BT, K)
+            clear_rows(smem.q.index(0), coords.tail_rows, BT, K)
+        clear_rows(smem.do.index(part), coords.tail_rows, BT, BW)
     stage = 0
     phase = 0
-    for j in range(at.count):
-        i = at.count - 1 - j
-        mbarrier.wait(tiles.full.index(stage), phase)
+    for j in range(coords.count):
+        i = coords.count - 1 - j
+        mbarrier.wait(smem.full.index(stage), phase)
         dS, later_total = _step(
-            dS, total, memory, tiles, at, scale, part, stage, i, j, nothing,
+            dS, total, gmem, smem, coords, scale, part, stage, i, j, opaque_zero,
             HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES,
         )  # fmt: skip
         total = next_total
@@ -402,23 +402,23 @@ def _recur(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if at.asked != 0:
-        gl.store(memory.c + state_offsets(memory.s_c, at.border, at.hv, o_v, o_k), dS)
+    if coords.asked != 0:
+        gl.store(gmem.c + state_offsets(gmem.s_c, coords.border, coords.hv, o_v, o_k), dS)
 
 
 @gluon.jit
 def _step(
     dS,
     total,
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     scale,
     part,
     stage,
     i,
     done,
-    nothing,
+    opaque_zero,
     HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
@@ -435,10 +435,10 @@ def _step(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
-    OP: gl.constexpr = tiles.k.dtype
+    OP: gl.constexpr = smem.k.dtype
     zeros = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = tiles.k.index(stage), tiles.q.index(stage), tiles.rows.index(stage)
-    do, write = tiles.do.index(stage * PARTS + part), tiles.write.index(stage)
+    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    do, write = smem.do.index(stage * PARTS + part), smem.write.index(stage)
 
     left = gl.convert_layout(dS.to(OP), AS, assert_trivial=True)
     if FOLDED:
@@ -446,13 +446,13 @@ def _step(
     else:
         dY = warpgroup_mma(left, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     fence_async_shared()
-    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
+    mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
     doT, in_q = do.permute((1, 0)).load(LC), number.slice(BT, BT).load(ROW)
     if not FOLDED:
         out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True),
-        tiles.F.index(stage).permute((1, 0)),
+        smem.F.index(stage).permute((1, 0)),
         zeros,
         use_acc=False,
         is_async=True,
@@ -460,7 +460,7 @@ def _step(
     doT = gl.convert_layout((doT.to(gl.float32) * (in_q * scale)[None, :]).to(OP), AC, assert_trivial=True)
     later_total = total
     if CHANNEL:
-        total = tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dY = warpgroup_mma_wait(1, deps=[dY])
     if not FOLDED:
         d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
@@ -472,7 +472,7 @@ def _step(
     in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
     if not CHANNEL:
-        later_total = chunk_decay(memory.total, at.tile + (i - 2) * HV, i > 1, nothing, BW, LS)
+        later_total = chunk_decay(gmem.total, coords.tile + (i - 2) * HV, i > 1, opaque_zero, BW, LS)
     X = X * scale
     if FOLDED:
         X += dY

@@ -128,7 +128,7 @@ def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[An
     return None if boxes is None else shared(boxes)
 
 
-class Tiles(NamedTuple):
+class Smem(NamedTuple):
     """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts. gone: whether a part's rows of M
     are zeros; count: chunks that are brought, fewer once that is known."""
 
@@ -143,7 +143,7 @@ class Tiles(NamedTuple):
     count: Any
 
 
-class Source(NamedTuple):
+class TmaInputs(NamedTuple):
     """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
 
     k: Any
@@ -157,7 +157,7 @@ class Source(NamedTuple):
     column_v: Any
 
 
-class Memory(NamedTuple):
+class Globals(NamedTuple):
     """What the parts reach by themselves: decays of a scalar gate, and states."""
 
     total: Any
@@ -169,7 +169,7 @@ class Memory(NamedTuple):
     s_M: Any
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Of a program: whether it makes H, whether anybody asks for it, first tile, sequence, border, whether the sequence
     begins here, value head, first value row of H or of M, and chunks."""
 
@@ -267,9 +267,9 @@ def wyfold_summary_gluon(
     fence_async_shared()
     barrier()
 
-    tiles = Tiles(k, v, rows, total, write, full, free, gone, count)
-    memory = Memory(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
-    source = Source(
+    smem = Smem(k, v, rows, total, write, full, free, gone, count)
+    gmem = Globals(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
+    inputs = TmaInputs(
         x_k,
         x_v,
         x_rows,
@@ -280,12 +280,12 @@ def wyfold_summary_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_v).to(gl.int32) + column,
     )
-    at = Place(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
+    coords = Coords(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [1],
             [24],
@@ -293,9 +293,9 @@ def wyfold_summary_gluon(
     else:
         gl.warp_specialize(
             [
-                (_recur, (memory, tiles, at, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_recur, (memory, tiles, at, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
-                (_bring, (source, tiles, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, 0, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, 1, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, of_H, steps, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -306,9 +306,9 @@ def wyfold_summary_gluon(
 
 
 @gluon.jit
-def _bring(
-    source,
-    tiles,
+def _producer(
+    inputs,
+    smem,
     of_H,
     count,
     HV: gl.constexpr,
@@ -322,45 +322,45 @@ def _bring(
 ):
     """Bring every chunk's tiles as soon as there is a stage for them; v for H alone. Of M that is gone nothing more:
     at the look it is at, those who wait for the next chunk find that there is none."""
-    WRITE: gl.constexpr = source.write.block_type.nbytes * (1 if FOLDED else 3)
-    SCALAR: gl.constexpr = source.k.block_type.nbytes + source.rows.block_type.nbytes + WRITE
-    BYTES: gl.constexpr = SCALAR + source.total.block_type.nbytes if CHANNEL else SCALAR
-    tile, token = source.tile, source.token
+    WRITE: gl.constexpr = inputs.write.block_type.nbytes * (1 if FOLDED else 3)
+    SCALAR: gl.constexpr = inputs.k.block_type.nbytes + inputs.rows.block_type.nbytes + WRITE
+    BYTES: gl.constexpr = SCALAR + inputs.total.block_type.nbytes if CHANNEL else SCALAR
+    tile, token = inputs.tile, inputs.token
     stage = 0
     phase = 1
     i = 0
     look = _look_after(i)
     while i < count:
-        full = tiles.full.index(stage)
-        mbarrier.wait(tiles.free.index(stage), phase)
+        full = smem.full.index(stage)
+        mbarrier.wait(smem.free.index(stage), phase)
         gone = 0
         if not CHANNEL:
             if (of_H == 0) & (i == look):
                 look = _look_after(i)
                 for part in gl.static_range(PARTS):
-                    gone += _read(tiles.gone.index(part))
+                    gone += _read(smem.gone.index(part))
         if gone == PARTS:
-            _write(tiles.count, i)
+            _write(smem.count, i)
             mbarrier.arrive(full, count=1)
             i = count
         else:
             if of_H != 0:
-                mbarrier.expect(full, BYTES + source.v.block_type.nbytes * PARTS)
+                mbarrier.expect(full, BYTES + inputs.v.block_type.nbytes * PARTS)
             else:
                 mbarrier.expect(full, BYTES)
             if CHANNEL:
-                tma_load(source.k, [tile * BT, 0], full, tiles.k.index(stage))
-                tma_load(source.total, [tile * K], full, tiles.total.index(stage))
+                tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
+                tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
             else:
-                tma_load(source.k, [token, source.column_k], full, tiles.k.index(stage))
-            tma_load(source.rows, [tile * (4 * BT)], full, tiles.rows.index(stage))
+                tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
+            tma_load(inputs.rows, [tile * (4 * BT)], full, smem.rows.index(stage))
             if of_H != 0:
                 for part in gl.static_range(PARTS):
-                    tma_load(source.v, [token, source.column_v + part * BW], full, tiles.v.index(stage * PARTS + part))
+                    tma_load(inputs.v, [token, inputs.column_v + part * BW], full, smem.v.index(stage * PARTS + part))
             if FOLDED:
-                tma_load(source.write, [tile * BT, 0], full, tiles.write.index(stage))
+                tma_load(inputs.write, [tile * BT, 0], full, smem.write.index(stage))
             else:
-                tma_load_upper(source.write, tile, full, quarters(tiles.write, source.write, STAGES), stage)
+                tma_load_upper(inputs.write, tile, full, quarters(smem.write, inputs.write, STAGES), stage)
             tile += HV
             token += BT
             i += 1
@@ -371,10 +371,10 @@ def _bring(
 
 
 @gluon.jit
-def _recur(
-    memory,
-    tiles,
-    at,
+def _consumer(
+    gmem,
+    smem,
+    coords,
     part,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -388,33 +388,33 @@ def _recur(
     """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity, which is
     looked at now and then."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    o_v = at.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([BW, K], gl.float32, LS)
-    if at.of_H == 0:
+    if coords.of_H == 0:
         # Nothing, where the sequence begins: so no map is applied to its first state twice.
-        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(at.begins, K, 0))).to(gl.float32)
-    elif at.begins:
-        if memory.S0 is not None:
-            S = gl.load(memory.S0 + state_offsets(memory.s_S0, at.n, at.hv, o_v, o_k)).to(gl.float32)
-    nothing = gl.minimum(at.steps, 0)
+        S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(coords.begins, K, 0))).to(gl.float32)
+    elif coords.begins:
+        if gmem.S0 is not None:
+            S = gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
+    opaque_zero = gl.minimum(coords.steps, 0)
     total = 0.0
     next_total = 0.0
     if not CHANNEL:
-        total = chunk_decay(memory.total, at.tile, at.steps > 0, nothing, BW, LS)
-        next_total = chunk_decay(memory.total, at.tile + HV, at.steps > 1, nothing, BW, LS)
+        total = chunk_decay(gmem.total, coords.tile, coords.steps > 0, opaque_zero, BW, LS)
+        next_total = chunk_decay(gmem.total, coords.tile + HV, coords.steps > 1, opaque_zero, BW, LS)
     stage = 0
     phase = 0
     begun = 0
-    count = at.steps
+    count = coords.steps
     look = count
     if not CHANNEL:
-        look = gl.where(at.of_H != 0, count, gl.minimum(_look_after(begun), count))
+        look = gl.where(coords.of_H != 0, count, gl.minimum(_look_after(begun), count))
     while begun < count:
         for i in range(begun, look):
-            mbarrier.wait(tiles.full.index(stage), phase)
+            mbarrier.wait(smem.full.index(stage), phase)
             S, later_total = _step(
-                S, total, memory, tiles, at, part, stage, i, nothing, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
+                S, total, gmem, smem, coords, part, stage, i, opaque_zero, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
             )
             total = next_total
             next_total = later_total
@@ -427,21 +427,21 @@ def _recur(
             # `count` is written as soon as there is a place for the chunk behind a look. Places are freed a chunk late,
             # and looks are 3 chunks apart or more: with 5 places some could still be reading it at the look before.
             gl.static_assert(STAGES <= 4)
-            if (at.of_H == 0) & (begun < count):
-                _write(tiles.gone.index(part), _zeros(S).to(gl.int32))
+            if (coords.of_H == 0) & (begun < count):
+                _write(smem.gone.index(part), _zeros(S).to(gl.int32))
                 # What was found at looks before this one: all warps of all parts go on, or none does.
-                mbarrier.wait(tiles.full.index(stage), phase)
-                count = _read(tiles.count)
+                mbarrier.wait(smem.full.index(stage), phase)
+                count = _read(smem.count)
                 look = gl.minimum(_look_after(begun), count)
                 # Or the compiler puts one at every chunk's beginning.
                 barrier()
-    if at.asked != 0:
-        if at.of_H != 0:
-            gl.store(memory.H + state_offsets(memory.s_H, at.border, at.hv, o_v, o_k), S)
+    if coords.asked != 0:
+        if coords.of_H != 0:
+            gl.store(gmem.H + state_offsets(gmem.s_H, coords.border, coords.hv, o_v, o_k), S)
         else:
             # For `fold`: rows of zeros all have the other sign, which no other zero has.
             S = gl.where(S == 0.0, 0.0, S) * gl.where(_zeros(S), -1.0, 1.0)
-            gl.store(memory.M + state_offsets(memory.s_M, at.border, at.hv, o_v, o_k), S)
+            gl.store(gmem.M + state_offsets(gmem.s_M, coords.border, coords.hv, o_v, o_k), S)
 
 
 @gluon.jit
@@ -474,13 +474,13 @@ def _read(flag):
 def _step(
     S,
     total,
-    memory,
-    tiles,
-    at,
+    gmem,
+    smem,
+    coords,
     part,
     stage,
     i,
-    nothing,
+    opaque_zero,
     HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
@@ -499,33 +499,33 @@ def _step(
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
-    OP: gl.constexpr = tiles.k.dtype
-    none = gl.zeros([BW, BT], gl.float32, LC)
-    key, number = tiles.k.index(stage), tiles.rows.index(stage)
+    OP: gl.constexpr = smem.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, number = smem.k.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), none, use_acc=False, is_async=True)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     fence_async_shared()
-    mbarrier.arrive(tiles.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
-    v = tiles.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
+    mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
+    v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     if FOLDED:
         beta = number.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
-        S = S * tiles.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        S = S * smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk
     else:
         in_k = number.slice(0, BT).load(ROW)
         S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
-        total = chunk_decay(memory.total, at.tile + (i + 2) * HV, i + 2 < at.steps, nothing, BW, LS)
+        total = chunk_decay(gmem.total, coords.tile + (i + 2) * HV, i + 2 < coords.steps, opaque_zero, BW, LS)
         R = v - Sk * in_k[None, :]
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
-        S = warpgroup_mma(y, tiles.write.index(stage), S, is_async=True)
+        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
-        e = warpgroup_mma(r, tiles.write.index(stage), none, use_acc=False, is_async=True)
+        e = warpgroup_mma(r, smem.write.index(stage), zero_acc, use_acc=False, is_async=True)
         beta_out = number.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)

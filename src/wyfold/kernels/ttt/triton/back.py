@@ -162,7 +162,7 @@ def wyfold_ttt_bwd_triton(
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
-    nothing = tl.minimum(T, 0)
+    opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
     b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
     b_ww = (b_w * b_w)[None, :]
@@ -205,7 +205,7 @@ def wyfold_ttt_bwd_triton(
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
             store_tile(p_dstates, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
 
-        b_seen = in_rows(mm(b_dS, slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, nothing, BT, BD)
+        b_seen = in_rows(mm(b_dS, slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, opaque_zero, BT, BD)
         b_X = b_X.to(tl.float32)
         b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_seen * e_last, 0.0)

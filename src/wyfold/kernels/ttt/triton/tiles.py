@@ -161,7 +161,7 @@ def slabs(b_x, SLABS: tl.constexpr):
 
 
 @triton.jit
-def in_rows(b_x, p, nothing, BT: tl.constexpr, BD: tl.constexpr):
+def in_rows(b_x, p, opaque_zero, BT: tl.constexpr, BD: tl.constexpr):
     """What a state in slabs predicts, [SLABS, BD / SLABS, BT], as rows that lie among the threads as loaded ones do.
 
     What a product returns has the matrix unit's layout, in which a row's sums cross the warps, and all that it meets
@@ -170,7 +170,7 @@ def in_rows(b_x, p, nothing, BT: tl.constexpr, BD: tl.constexpr):
     """
     b_x = tl.reshape(tl.permute(b_x, (2, 0, 1)), (BT, BD))
     offsets = tl.arange(0, BT)[:, None] * BD + tl.arange(0, BD)[None, :]
-    return tl.load(p + offsets, mask=tl.full((BT, BD), 0, tl.int32) + nothing > 0, other=b_x)
+    return tl.load(p + offsets, mask=tl.full((BT, BD), 0, tl.int32) + opaque_zero > 0, other=b_x)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ def wyfold_ttt_triton(
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
-    nothing = tl.minimum(T, 0)
+    opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
     b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
     b_S, b_c = enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
@@ -162,7 +162,7 @@ def wyfold_ttt_triton(
 
         b_wt = b_w[None, :] * (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_Z = mm(b_S, slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
-        b_Z = in_rows(b_Z, p_c, nothing, BT, BD)
+        b_Z = in_rows(b_Z, p_c, opaque_zero, BT, BD)
         b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
         store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
         if p_X is not None:

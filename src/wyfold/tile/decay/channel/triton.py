@@ -27,7 +27,7 @@ def load_sub_chunk_gate(
     h,
     column,
     rows,
-    nothing,
+    opaque_zero,
     lower_bound,
     clamp,
     ACTIVATION: tl.constexpr,
@@ -36,7 +36,7 @@ def load_sub_chunk_gate(
     BK: tl.constexpr,
 ):
     """Log gate of channels from `column` on, to base 2, in sub-chunks; zero in padding.   [BT / 16, 16, BK]"""
-    x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, nothing, K, BT, BK).to(tl.float32)
+    x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
     return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, 16)
 
 
@@ -316,7 +316,7 @@ def channel_bwd(
     b_dk,
     b_dk_write,
     b_carried,
-    nothing,
+    opaque_zero,
     BT: tl.constexpr,
     BK: tl.constexpr,
     OP: tl.constexpr,
@@ -350,16 +350,16 @@ def channel_bwd(
     b_sum = b_first + b_rest
     b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
     b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
-    b_dq = to_sub_chunks(b_dq, p_near, nothing, BT, BK, NEAR) * b_decay
-    b_dk = to_sub_chunks(b_dk, p_near, nothing, BT, BK, NEAR) * b_decay
-    b_dkc = to_sub_chunks(b_dk_write, p_near, nothing, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
+    b_dq = to_sub_chunks(b_dq, p_near, opaque_zero, BT, BK, NEAR) * b_decay
+    b_dk = to_sub_chunks(b_dk, p_near, opaque_zero, BT, BK, NEAR) * b_decay
+    b_dkc = to_sub_chunks(b_dk_write, p_near, opaque_zero, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
     b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
     b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
-                p_pairs, p_near, i_tile, nothing, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
+                p_pairs, p_near, i_tile, opaque_zero, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
                 NB >> (level + 1), NB, BK, OP, PRECISION,
             )  # fmt: skip
     b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_k * b_dkc, b_over)
@@ -371,7 +371,7 @@ def add_half_pairs(
     p_pairs,
     p_near,
     i_tile,
-    nothing,
+    opaque_zero,
     b_q,
     b_k,
     b_a,
@@ -413,8 +413,8 @@ def add_half_pairs(
     b_dkh = mm(half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
     # Subtracted below: a sum of two products becomes a chain, whose layout eight warps share badly.
     b_dkp = mm(half_pairs(p_pairs, i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
-    b_dqh = to_sub_chunks(b_dqh, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
-    b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, nothing, NEAR * NB, BK, NEAR) * b_decay
+    b_dqh = to_sub_chunks(b_dqh, p_near, opaque_zero, NEAR * NB, BK, NEAR) * b_decay
+    b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, opaque_zero, NEAR * NB, BK, NEAR) * b_decay
     if H > 1:
         b_along = tl.sum(tl.fma(b_q, b_dqh, b_k * b_dkh), axis=1)
         b_over += sum_over(b_along, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
