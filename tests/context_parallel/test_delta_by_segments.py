@@ -9,7 +9,7 @@ import torch.distributed as dist
 from wyfold.context_parallel import delta_segment_launches
 from wyfold.cp import build_cp_context
 from wyfold.runtime import recording, replay_cache, segment_rule, side_stream
-from wyfold.runtime.replay_cache import Course
+from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
@@ -50,12 +50,12 @@ def test_a_rank_repeats_itself(
     context = build_cp_context(torch.tensor(bounds), dist.group.WORLD, check="never")
     made = chunked(rule, disable_recompute=keep, cp_context=context)
     assert context.tokens == made[1]["q"].shape[1]
-    beside = side_stream.beside
-    monkeypatch.setattr(delta_segment_launches, "beside", lambda device: beside(CARD))
+    fork_side_stream = side_stream.fork_side_stream
+    monkeypatch.setattr(delta_segment_launches, "fork_side_stream", lambda device: fork_side_stream(CARD))
     current = lambda device: torch.cuda.current_stream(device).cuda_stream
     monkeypatch.setattr(driver.active, "get_current_stream", current, raising=False)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(lines, handle))
-    wait = recording.wait
+    wait = recording.wait_collective
 
     told: list[torch.Tensor] = []
 
@@ -64,7 +64,7 @@ def test_a_rank_repeats_itself(
         told.append(x)  # as long as the test runs, as all memory
         launches.append(("wait", 0, current(0)))
 
-    monkeypatch.setattr(recording, "wait", waited)
+    monkeypatch.setattr(recording, "wait_collective", waited)
 
     with segment_rule.forced(2):
         with ordinary():
@@ -75,10 +75,10 @@ def test_a_rank_repeats_itself(
             again, repeated, others = learned(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
-    share = {key[0][0]: known for key, known in replay_cache._courses.items() if "delta_share" in key[0][0]}
+    share = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_share" in key[0][0]}
     assert len(share) == 5
     for operator, found_of in share.items():
-        assert type(found_of) is Course, (operator, found_of)
+        assert type(found_of) is Recording, (operator, found_of)
     carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
     assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]

@@ -38,7 +38,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.runtime.kernel_configs import Config, processors, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 
 
 class Machine:
@@ -76,13 +76,13 @@ class Machine:
     @contextlib.contextmanager
     def installed(self, module: ModuleType, config: Config) -> Iterator[None]:
         """Run launches of `module` on this machine, with `config`. Its globals are found by identity, not by name."""
-        places = {id(launched): self.launch, id(tuned): lambda *_: config, id(processors): lambda _: 1}
+        places = {id(launch_kernel): self.launch, id(tuned): lambda *_: config, id(processors): lambda _: 1}
         ours = {name: places[id(x)] for name, x in vars(module).items() if id(x) in places}
         with mock.patch.dict(vars(module), ours):
             yield
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
-        """Run every program of a grid. Takes the arguments of `wyfold.runtime.kernel_launch.launched`."""
+        """Run every program of a grid. Takes the arguments of `wyfold.runtime.kernel_launch.launch_kernel`."""
         from tests.emulator.language import bind  # imports this module
 
         function = bind(kernel, self)

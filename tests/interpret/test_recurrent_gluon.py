@@ -112,19 +112,19 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
     from wyfold.kernels.recurrent import gluon
 
     columns, warps = request.param
-    usual, launched = table.selected_backend, gluon.launched
+    usual, launch_kernel = table.selected_backend, gluon.launch_kernel
     kernel = interpreted(gluon.wyfold_recurrent_gluon, WithoutLayouts(warps), {})
     found = types.SimpleNamespace(launches=0)
 
     def counted(_: Any, *arguments: Any, **fixed: Any) -> None:
         found.launches += 1
-        launched(kernel, *arguments, **fixed)
+        launch_kernel(kernel, *arguments, **fixed)
 
     def language(stage: str, backend: str, key: str, device: torch.device) -> str:
         return "gluon" if stage == "recurrent" and "alone" in key else usual(stage, backend, key, device)
 
     def switch() -> types.SimpleNamespace:
-        monkeypatch.setattr(gluon, "launched", counted)
+        monkeypatch.setattr(gluon, "launch_kernel", counted)
         monkeypatch.setattr(table, "selected_backend", language)
         return found
 

@@ -217,8 +217,8 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
     o = torch.empty_like(a.v)
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
     heights = []
-    for words in ("", " few"):
-        monkeypatch.setattr(forward, "crowd", lambda key, *_, words=words: key + words)
+    for words in ("", " low_occupancy"):
+        monkeypatch.setattr(forward, "with_occupancy_hint", lambda key, *_, words=words: key + words)
         heights.append(forward.tuned("scan.triton", key + words, a.q.device).blocks["BV"])
         o, final = torch.empty_like(a.v), torch.empty_like(a.initial_state)
         forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, options, key, o, final, None, None)

@@ -156,7 +156,7 @@ def test_a_warning_that_is_an_error_is_raised_by_the_call_and_not_lost_in_its_re
     monkeypatch.setattr(replay_cache, "DEVICES", frozenset(("cpu",)))
     replay_cache.forget()
     with torch.no_grad(), pytest.raises(UserWarning, match="unverified"):
-        replay_cache.recalled((torch.zeros(4),), ("made up",), plan)
+        replay_cache.replayed((torch.zeros(4),), ("made up",), plan)
     replay_cache.forget()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from wyfold.runtime.torch_ops import _undisturbed
+from wyfold.runtime.torch_ops import _isolated
 
 products = torch.backends.mkldnn.matmul
 seen: list[str] = []
@@ -32,8 +32,8 @@ def stay(x: torch.Tensor) -> torch.Tensor:
     return look(x)
 
 
-look_op = _undisturbed(look)
-stay_op = _undisturbed(stay)
+look_op = _isolated(look)
+stay_op = _isolated(stay)
 x = torch.zeros(1)
 
 

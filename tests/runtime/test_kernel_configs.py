@@ -57,8 +57,8 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
 
 def test_programs_are_few_while_twice_as_many_would_run_at_once(monkeypatch):
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
-    assert kernel_configs.crowd("bf16 C64", 66, CPU) == "bf16 C64 few"
-    assert kernel_configs.crowd("bf16 C64", 67, CPU) == "bf16 C64"
+    assert kernel_configs.with_occupancy_hint("bf16 C64", 66, CPU) == "bf16 C64 low_occupancy"
+    assert kernel_configs.with_occupancy_hint("bf16 C64", 67, CPU) == "bf16 C64"
 
 
 @pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wyfold.runtime import kernel_launch
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 
 triton = pytest.importorskip("triton")
 
@@ -65,7 +65,7 @@ class Kernel:
 @pytest.fixture
 def device():
     found = Device()
-    with mock.patch.object(driver, "_active", found), mock.patch.dict(kernel_launch._ready, clear=True):
+    with mock.patch.object(driver, "_active", found), mock.patch.dict(kernel_launch._compiled, clear=True):
         yield found
 
 
@@ -77,7 +77,7 @@ def kernel(device: Device) -> Kernel:
 def plain(kernel: Kernel, x: Any, y: Any = 16, **changes: Any) -> bool:
     """Whether a launch went Triton's own way."""
     before = len(kernel.ordinary)
-    launched(kernel, 5, x, y, **{"A": 64, "B": "scalar", "num_warps": 4, **changes})
+    launch_kernel(kernel, 5, x, y, **{"A": 64, "B": "scalar", "num_warps": 4, **changes})
     assert len(kernel.ordinary) + len(kernel.launcher.given) > before
     return len(kernel.ordinary) > before
 
@@ -96,7 +96,7 @@ def test_the_second_launch_of_a_kind_is_bound(kernel: Kernel, device: Device):
 
 def test_what_is_kept_holds_no_tensor(kernel: Kernel):
     plain(kernel, torch.zeros(4))
-    (ready,) = kernel_launch._ready
+    (ready,) = kernel_launch._compiled
     assert not any(isinstance(x, torch.Tensor) for part in ready if isinstance(part, tuple) for x in part)
 
 
@@ -195,8 +195,8 @@ def test_a_compiled_kernel_of_another_make_is_not_kept(kernel: Kernel):
     """As the stopped launches of the compile check, which give None."""
     for made in (None, SimpleNamespace(run=kernel.launcher)):
         with mock.patch.object(Kernel, "__getitem__", lambda self, grid, made=made: lambda *_, **__: made):
-            launched(kernel, 1, X, 16, A=1, B=2)
-    assert not kernel_launch._ready and not kernel.launcher.given
+            launch_kernel(kernel, 1, X, 16, A=1, B=2)
+    assert not kernel_launch._compiled and not kernel.launcher.given
 
 
 def make_tensordesc_arg(arg: Any, layout: Any) -> list[Any]:
@@ -230,7 +230,7 @@ def test_descriptors_are_found_without_looking_for_them(kernel: Kernel):
     boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), TensorDescriptor(X, [64], [1], [64])]
     kernel.launcher(*range(9), *boxes, 64, "scalar")
     for _ in range(2):
-        launched(kernel, 5, *boxes, A=64, B="scalar")
+        launch_kernel(kernel, 5, *boxes, A=64, B="scalar")
     assert kernel.launcher.slow == 1
     assert kernel.launcher.raw[1] == kernel.launcher.raw[0]
 
@@ -238,7 +238,7 @@ def test_descriptors_are_found_without_looking_for_them(kernel: Kernel):
 def test_descriptors_of_another_make_are_left_to_triton(kernel: Kernel):
     boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), 16]
     for _ in range(2):
-        launched(kernel, 5, *boxes, A=64, B="scalar")
+        launch_kernel(kernel, 5, *boxes, A=64, B="scalar")
     assert kernel.launcher.given[0][9] is boxes[0]
 
 
@@ -274,7 +274,7 @@ def test_no_key_is_coarser_than_triton_s(device: Device):
     of_triton: dict[Any, set[str]] = {}
     for x in ARGUMENTS:
         for plain in (x, 3) if isinstance(x, int) else (3,):
-            looked = kernel_launch._looked_at((x, plain))
+            looked = kernel_launch._specialization((x, plain))
             assert looked is not None, x
             of_triton.setdefault(looked[0], set()).add(str(binder(x, plain)[1]))
     apart = {key: found for key, found in of_triton.items() if len(found) > 1}

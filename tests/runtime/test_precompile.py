@@ -35,7 +35,7 @@ def asked(lines: list[Any]) -> Iterator[list[tuple[str, str]]]:  # noqa: F811
         found.append(("compile" if warmup else "launch", self.__name__))
         return usual(self, *arguments, grid=grid, warmup=warmup, **fixed)
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(kernel_launch._ready, clear=True):
+    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(kernel_launch._compiled, clear=True):
         replay_cache.forget()
         yield found
 
@@ -86,7 +86,7 @@ def test_once_for_all_lengths(asked: list[Any]):
 def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
     """Nothing is gone through again for them, nor kept of them: a training run has many of both."""
     rehearsals = mock.Mock()
-    with torch.no_grad(), mock.patch.object(replay_cache, "rehearsed", rehearsals):
+    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", rehearsals):
         for n, T in enumerate((128, 192, 256, 320)):
             call, given = chunked("gdn", **tokens("gdn", T=T), scale=float(n))
             call(**given)
@@ -101,29 +101,29 @@ def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
 def test_counts_are_as_lengths_are(asked: list[Any]):
     """Of documents that end elsewhere in every batch kernels know whether there are any."""
     rehearsals = mock.Mock()
-    with torch.no_grad(), mock.patch.object(replay_cache, "rehearsed", rehearsals):
+    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", rehearsals):
         for counts, times in (((3, 4), 1), ((5, 9), 1), ((0, 9), 2), ((0, 2), 2)):
-            replay_cache.recalled((torch.zeros(4),), ("some", replay_cache.Lengths(counts)), lambda: None)
+            replay_cache.replayed((torch.zeros(4),), ("some", replay_cache.Lengths(counts)), lambda: None)
             assert rehearsals.call_count == times
-    assert len(replay_cache._courses) == 4, "another course each"
+    assert len(replay_cache._recordings) == 4, "another course each"
 
 
 def test_no_more_than_so_many_kinds_are_remembered(asked: list[Any]):
-    with torch.no_grad(), mock.patch.object(replay_cache, "MOST", 3):
+    with torch.no_grad(), mock.patch.object(replay_cache, "CAPACITY", 3):
         for width in range(1, 9):
             wyfold.l2norm(torch.randn(2, 3, width), backend="triton")
-            assert len(replay_cache._rehearsed) <= 3
+            assert len(replay_cache._precompiled) <= 3
 
 
 def test_nothing_is_written_to():
     pool, made = torch.zeros(4), []
-    with precompile._Harmless():
+    with precompile._NoWrites():
         pool.add_(1)
         pool.view(2, 2).copy_(torch.empty(2, 2))
         made.append(pool.new_zeros(3))
-        with pytest.raises(precompile._Enough):
+        with pytest.raises(precompile._NotRepeatable):
             pool.relu_()
-        with pytest.raises(precompile._Enough):
+        with pytest.raises(precompile._NotRepeatable):
             pool.exp()
     assert torch.equal(pool, torch.zeros(4))
     assert made[0].shape == (3,)
@@ -139,12 +139,12 @@ def test_what_is_not_understood_ends_it(lines: list[Any]):  # noqa: F811
     def run() -> torch.Tensor:
         for n, kernel in enumerate(kernels):
             asked.append(("ask", n))
-            kernel_launch.launched(kernel, 1, x, x, 5, 1.0)
+            kernel_launch.launch_kernel(kernel, 1, x, x, 5, 1.0)
             y = x.sin()
         return y
 
     with torch.no_grad():
-        replay_cache.recalled((x,), ("made up",), run)
+        replay_cache.replayed((x,), ("made up",), run)
     assert asked == [("ask", 0), ("compile", 0), ("ask", 0), ("ask", 1)]
 
 
@@ -153,7 +153,7 @@ def test_a_failure_is_left_to_the_call(asked: list[Any]):
         raise ValueError("x: expected more")
 
     with torch.no_grad(), pytest.raises(ValueError, match="expected more"):
-        replay_cache.recalled((torch.randn(4),), ("made up",), run)
+        replay_cache.replayed((torch.randn(4),), ("made up",), run)
     assert not asked
 
 
@@ -162,20 +162,20 @@ def found() -> Iterator[list[int]]:
     """Real compilations, for a card that is not there; of each launch, how often its kernel was compiled before."""
     launches: list[int] = []
 
-    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+    def launch_kernel(kernel: Any, *arguments: Any, **options: Any) -> None:
         launches.append(len(kernel.device_caches[90][0]))
 
     def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
         if warmup:
             return RUN(self, *arguments, grid=grid, warmup=True, **fixed)
-        launched(self, *arguments)
+        launch_kernel(self, *arguments)
         return SimpleNamespace()
 
     with (
-        pretending("sm_90", launched),
+        pretending("sm_90", launch_kernel),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
-        mock.patch.dict(kernel_launch._ready, clear=True),
+        mock.patch.dict(kernel_launch._compiled, clear=True),
         mock.patch.dict(norm.wyfold_l2norm_triton.device_caches, clear=True),
         torch.no_grad(),
     ):
@@ -203,11 +203,11 @@ def test_an_interruption_leaves_nothing_behind(found: list[int]):
 
 IMPORTS = """
 import sys, torch
-from wyfold.runtime import listen, rehearsal
+from wyfold.runtime import precompile, recorder
 x = torch.zeros(4)
-with rehearsal._Harmless():
+with precompile._NoWrites():
     x.new_empty(3).view(3, 1)
-listen.listened((x,), lambda: x.new_empty(3))
+recorder.record((x,), lambda: x.new_empty(3))
 print("torch._dynamo" in sys.modules)
 """
 

@@ -21,7 +21,7 @@ import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorder, replay_cache
 from wyfold.runtime.recording import Operation
-from wyfold.runtime.replay_cache import Course, recalled
+from wyfold.runtime.replay_cache import Recording, replayed
 
 triton = pytest.importorskip("triton")
 
@@ -80,8 +80,8 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
         mock.patch.object(kernel_configs, "processors", lambda device: 132),
         mock.patch.object(check, "readable", lambda x: False),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
-        mock.patch.dict(kernel_launch._ready, clear=True),
-        mock.patch.dict(replay_cache._courses, clear=True),
+        mock.patch.dict(kernel_launch._compiled, clear=True),
+        mock.patch.dict(replay_cache._recordings, clear=True),
     ):
         yield found
 
@@ -313,9 +313,9 @@ def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: di
     )
 
 
-def the_course() -> Course | str:
+def the_recording() -> Recording | str:
     """Of the first kind of call that was made."""
-    return next(iter(replay_cache._courses.values()))
+    return next(iter(replay_cache._recordings.values()))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -330,8 +330,8 @@ def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, li
         for _ in range(2):
             _, heard, others = seen(KINDS[kind](), lines)
             assert alike(launches, heard, tensors, others)
-        course = the_course()
-        assert isinstance(course, Course), course
+        course = the_recording()
+        assert isinstance(course, Recording), course
         with (
             mock.patch.object(kernel_configs, "tuned", None),
             mock.patch.object(check, "shapes", None),
@@ -409,17 +409,17 @@ def memory_once() -> Iterator[None]:
 
         return keep
 
-    def again(step: Operation, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+    def replay(step: Operation, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         repeated(step, stream, tensors, addresses)
         kept.extend(x for x in tensors if x is not None)
 
-    repeated = Operation.again
+    repeated = Operation.replay
     with contextlib.ExitStack() as patches:
         made = (torch, ["empty_strided", "eye", "cat"]), (torch.Tensor, ["new_empty", "new_zeros", "clone"])
         for where, names in made:
             for name in names:
                 patches.enter_context(mock.patch.object(where, name, keeping(getattr(where, name))))
-        patches.enter_context(mock.patch.object(Operation, "again", again))
+        patches.enter_context(mock.patch.object(Operation, "replay", replay))
         yield
 
 
@@ -432,7 +432,7 @@ def test_both_directions_of_a_call_that_learns(kind: str, lines: list[tuple[Any,
         got, again, others = learned(LEARNED[kind](), lines)
         assert alike(launches, again, tensors, others)
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
-    assert [type(course) for course in replay_cache._courses.values()] == [Course, Course]
+    assert [type(course) for course in replay_cache._recordings.values()] == [Recording, Recording]
 
 
 def test_gradients_of_some(lines: list[tuple[Any, ...]]):
@@ -457,7 +457,7 @@ def test_a_gradient_has_none_of_its_own(lines: list[tuple[Any, ...]]):
 def test_a_call_without_launches_stays_ordinary(lines: list[tuple[Any, ...]]):
     call, given = KINDS["chunk gdn, no tokens"]()
     results = [call(**given)[0].shape for _ in range(4)]
-    assert len(set(results)) == 1 and the_course() == "nothing is launched"
+    assert len(set(results)) == 1 and the_recording() == "nothing is launched"
 
 
 def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
@@ -560,7 +560,7 @@ def test_a_pool_is_looked_for_where_it_lies(kind: str, change: str, lines: list[
     assert launches and alike(expected, launches, others, tensors)
     shared = kind == "decode in shared memory" and change not in ("address", "float32")
     assert launches[-1][0].endswith("_gluon") == shared
-    assert sum(isinstance(course, Course) for course in replay_cache._courses.values()) == 1 + (
+    assert sum(isinstance(course, Recording) for course in replay_cache._recordings.values()) == 1 + (
         change not in ("pool", "slots")
     )
 
@@ -626,7 +626,7 @@ class Mode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def hooked() -> Iterator[None]:
+def launch_hook() -> Iterator[None]:
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(print)
     try:
@@ -647,7 +647,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "a profiler": torch.profiler.profile,
     "a tangent": torch.autograd.forward_ad.dual_level,
     "checked": wyfold.checked,
-    "a hook": hooked,
+    "a hook": launch_hook,
     "another table": another_table,
     "another device": lambda: mock.patch.object(driver.active, "get_current_device", lambda: 1),
 }
@@ -658,11 +658,11 @@ def test_whoever_is_about_gets_an_ordinary_call(around: str, lines: list[tuple[A
     made = decoded("gdn")
     warm(made, lines)
     asked = []
-    usual, forward = kernel_launch.launched, importlib.import_module("wyfold.kernels.recurrent.triton.forward")
+    usual, forward = kernel_launch.launch_kernel, importlib.import_module("wyfold.kernels.recurrent.triton.forward")
     with (
         torch.no_grad(),
-        mock.patch.object(forward, "launched", lambda *a, **k: asked.append(a) or usual(*a, **k)),
-        mock.patch.object(replay_cache, "rehearsed", lambda *_: None),
+        mock.patch.object(forward, "launch_kernel", lambda *a, **k: asked.append(a) or usual(*a, **k)),
+        mock.patch.object(replay_cache, "precompile_kernels", lambda *_: None),
     ):
         made[0](**made[1])
         assert not asked
@@ -678,11 +678,11 @@ def test_a_call_that_somebody_hooks_is_heard_later(lines: list[tuple[Any, ...]])
     call, given = decoded("gdn")
     with torch.no_grad():
         call(**given)
-        with hooked():
+        with launch_hook():
             call(**given)
-        assert the_course() == ""
+        assert the_recording() == ""
         call(**given)
-    assert isinstance(the_course(), Course)
+    assert isinstance(the_recording(), Recording)
 
 
 def test_an_explained_call_launches_nothing(lines: list[tuple[Any, ...]]):
@@ -710,8 +710,8 @@ def test_a_step_size_is_part_of_a_call(lines: list[tuple[Any, ...]]):
             call(**{**given, "eta": eta})
     asked = [
         str(step.arguments[1])
-        for course in replay_cache._courses.values()
-        if isinstance(course, Course)
+        for course in replay_cache._recordings.values()
+        if isinstance(course, Recording)
         for step in course.steps
         if getattr(step, "operator", None) is torch.ops.aten.full.default
     ]
@@ -734,15 +734,15 @@ def test_under_autocast(lines: list[tuple[Any, ...]]):
                 found = [call(**given)[0].dtype for _ in range(4)]
             assert set(found) == {torch.float32 if type(context) is torch.no_grad else torch.bfloat16}
     # That of its forward alone is not heard inside another one.
-    assert {type(x) for x in replay_cache._courses.values() if x} == {Course}
+    assert {type(x) for x in replay_cache._recordings.values() if x} == {Recording}
 
 
 def test_no_more_than_so_many_are_remembered(lines: list[tuple[Any, ...]]):
-    with mock.patch.object(replay_cache, "MOST", 3), torch.no_grad():
+    with mock.patch.object(replay_cache, "CAPACITY", 3), torch.no_grad():
         for scale in range(1, 9):
             call, given = chunked("delta", scale=scale / 8)
             call(**given)
-            assert len(replay_cache._courses) <= 3
+            assert len(replay_cache._recordings) <= 3
 
 
 def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
@@ -765,25 +765,27 @@ def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
 
 def test_memory_is_given_back_as_early(lines: list[tuple[Any, ...]]):
     """Large tensors that a call drops before it asks for more are dropped by those that repeat it."""
-    kernel, count = Kernel(), recorder.SMALL // 4 + 1
+    kernel, count = Kernel(), recorder.POOLED_BYTES // 4 + 1
 
     def run(x: torch.Tensor) -> torch.Tensor:
         first = x.new_empty(count)
-        kernel_launch.launched(kernel, 1, x, first, 5, 1.0)
+        kernel_launch.launch_kernel(kernel, 1, x, first, 5, 1.0)
         second = x.new_empty(2, count).unbind()
-        kernel_launch.launched(kernel, 1, first, second[1], 5, 1.0)
+        kernel_launch.launch_kernel(kernel, 1, first, second[1], 5, 1.0)
         del first
         third = x.new_empty(5)
-        kernel_launch.launched(kernel, 1, second[1], third, 5, 1.0)
+        kernel_launch.launch_kernel(kernel, 1, second[1], third, 5, 1.0)
         return third
 
     for _ in range(4):
         x = torch.randn(5)
         with torch.no_grad():
-            assert torch.equal(recalled((x,), ("test",), lambda x=x: run(x)), x + 1.0 + 1.0 + 1.0)
-    course = the_course()
-    assert isinstance(course, Course)
-    assert [type(step).__name__ for step in course.steps] == "Ask Launch Ask Launch Drop Ask Launch".split()
+            assert torch.equal(replayed((x,), ("test",), lambda x=x: run(x)), x + 1.0 + 1.0 + 1.0)
+    course = the_recording()
+    assert isinstance(course, Recording)
+    assert [type(step).__name__ for step in course.steps] == [
+        *("Allocate", "RecordedLaunch", "Allocate", "RecordedLaunch", "Free", "Allocate", "RecordedLaunch"),
+    ]
 
 
 def test_threads(lines: list[tuple[Any, ...]]):
@@ -846,12 +848,12 @@ def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
     kernel = Kernel()
 
     def add(of: torch.Tensor, to: torch.Tensor, number: float) -> torch.Tensor:
-        kernel_launch.launched(kernel, 1, of, to, of.numel(), number)
+        kernel_launch.launch_kernel(kernel, 1, of, to, of.numel(), number)
         return to
 
     def run(x: torch.Tensor, pool: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         small = [add(x, x.new_empty(5), float(n + 1)) for n in range(3)]
-        large = add(x, x.new_empty(recorder.SMALL // 2)[3:8], 10.0)
+        large = add(x, x.new_empty(recorder.POOLED_BYTES // 2)[3:8], 10.0)
         both = x.new_empty(2, 5)
         for row, of in zip(both.unbind(), (small[0], large)):
             add(of, row, 100.0)
@@ -865,14 +867,14 @@ def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
     for number in range(5):
         x, pool = torch.randn(5), torch.zeros(10)
         with torch.no_grad():
-            found = recalled((x, pool), ("test",), lambda given=(x, pool): run(*given))
+            found = replayed((x, pool), ("test",), lambda given=(x, pool): run(*given))
         both, nothing, seven, copied, zeros, back, same = found
         assert torch.equal(both, torch.stack([x + 1.0 + 100.0, x + 10.0 + 100.0])), number
         assert nothing is None and same is pool
         assert torch.equal(seven, torch.full((5,), 7.0)) and not zeros.any() and not pool[:5].any()
         assert torch.equal(pool[5:], x + 3.0) and torch.equal(copied, (x + 3.0).double())
         assert torch.equal(back, both[1])
-    assert isinstance(the_course(), Course)
+    assert isinstance(the_recording(), Recording)
 
 
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
@@ -899,15 +901,15 @@ def test_what_is_not_understood_stays_ordinary(what: str, lines: list[tuple[Any,
 
     def add(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
         if not to.is_meta:
-            kernel_launch.launched(kernel, 1, of, to, 5, 1.0)
+            kernel_launch.launch_kernel(kernel, 1, of, to, 5, 1.0)
         return to
 
     x = torch.randn(5)
     with torch.no_grad():
         add(x, torch.empty(5))
         for _ in range(4):
-            recalled((x,), (what,), lambda: calls.append(what) or run(x, add))
+            replayed((x,), (what,), lambda: calls.append(what) or run(x, add))
     assert len(calls) == 5  # once more in front of the first: which kernels are to be compiled
-    course = the_course()
+    course = the_recording()
     assert isinstance(course, str)
     assert re.search(reason, course)

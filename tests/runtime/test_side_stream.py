@@ -11,7 +11,7 @@ import torch
 
 from wyfold.autograd import delta_chunk
 from wyfold.runtime import kernel_launch, recorder, replay_cache, segment_rule, side_stream
-from wyfold.runtime.replay_cache import Course
+from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
@@ -61,14 +61,14 @@ def lines() -> Iterator[list[str]]:
         mock.patch.object(torch.cuda, "Stream", lambda device, priority: Stream(found, next(numbers))),
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.dict(side_stream._pairs, clear=True),
+        mock.patch.dict(side_stream._stream_pairs, clear=True),
     ):
         yield found
 
 
 def test_what_waits_for_what(lines):
     for _ in range(2):
-        with side_stream.beside(CARD) as away:
+        with side_stream.fork_side_stream(CARD) as away:
             with away:
                 lines.append("aside")
             lines.append("here")
@@ -77,7 +77,7 @@ def test_what_waits_for_what(lines):
 
 
 def test_each_stream_has_its_own(lines):
-    with side_stream.beside(CARD), torch.cuda.stream(Stream(lines, 2)), side_stream.beside(CARD):
+    with side_stream.fork_side_stream(CARD), torch.cuda.stream(Stream(lines, 2)), side_stream.fork_side_stream(CARD):
         pass
     assert [line for line in lines if "waits" in line] == [
         *("10 waits for 1", "11 waits for 2"),
@@ -90,7 +90,7 @@ def test_what_breaks_off_is_waited_for(lines, there: bool):
     """Memory that launches aside still use goes back to the stream of the call."""
 
     def broken() -> None:
-        with side_stream.beside(CARD) as away:
+        with side_stream.fork_side_stream(CARD) as away:
             with away if there else contextlib.nullcontext():
                 raise KeyError
 
@@ -100,24 +100,24 @@ def test_what_breaks_off_is_waited_for(lines, there: bool):
 
 
 def test_no_streams_where_nothing_is_launched(lines):
-    with side_stream.beside(torch.device("cpu")) as away, away:
+    with side_stream.fork_side_stream(torch.device("cpu")) as away, away:
         pass
-    assert not side_stream._pairs
+    assert not side_stream._stream_pairs
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_course_that_breaks_off_is_waited_for(lines, there: bool, monkeypatch):
     monkeypatch.setattr(kernel_launch, "enter_context", lambda given: None)
-    monkeypatch.setattr(kernel_launch, "stream", lambda device: 1)
+    monkeypatch.setattr(kernel_launch, "current_stream", lambda device: 1)
     broken = mock.Mock()
-    broken.again.side_effect = KeyboardInterrupt
+    broken.replay.side_effect = KeyboardInterrupt
     steps = (
-        side_stream.Turn(0, joins=False),
-        side_stream.Aside(broken, 0) if there else broken,
-        side_stream.Turn(0, joins=True),
+        side_stream.ForkJoin(0, joins=False),
+        side_stream.OnSideStream(broken, 0) if there else broken,
+        side_stream.ForkJoin(0, joins=True),
     )
     with pytest.raises(KeyboardInterrupt):
-        Course(CARD, (), (), 0, steps, (), single=False).take((), [])
+        Recording(CARD, (), (), 0, steps, (), single=False).run((), [])
     assert lines == ["10 waits for 1", "1 waits for 10"]
 
 
@@ -126,16 +126,16 @@ def test_between_the_turns_there_are_launches_alone(lines):
     x = torch.zeros(4)
 
     def asked() -> None:
-        with side_stream.beside(CARD) as away, away:
+        with side_stream.fork_side_stream(CARD) as away, away:
             torch.empty(4)
 
     def given_up() -> None:
         y = torch.empty(4)
-        with side_stream.beside(CARD) as away, away:
+        with side_stream.fork_side_stream(CARD) as away, away:
             del y
 
-    assert recorder.listened((x,), asked)[1] == "aten::empty is called while launches are made aside"
-    assert recorder.listened((x,), given_up)[1] == "memory is given up while launches are made aside"
+    assert recorder.record((x,), asked)[1] == "aten::empty is called while launches are made aside"
+    assert recorder.record((x,), given_up)[1] == "memory is given up while launches are made aside"
 
 
 def test_threads_that_come_first_find_one_pair(lines):
@@ -146,9 +146,9 @@ def test_threads_that_come_first_find_one_pair(lines):
         def __init__(self) -> None:
             made.wait(1)
 
-    found: list[side_stream.Pair] = []
+    found: list[side_stream.StreamPair] = []
     with mock.patch.object(torch.cuda, "Event", Late):
-        threads = [threading.Thread(target=lambda: found.append(side_stream._pair(0, 1))) for _ in range(2)]
+        threads = [threading.Thread(target=lambda: found.append(side_stream._stream_pair(0, 1))) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -161,20 +161,23 @@ def test_a_course_does_the_same(lines):
     """Who hears a call is told of the turns, and repeats a launch on the stream it was made on."""
     heard: list[Any] = []
     launch = mock.Mock()
-    launch.again = lambda stream, *_: lines.append(f"launched on {stream}")
-    launch.moved = lambda to: launch
-    with kernel_launch.heard(lambda step, kernel, *, new: heard.append(step)), side_stream.beside(CARD) as away:
+    launch.replay = lambda stream, *_: lines.append(f"launched on {stream}")
+    launch.rebind = lambda to: launch
+    with (
+        kernel_launch.observe_steps(lambda step, kernel, *, new: heard.append(step)),
+        side_stream.fork_side_stream(CARD) as away,
+    ):
         with away:
             heard.append(kernel_launch._thread.become(launch))
         heard.append(launch)
-    for stream, beside in ((1, 10), (2, 11)):
+    for stream, side in ((1, 10), (2, 11)):
         lines.clear()
         with torch.cuda.stream(Stream(lines, stream)):
             for step in heard:
-                step.moved(lambda n, offset: (n, offset)).again(stream, [], [])
+                step.rebind(lambda n, offset: (n, offset)).replay(stream, [], [])
         assert lines[1:-1] == [
-            *(f"{beside} waits for {stream}", f"launched on {beside}"),
-            *(f"launched on {stream}", f"{stream} waits for {beside}"),
+            *(f"{side} waits for {stream}", f"launched on {side}"),
+            *(f"launched on {stream}", f"{stream} waits for {side}"),
         ]
 
 
@@ -183,8 +186,8 @@ def test_a_course_does_the_same(lines):
 def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
     op, given = chunked(rule)
     wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
-    beside = side_stream.beside
-    monkeypatch.setattr(delta_chunk, "beside", lambda device: beside(CARD))
+    fork_side_stream = side_stream.fork_side_stream
+    monkeypatch.setattr(delta_chunk, "fork_side_stream", lambda device: fork_side_stream(CARD))
     stream = lambda device: torch.cuda.current_stream(device).cuda_stream
     monkeypatch.setattr(driver.active, "get_current_stream", stream, raising=False)
 
@@ -200,9 +203,7 @@ def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launch
             found = called()
         waits = [line for line in lines if "waits" in line]
         assert [called() for _ in range(3)] == [found] * 3
-        assert (
-            all(type(course) is Course for course in replay_cache._courses.values()) and len(replay_cache._courses) == 2
-        )
+        assert [type(recording) for recording in replay_cache._recordings.values()] == [Recording] * 2
     assert waits == lines == ["10 waits for 1", "1 waits for 10"] * 2
     assert found == [
         *(("segment_grid", 1), ("prepare", 1), ("summary", 10), ("fold", 10), ("scan", 10), ("scan", 1)),

@@ -175,13 +175,13 @@ class Sub(torch.Tensor):
 def test_only_ordinary_arguments_are_unobserved():
     x = torch.zeros(3)
     with torch.no_grad():
-        assert torch_ops.unobserved(x, [x, x], None, 1, 1.0, True, "word", torch.float32)
-        assert torch_ops.unobserved(torch.nn.Parameter(x))
+        assert torch_ops.can_skip_dispatch(x, [x, x], None, 1, 1.0, True, "word", torch.float32)
+        assert torch_ops.can_skip_dispatch(torch.nn.Parameter(x))
         for other in (x.as_subclass(Sub), [x, x.as_subclass(Sub)], x.to("meta"), object()):
-            assert not torch_ops.unobserved(other)
+            assert not torch_ops.can_skip_dispatch(other)
         with forward_ad.dual_level():
-            assert not torch_ops.unobserved(x)
-    assert not torch_ops.unobserved(x)  # with gradients on
+            assert not torch_ops.can_skip_dispatch(x)
+    assert not torch_ops.can_skip_dispatch(x)  # with gradients on
 
 
 FIRST_CALLS = """

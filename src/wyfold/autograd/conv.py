@@ -11,7 +11,7 @@ from wyfold.kernels import table
 from wyfold.kernels.conv import ConvGradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -54,7 +54,7 @@ class Conv(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, output_final_state, activated, backend = arguments
         settings = output_final_state, activated, backend
-        y, final_state = recalled(tuple(tensors), (_NAME, *settings), lambda: call(forward_op, *arguments))
+        y, final_state = replayed(tuple(tensors), (_NAME, *settings), lambda: call(forward_op, *arguments))
         ctx.set_materialize_grads(False)
         ctx.final_state, ctx.options = output_final_state, (activated, backend)
         ctx.save_for_backward(*tensors)
@@ -70,7 +70,7 @@ class Conv(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         tensors = *ctx.saved_tensors, dy, dfinal
         values = f"{_NAME}_bwd", *needs, *ctx.options
-        found = iter(recalled(tensors, values, lambda: tuple(call(backward_op, *tensors, needs, *ctx.options))))
+        found = iter(replayed(tensors, values, lambda: tuple(call(backward_op, *tensors, needs, *ctx.options))))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 

@@ -23,7 +23,7 @@ from wyfold.autograd.delta_records import (
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
 
 TENSORS_SCHEMA = (
@@ -48,7 +48,7 @@ def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list
         *result, saved = call(_forward_op, *tensors, *options)
         return *result, *saved
 
-    o, final_state, states, *saved = recalled(tensors, ("delta_fwd", *options), forward)
+    o, final_state, states, *saved = replayed(tensors, ("delta_fwd", *options), forward)
     return DeltaResult(o, final_state, states), saved
 
 
@@ -88,7 +88,7 @@ class Delta(torch.autograd.Function):
             found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
             return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
 
-        found = recalled((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
+        found = replayed((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
         return *found, *(None,) * (TENSORS + 1 - DIFFERENTIABLE)
 
 

@@ -38,7 +38,7 @@ from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders, most_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.side_stream import beside
+from wyfold.runtime.side_stream import fork_side_stream
 
 
 class LaunchedCall:
@@ -160,8 +160,8 @@ def forward(
     if call.segments is None:
         scan()
     else:
-        with beside(o.device) as aside:
-            with aside:
+        with fork_side_stream(o.device) as on_side:
+            with on_side:
                 call.summary(k, v, prepared, initial, *folded)
                 call.fold(*folded, back=False)
                 scan(behind=True)
@@ -214,8 +214,8 @@ def backward(given: DeltaGradient) -> list[Tensor]:
     if leaving is None:
         scan_bwd()
     else:
-        with beside(q.device) as aside:
-            with aside:
+        with fork_side_stream(q.device) as on_side:
+            with on_side:
                 call.summary_bwd(q, k, prepared, d_out, final, leaving)
                 call.fold(leaving, folded[1], back=True)
                 scan_bwd(half="reverse")

@@ -32,7 +32,7 @@ from wyfold.autograd.workspace import Part
 from wyfold.kernels import table
 from wyfold.kernels.ttt import State, StateViews
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
 from wyfold.tile.index.eager import to_chunks, wide
 
@@ -53,7 +53,7 @@ def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tenso
         *result, saved = call(_forward_op, *tensors, *options)
         return *result, *saved
 
-    found = recalled(tensors, ("ttt_fwd", *options), forward)
+    found = replayed(tensors, ("ttt_fwd", *options), forward)
     return TTTResult(*found[:RESULTS]), list(found[RESULTS:])
 
 
@@ -91,7 +91,7 @@ class TTT(torch.autograd.Function):
             found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
             return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
 
-        found = recalled((*kept, *gradients[:-1]), ("ttt_bwd", *needs, *ctx.options), wanted)
+        found = replayed((*kept, *gradients[:-1]), ("ttt_bwd", *needs, *ctx.options), wanted)
         return *found, *none[DIFFERENTIABLE:]
 
 

@@ -117,7 +117,7 @@ def gathering(x: Tensor, group: Any) -> Tensor:
 def arrived(x: Tensor) -> Tensor:
     """x, once all ranks have sent theirs; work that is launched after this waits for it on the device."""
     if not torch.compiler.is_compiling():
-        recording.wait(x)
+        recording.wait_collective(x)
     return x
 
 

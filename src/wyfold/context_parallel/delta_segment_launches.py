@@ -37,8 +37,8 @@ from wyfold.context_parallel.rank_segments import Counts, ShareSegments
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared, StateRows, TokenBorders
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.replay_cache import Lengths, recalled
-from wyfold.runtime.side_stream import beside
+from wyfold.runtime.replay_cache import Lengths, replayed
+from wyfold.runtime.side_stream import fork_side_stream
 from wyfold.runtime.torch_ops import call as called
 from wyfold.runtime.torch_ops import register
 
@@ -100,7 +100,7 @@ def _run(name: str, operator: Callable[..., Any], at: Where, own: Own) -> tuple[
             lengths.append(x)
         else:
             values.append(tuple(x) if isinstance(x, list) else x)
-    return recalled(tuple(tensors), (*values, Lengths(lengths)), run)
+    return replayed(tuple(tensors), (*values, Lengths(lengths)), run)
 
 
 # --- what is registered ----------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scan()
     else:
         outer, borders = StateRows(entering, places.came), StateRows(states.mT, places.entered)
-        with beside(o.device) as aside:
+        with fork_side_stream(o.device) as on_side:
             if counts.entering < counts.sequences:
                 # Of sequences from elsewhere these are segments without a token: what they read meanwhile goes nowhere.
                 scan(behind=False)
-            with aside:
+            with on_side:
                 if counts.entering:
                     arrived(told)
                     call.stage("carry").carry(told, routes, outer, borders, None, back=False, dtype=t.k.dtype)
@@ -258,9 +258,9 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         scan_bwd()
     else:
         outer, borders = StateRows(final, places.goes), StateRows(gradients.mT, places.exits)
-        with beside(do.device) as aside:
+        with fork_side_stream(do.device) as on_side:
             scan_bwd(half="forward")
-            with aside:
+            with on_side:
                 if counts.leaving:
                     arrived(told)
                     carry = call.stage("carry").carry

@@ -14,7 +14,7 @@ from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.ops.rank_agreement import check_share, ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import apply
 
 _NAME = "causal_conv1d"
@@ -94,7 +94,7 @@ def causal_conv1d(
             )
         return y, final_state if output_final_state else None
 
-    return recalled(tensors, values, run) if cp_context is None else run()
+    return replayed(tensors, values, run) if cp_context is None else run()
 
 
 def _make_plan(

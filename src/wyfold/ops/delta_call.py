@@ -17,7 +17,7 @@ from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.runtime import segment_rule
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
 Results = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -50,7 +50,7 @@ def call_delta(
     cu, tokens = boundaries_of(cu_seqlens)
     tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu
     values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits, tokens, *flags
-    return recalled(tensors, (*values, segment_rule.forcing()), run)
+    return replayed(tensors, (*values, segment_rule.forcing()), run)
 
 
 _NO_CHUNK_FLAGS = (None,) * 5  # of `ChunkFlags`, token by token

@@ -13,7 +13,7 @@ from wyfold.kernels.gate import GateGradients
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -161,7 +161,7 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
         chosen = cached_plan(plan_key((x,), values, backend), make_plan)
         return apply("fused_beta_sigmoid", _BetaSigmoid, x, float(scale), chosen)
 
-    return recalled((x,), values, run)
+    return replayed((x,), values, run)
 
 
 def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
@@ -213,7 +213,7 @@ def _gate(
             return apply(op, _Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
         return apply(op, _Gate, *tensors, activation, bound, *chosen)
 
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 class _Gate(torch.autograd.Function):
@@ -234,7 +234,7 @@ class _Gate(torch.autograd.Function):
         ctx.options = (activation, lower_bound, backend)
         ctx.save_for_backward(g, A_log, dt_bias)
         tensors, values = (g, A_log, dt_bias), (activation, lower_bound, output_dtype, backend)
-        return recalled(tensors, ("gate_fwd", *values), lambda: call(_gate_op, *tensors, *values))
+        return replayed(tensors, ("gate_fwd", *values), lambda: call(_gate_op, *tensors, *values))
 
     @staticmethod
     @once_differentiable
@@ -243,7 +243,7 @@ class _Gate(torch.autograd.Function):
             return (None,) * 7
         needs, tensors = list(ctx.needs_input_grad[:3]), (*ctx.saved_tensors, dy)
         values = "gate_bwd", *needs, *ctx.options
-        found = iter(recalled(tensors, values, lambda: tuple(call(_gate_bwd_op, *tensors, needs, *ctx.options))))
+        found = iter(replayed(tensors, values, lambda: tuple(call(_gate_bwd_op, *tensors, needs, *ctx.options))))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 
@@ -324,7 +324,7 @@ class _BetaSigmoid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.backend = scale, backend
         ctx.save_for_backward(x)
-        return recalled((x,), ("beta_sigmoid_fwd", scale, backend), lambda: call(_beta_op, x, scale, backend))
+        return replayed((x,), ("beta_sigmoid_fwd", scale, backend), lambda: call(_beta_op, x, scale, backend))
 
     @staticmethod
     @once_differentiable
@@ -332,7 +332,7 @@ class _BetaSigmoid(torch.autograd.Function):
         if dy is None:
             return None, None, None
         tensors, values = (*ctx.saved_tensors, dy), (ctx.scale, ctx.backend)
-        dx = recalled(tensors, ("beta_sigmoid_bwd", *values), lambda: call(_beta_bwd_op, *tensors, *values))
+        dx = replayed(tensors, ("beta_sigmoid_bwd", *values), lambda: call(_beta_bwd_op, *tensors, *values))
         return dx, None, None
 
 

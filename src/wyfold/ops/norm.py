@@ -12,7 +12,7 @@ from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -61,7 +61,7 @@ def l2norm(
         chosen = cached_plan(plan_key((x,), values, backend), make_plan)
         return apply("l2norm", _L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
 
-    return recalled((x,), values, run)
+    return replayed((x,), values, run)
 
 
 def rms_norm_gated(
@@ -136,7 +136,7 @@ def rms_norm_gated(
         options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
         return apply("rms_norm_gated", _RmsNormGated, *tensors, options, chosen)
 
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
@@ -174,7 +174,7 @@ class _L2Norm(torch.autograd.Function):
         ctx.eps, ctx.backend = eps, backend
         ctx.save_for_backward(x)
         values = eps, output_dtype, backend
-        return recalled((x,), ("l2norm_fwd", *values), lambda: call(_l2norm_op, x, *values))
+        return replayed((x,), ("l2norm_fwd", *values), lambda: call(_l2norm_op, x, *values))
 
     @staticmethod
     @once_differentiable
@@ -182,7 +182,7 @@ class _L2Norm(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         tensors, values = (*ctx.saved_tensors, dy), (ctx.eps, ctx.backend)
-        dx = recalled(tensors, ("l2norm_bwd", *values), lambda: call(_l2norm_bwd_op, *tensors, *values))
+        dx = replayed(tensors, ("l2norm_bwd", *values), lambda: call(_l2norm_bwd_op, *tensors, *values))
         return dx, None, None, None
 
 
@@ -224,7 +224,7 @@ class _RmsNormGated(torch.autograd.Function):
         ctx.save_for_backward(x, g, weight, bias)
         scalars = *options.scalars(), backend
         tensors = x, g, weight, bias
-        return recalled(tensors, ("rms_norm_gated_fwd", *scalars), lambda: call(_rms_norm_gated_op, *tensors, *scalars))
+        return replayed(tensors, ("rms_norm_gated_fwd", *scalars), lambda: call(_rms_norm_gated_op, *tensors, *scalars))
 
     @staticmethod
     @once_differentiable
@@ -237,7 +237,7 @@ class _RmsNormGated(torch.autograd.Function):
         def gradients() -> tuple[Tensor, ...]:
             return tuple(call(_rms_norm_gated_bwd_op, *tensors, needs, *scalars))
 
-        found = iter(recalled(tensors, ("rms_norm_gated_bwd", *needs, *scalars), gradients))
+        found = iter(replayed(tensors, ("rms_norm_gated_bwd", *needs, *scalars), gradients))
         return *(next(found) if need else None for need in needs), None, None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from wyfold.kernels import table
 from wyfold.runtime import check
 from wyfold.runtime.plan import explaining
-from wyfold.runtime.replay_cache import zeros
+from wyfold.runtime.replay_cache import zero_positions
 from wyfold.runtime.torch_ops import autocast_dtype
 
 Planned = TypeVar("Planned")
@@ -28,7 +28,7 @@ def cached_plan(key: tuple[Any, ...] | None, make_plan: Callable[[], Planned]) -
     found: Planned | None = None if key is None else _plans.get(key)
     if found is None:
         found = make_plan()
-        if key is not None and not zeros(key[1][0]):
+        if key is not None and not zero_positions(key[1][0]):
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
             _plans[key] = found

@@ -19,7 +19,7 @@ from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.plan import explaining
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import in_autocast_dtype, refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
@@ -73,7 +73,7 @@ def call_served(
     cu, T = boundaries_of(cu_seqlens)
     tensors = *tokens, pool, source, given, target, out, accepted, *between, A_log, dt_bias, cu
     values = op, v_first, pad, each, every, in_kernel, safe, lower_bound, T, swapped, chunked, *arithmetic
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 def _call_served(

@@ -12,7 +12,7 @@ from wyfold.kernels import table
 from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
@@ -159,7 +159,7 @@ def _served(
     source, activation, given, accepted, pad, backend = flags
     cu, tokens = boundaries_of(cu_seqlens)
     tensors = x, pool, weight, bias, source, given, accepted, out, cu
-    return recalled(tensors, (op, tokens, activation, pad, backend), run)
+    return replayed(tensors, (op, tokens, activation, pad, backend), run)
 
 
 def _convolved(

@@ -9,7 +9,7 @@ from wyfold.ops.plan_cache import any_requires_grad
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
 
@@ -177,7 +177,7 @@ def decode_packed(
         mixed_qkv, raw_g, raw_beta, pool, state_indices, has_initial_state, output_state_indices, out, A_log, dt_bias,
     )  # fmt: skip
     values = op, state_v_first, pad_slot_id, *sizes, scale, safe_gate, lower_bound, allow_neg_eigval, backend
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 def _decode_packed(

@@ -14,7 +14,7 @@ from wyfold.ops.ttt_arguments import column, split_numbers
 from wyfold.ops.ttt_checks import check_form, check_tokens
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import in_autocast_dtype, refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
@@ -103,7 +103,7 @@ def ttt_decode(
         return _ttt_decode(op, q, k, v, w, b, eta, eta_col, pool, state_indices, out, *form)
 
     tensors = q, k, v, w, b, *steps, *pool, state_indices, out
-    return recalled(tensors, (op, *numbers, residual, scale, eps, chunk_size, pad_slot_id, backend), run)
+    return replayed(tensors, (op, *numbers, residual, scale, eps, chunk_size, pad_slot_id, backend), run)
 
 
 def _ttt_decode(

@@ -17,7 +17,7 @@ from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import call, refuse_transforms, register
 from wyfold.tile.rows.eager import widest
 
@@ -96,7 +96,7 @@ def solve_tril(
         refuse_transforms("solve_tril", A)
         return _Constant.apply(_solve_tril_op, A, cu, *cached_plan(plan_key(tensors, values, backend), make_plan))
 
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 def chunk_scaled_dot_kkt(
@@ -177,7 +177,7 @@ def chunk_scaled_dot_kkt(
         refuse_transforms("chunk_scaled_dot_kkt", k, beta, g)
         return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, *chosen)
 
-    return recalled(tensors, values, run)
+    return replayed(tensors, values, run)
 
 
 class _Constant(torch.autograd.Function):

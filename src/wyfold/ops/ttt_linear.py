@@ -11,7 +11,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.ops.ttt_arguments import TTTCall, TTTForm, split_numbers
 from wyfold.ops.ttt_call import call_ttt
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
-from wyfold.runtime.replay_cache import recalled
+from wyfold.runtime.replay_cache import replayed
 
 
 class TTTState(NamedTuple):
@@ -143,7 +143,7 @@ def chunk_ttt_linear(
     numbers, steps = split_numbers(eta, eta_col)
     cu, tokens_of_layout = boundaries_of(cu_seqlens)
     values = op, *numbers, tokens_of_layout, *form, backend
-    return recalled((q, k, v, w, b, *steps, *states, cu), values, run)
+    return replayed((q, k, v, w, b, *steps, *states, cu), values, run)
 
 
 fused_chunk_ttt_linear = chunk_ttt_linear

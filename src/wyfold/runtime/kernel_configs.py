@@ -80,9 +80,9 @@ def offers(architecture: str, kernel: str, key: str) -> bool:
     return any(set(key.split()).issuperset(name.split()) for name in rows)
 
 
-def crowd(key: str, programs: int, device: torch.device) -> str:
+def with_occupancy_hint(key: str, programs: int, device: torch.device) -> str:
     """The key, with the word "few" if a GPU could run twice as many programs, each on a multiprocessor of its own."""
-    return f"{key} few" if 2 * programs <= processors(device) else key
+    return f"{key} low_occupancy" if 2 * programs <= processors(device) else key
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 Triton's own way into a kernel asks of each argument what the code may depend on, writes the answers out as a text, and
 looks the compiled kernel up by it: 25 to 40 microseconds of a launch with fifty arguments, before the driver is asked
-for anything. `launched` goes that way once for every combination of answers and keeps what came of it under a key that
-holds the same answers, or finer ones. Who listens to a call's launches (`heard`) gets them in a form that launches
-again, with other addresses and nothing looked up (`runtime/replay_cache.py`).
+for anything. `launch_kernel` does that once per combination of answers and keeps the compiled kernel under a key that
+holds the same answers, or finer ones. An observer of a call's launches (`observe_steps`) gets them in a form that can
+be launched on other addresses without a lookup (`runtime/replay_cache.py`).
 
 The ordinary way stays for all that is not recognised: the interpreter, a Triton whose compiled kernels look different,
 arguments of other types, and a process whose launches are watched by hooks (profilers) or compiled for debugging.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 
-class Ready(NamedTuple):
+class CompiledLaunch(NamedTuple):
     """A compiled kernel on one device.
 
     Attributes:
@@ -38,13 +38,13 @@ class Ready(NamedTuple):
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
-    descriptors: tuple[tuple[int, _Expanding], ...]
+    descriptors: tuple[tuple[int, _DescriptorExpander], ...]
 
 
-class Place(NamedTuple):
+class PointerSlot(NamedTuple):
     """An argument of a launch that follows from an address: its place, and so many bytes behind a numbered tensor.
 
-    `tensor` is the tensor itself until it is `moved` to a number.
+    `tensor` is the tensor itself until it is `rebind` to a number.
     """
 
     place: int
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A launch that can be made again.
 
     Attributes:
@@ -63,23 +63,23 @@ class Launch(NamedTuple):
         encoded: Address and encoding of each box at the last launch.
     """
 
-    ready: Ready
+    ready: CompiledLaunch
     programs: int
     arguments: list[Any]
-    pointers: tuple[Place, ...]
-    boxes: tuple[Place, ...]
+    pointers: tuple[PointerSlot, ...]
+    boxes: tuple[PointerSlot, ...]
     encoders: tuple[Callable[[int], Any], ...]
     encoded: list[tuple[int, Any]]
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Launch:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
         """On other tensors; to: number, and bytes behind its first element, of what they were."""
         pointers, boxes = (
-            tuple([Place(place, *to(x, offset)) for place, x, offset in places])
+            tuple([PointerSlot(place, *to(x, offset)) for place, x, offset in places])
             for places in (self.pointers, self.boxes)
         )
         return self._replace(pointers=pointers, boxes=boxes)
 
-    def again(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
+    def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
         """Launch on numbered tensors at these addresses, without a look at the tensors."""
         ready, programs, arguments, pointers, boxes, encoders, encoded = self
         arguments = arguments.copy()
@@ -95,13 +95,13 @@ class Launch(NamedTuple):
         ready.run(programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *arguments)
 
 
-_ready: dict[tuple[Any, ...], Ready] = {}
+_compiled: dict[tuple[Any, ...], CompiledLaunch] = {}
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[..., None]) -> Iterator[None]:
-    """Within, `listener(launch, kernel, new=...)` is told of this thread's launches, and of what else it is to `tell`.
+def observe_steps(listener: Callable[..., None]) -> Iterator[None]:
+    """Inside, `listener(launch, kernel, new=...)` gets this thread's launches and the steps passed to `emit_step`.
 
     launch is None where it cannot be made again; new: the kernel's code was looked up by Triton, or compiled. What is
     no launch comes in its place, and then kernel is None.
@@ -113,7 +113,7 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
         _thread.listener = None
 
 
-def tell(step: Any) -> None:
+def emit_step(step: Any) -> None:
     """Whoever hears this thread's launches: of something that belongs between them."""
     listener = getattr(_thread, "listener", None)
     if listener is not None:
@@ -121,7 +121,7 @@ def tell(step: Any) -> None:
 
 
 @contextlib.contextmanager
-def elsewhere(become: Callable[[Any], Any]) -> Iterator[None]:
+def redirect_steps(become: Callable[[Any], Any]) -> Iterator[None]:
     """Within, launches and waits are told of as what they `become`: there is more to making them again."""
     _thread.become = become
     try:
@@ -130,14 +130,14 @@ def elsewhere(become: Callable[[Any], Any]) -> Iterator[None]:
         _thread.become = None
 
 
-def as_told(step: Any) -> Any:
+def map_step(step: Any) -> Any:
     """A launch or a wait as whoever hears this thread is to have it."""
     become = getattr(_thread, "become", None)
     return step if become is None else become(step)
 
 
 @contextlib.contextmanager
-def held_back(taker: Callable[..., None]) -> Iterator[None]:
+def dry_run(taker: Callable[..., None]) -> Iterator[None]:
     """Within, this thread launches nothing: `taker(kernel, programs, arguments, fixed)` has it, if it is new."""
     _thread.taker = taker
     try:
@@ -146,7 +146,7 @@ def held_back(taker: Callable[..., None]) -> Iterator[None]:
         _thread.taker = None
 
 
-def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
+def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     """Launch a kernel on the current device and its current stream: `kernel[(programs,)](*arguments, **fixed)`.
 
     Args:
@@ -159,7 +159,7 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     enter_context(arguments)
     listener = getattr(_thread, "listener", None)
     taker = getattr(_thread, "taker", None)
-    looked = None if not hasattr(kernel, "device_caches") or watched(kernel) else _looked_at(arguments)
+    looked = None if not hasattr(kernel, "device_caches") or has_launch_hooks(kernel) else _specialization(arguments)
     if looked is None and taker is not None:
         return
     if looked is None:
@@ -171,7 +171,7 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
     driver = sys.modules["triton"].runtime.driver.active
     device = driver.get_current_device()
     key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
-    ready = _ready.get(key)
+    ready = _compiled.get(key)
     if taker is not None:
         if ready is None:
             taker(kernel, programs, arguments, fixed)
@@ -180,13 +180,13 @@ def launched(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
         compiled = kernel[(programs,)](*arguments, **fixed)
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
-            _ready[key] = _bound(compiled, arguments, constants)
+            _compiled[key] = _compiled_launch(compiled, arguments, constants)
         if listener is not None:
-            listener(None, kernel, new=key in _ready)
+            listener(None, kernel, new=key in _compiled)
         return
     if listener is not None:
-        launch = _again(ready, programs, arguments)
-        listener(None if launch is None else as_told(launch), kernel, new=False)
+        launch = _recorded_launch(ready, programs, arguments)
+        listener(None if launch is None else map_step(launch), kernel, new=False)
     run, function, metadata, constants, descriptors = ready
     for place, expand in descriptors:
         flat[place : place + 1] = expand(arguments[place])
@@ -205,41 +205,41 @@ def enter_context(arguments: Sequence[Any]) -> None:
         _thread.entered = True
 
 
-def current() -> int:
+def current_device() -> int:
     """Number of the current device."""
     found: int = sys.modules["triton"].runtime.driver.active.get_current_device()
     return found
 
 
-def stream(device: int) -> Any:
+def current_stream(device: int) -> Any:
     """Its current stream, as a launcher takes it."""
     return sys.modules["triton"].runtime.driver.active.get_current_stream(device)
 
 
-def _again(ready: Ready, programs: int, arguments: tuple[Any, ...]) -> Launch | None:
+def _recorded_launch(ready: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
     """A launch as it can be made again; None if Triton looks at its descriptors."""
     expanding = dict(ready.descriptors)
     flat: list[Any] = []
     pointers, boxes, encoders = [], [], []
     for place, x in enumerate(arguments):
         if isinstance(x, Tensor):
-            pointers.append(Place(len(flat), x, 0))
+            pointers.append(PointerSlot(len(flat), x, 0))
             flat.append(0)
         elif hasattr(x, "block_shape"):
             encode = expanding[place].encoder(x) if place in expanding else None
             if encode is None:
                 return None
-            boxes.append(Place(len(flat), x.base, 0))
+            boxes.append(PointerSlot(len(flat), x.base, 0))
             encoders.append(encode)
             flat += (None, *x.shape, *x.strides)
         else:
             flat.append(x)
     flat += ready.constants
     encoded = [(-1, None)] * len(boxes)
-    return Launch(ready, programs, flat, tuple(pointers), tuple(boxes), tuple(encoders), encoded)
+    return RecordedLaunch(ready, programs, flat, tuple(pointers), tuple(boxes), tuple(encoders), encoded)
 
 
-def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Ready:
+def _compiled_launch(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> CompiledLaunch:
     """How to launch what was compiled for these arguments.
 
     Where Triton wraps its launcher in a function that looks for descriptors among all arguments, that function's own
@@ -247,18 +247,18 @@ def _bound(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]
     """
     known = compiled.run, compiled.function, compiled.packed_metadata, constants
     places = [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
-    within = _enclosed(getattr(compiled.run, "launch", None))
+    within = _closure_variables(getattr(compiled.run, "launch", None))
     launcher, layouts = within.get("launcher"), within.get("tensordesc_meta", ())
     expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
     if launcher is None or expand is None or len(layouts) != len(places):
-        return Ready(*known, ())
+        return CompiledLaunch(*known, ())
     run = copy.copy(compiled.run)
     run.launch = launcher
-    descriptors = [(place, _Expanding(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
-    return Ready(run, *known[1:], tuple(descriptors[::-1]))
+    descriptors = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
+    return CompiledLaunch(run, *known[1:], tuple(descriptors[::-1]))
 
 
-class _Expanding:
+class _DescriptorExpander:
     """What becomes of a descriptor of one layout: the box's encoding by the driver, then its matrix's sizes.
 
     Triton's function for that looks up the layout's numbers by name and finds its way to the driver each time; it is
@@ -279,35 +279,35 @@ class _Expanding:
             self.encode, self.box = encode, (swizzle, size, elements[element], block)
 
     def __call__(self, x: Any) -> list[Any]:
-        if self.encode is None or not _plain(x):
+        if self.encode is None or not _is_plain_descriptor(x):
             return self.expand(x, self.layout)
         shape, strides = x.shape, x.strides
         return [self.encode(x.base.data_ptr(), *self.box, shape, strides, 0), *shape, *strides]
 
     def encoder(self, x: Any) -> Callable[[int], Any] | None:
         """What makes the encoding of a box like x at another address; None where Triton has to be asked."""
-        if self.encode is None or not _plain(x):
+        if self.encode is None or not _is_plain_descriptor(x):
             return None
         encode, box, shape, strides = self.encode, self.box, list(x.shape), list(x.strides)
         return lambda address: encode(address, *box, shape, strides, 0)
 
 
-def _plain(x: Any) -> bool:
+def _is_plain_descriptor(x: Any) -> bool:
     return x.padding == "zero" and not getattr(x, "round_f32_to_tf32", False)
 
 
-def _enclosed(function: Any) -> dict[str, Any]:
+def _closure_variables(function: Any) -> dict[str, Any]:
     """What a function written inside another one has of it."""
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
 
 
-def hooked() -> bool:
+def any_launch_hooks() -> bool:
     """Whether someone looks at all kernels' launches now."""
-    return "triton" in sys.modules and watched()
+    return "triton" in sys.modules and has_launch_hooks()
 
 
-def watched(*kernels: Any) -> bool:
+def has_launch_hooks(*kernels: Any) -> bool:
     """Whether someone looks at these kernels' launches, or has them compiled in another way, or may for all we know."""
     try:
         knobs = sys.modules["triton"].knobs
@@ -326,7 +326,7 @@ def watched(*kernels: Any) -> bool:
         return True
 
 
-def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
     """What code is compiled for, of each argument, and what its launch is given; None if one is not recognised.
 
     The former holds no tensor, no address and no length. The latter has addresses instead of tensors, which Triton's
@@ -343,9 +343,9 @@ def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] 
             # Whole vectors may be loaded from the first element on, or not.
             kinds += x.dtype, address % 16 == 0
         elif kind is tuple:
-            kinds.append(_integers(x))
+            kinds.append(_integers_class(x))
         elif kind is int:
-            kinds.append(_integer(x))
+            kinds.append(_integer_class(x))
         elif kind is float:
             kinds.append(kind)
         elif hasattr(x, "block_shape"):
@@ -357,12 +357,12 @@ def _looked_at(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] 
 
 
 @functools.lru_cache(maxsize=4096)
-def _integer(x: int) -> str:
+def _integer_class(x: int) -> str:
     """Whether it is 1, a multiple of 16, of 32 bits, of 64 bits. Finer than for arguments that are not specialised."""
     return f"{x == 1} {x % 16 == 0} {-(2**31) <= x < 2**31} {x < 2**63}"
 
 
 @functools.lru_cache(maxsize=4096)
-def _integers(x: tuple[int, ...]) -> str:
+def _integers_class(x: tuple[int, ...]) -> str:
     """Of strides, which repeat from call to call; those that come with a new length may be of a known kind."""
-    return f"({', '.join(map(_integer, x))})"
+    return f"({', '.join(map(_integer_class, x))})"

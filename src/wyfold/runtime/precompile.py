@@ -1,8 +1,8 @@
 """A call's kernels, compiled side by side before the first of them is launched.
 
 Triton compiles a kernel when it is launched for the first time, one after another: the first backward of a Gated
-DeltaNet waits for three of them, two seconds each. `rehearsed` goes through a call once with its launches held back,
-which says what they are, and has Triton compile them in threads: most of that work is done outside Python. Then the
+DeltaNet waits for three of them, two seconds each. `precompile_kernels` makes a dry run of a call, which finds its
+kernels, and has Triton compile them in threads: most of that work is done outside Python. Then the
 call itself finds them. Nobody's tensor changes meanwhile; where a call does anything that is not understood, the
 rehearsal ends, and the call compiles what is left as it comes to it.
 """
@@ -20,56 +20,61 @@ from typing import Any
 import torch
 
 from wyfold.runtime import kernel_configs, kernel_launch, torch_ops
-from wyfold.runtime.recorder import ASKS, DOES, WAITS, Hearing
+from wyfold.runtime.recorder import ALLOCATIONS, REPEATABLE, WAIT_TENSOR, OperationMode
 
 THREADS = 8
 """At most; a call has six kernels or fewer."""
 
 
-def rehearsed(run: Callable[[], object], device: torch.device) -> None:
+def precompile_kernels(run: Callable[[], object], device: torch.device) -> None:
     """Compile what `run` would launch on a CUDA device. Whatever fails here is left for the call itself to say."""
     if not kernel_configs.version() or _capturing(device):
         return
     # Triton's mode stays on if it is interrupted while it waits, and then no later launch of the thread compiles.
-    contextvars.copy_context().run(_rehearsed, run, device)
+    contextvars.copy_context().run(_precompile, run, device)
 
 
-def _rehearsed(run: Callable[[], object], device: torch.device) -> None:
+def _precompile(run: Callable[[], object], device: torch.device) -> None:
     # Nothing may have been launched yet, and so nobody may have imported it.
     mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
     if mode is None:
         return
     kernels: list[Any] = []
 
-    def compiling(kernel: Any, programs: int, arguments: tuple[Any, ...], fixed: dict[str, Any]) -> None:
+    def compile_kernel(kernel: Any, programs: int, arguments: tuple[Any, ...], fixed: dict[str, Any]) -> None:
         kernels.append(kernel.run(*arguments, grid=(programs,), warmup=True, **fixed))
 
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     with contextlib.suppress(Exception), threads:
         with mode(threads, ignore_errors=True):
-            with contextlib.suppress(Exception), torch_ops.alone(), kernel_launch.held_back(compiling), _Harmless():
+            with (
+                contextlib.suppress(Exception),
+                torch_ops.bypass_dispatch(),
+                kernel_launch.dry_run(compile_kernel),
+                _NoWrites(),
+            ):
                 run()
         # Loading a kernel compiles its launcher, by a C compiler of its own.
         for done in [threads.submit(_load, kernel, device) for kernel in kernels]:
             done.result()
 
 
-class _Enough(Exception):
+class _NotRepeatable(Exception):
     """The call does something that may not bear being done twice."""
 
 
-class _Harmless(Hearing):
+class _NoWrites(OperationMode):
     """Within, tensors are made, and looked at in other shapes; none is written to."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
-        if name == WAITS:
+        if name == WAIT_TENSOR:
             return args[0]  # by the call itself, as it does whatever happens here
-        if name in DOES and func._schema.is_mutable:
+        if name in REPEATABLE and func._schema.is_mutable:
             return args[0]
-        if name in ASKS or name in DOES or func.is_view:
+        if name in ALLOCATIONS or name in REPEATABLE or func.is_view:
             return func(*args, **kwargs)
-        raise _Enough
+        raise _NotRepeatable
 
 
 def _capturing(device: torch.device) -> bool:

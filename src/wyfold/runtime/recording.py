@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import kernel_launch
-from wyfold.runtime.side_stream import Turn
+from wyfold.runtime.side_stream import ForkJoin
 
 
 class Step(Protocol):
     """Something that reaches the device, or keeps memory."""
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         """Do it on numbered tensors at these addresses, and on this stream, or the one beside it."""
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Step:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Step:
         """The same of other tensors; to: number, and bytes behind its first element, of what they were."""
 
 
-class Ask(NamedTuple):
+class Allocate(NamedTuple):
     """Memory is asked for, which becomes a numbered tensor."""
 
     tensor: int
@@ -36,28 +36,28 @@ class Ask(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         number, shape, stride, dtype, device = self
         tensors[number] = x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         addresses[number] = x.data_ptr()
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Ask:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Allocate:
         return self
 
 
-class Drop(NamedTuple):
+class Free(NamedTuple):
     """A tensor is needed no more: its memory is there for the next one."""
 
     tensor: int
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         tensors[self.tensor] = None
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Drop:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Free:
         return self
 
 
-class Part(NamedTuple):
+class View(NamedTuple):
     """A tensor as an operation is given it: a view, from so many elements behind a numbered tensor's first one on."""
 
     tensor: int
@@ -77,7 +77,7 @@ class Operation(NamedTuple):
 
     Attributes:
         operator, keywords: Called as they are.
-        arguments: `Part`s among them stand for tensors.
+        arguments: `View`s among them stand for tensors.
         made: Number of its result, or None where that is one of the arguments.
     """
 
@@ -86,36 +86,36 @@ class Operation(NamedTuple):
     keywords: dict[str, Any]
     made: int | None
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        arguments = [x.of(tensors) if type(x) is Part else x for x in self.arguments]
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        arguments = [x.of(tensors) if type(x) is View else x for x in self.arguments]
         found = self.operator(*arguments, **self.keywords)
         if self.made is not None:
             tensors[self.made] = found
             addresses[self.made] = found.data_ptr()
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Operation:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Operation:
         return self
 
 
-class Wait(NamedTuple):
+class WaitCollective(NamedTuple):
     """What is launched after this waits until a collective has written its result, a numbered tensor."""
 
     tensor: int
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            wait(tensors[self.tensor])
+            wait_collective(tensors[self.tensor])
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Wait:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> WaitCollective:
         return self
 
 
-def wait(x: Tensor) -> None:
-    """`Wait`, on the current stream."""
+def wait_collective(x: Tensor) -> None:
+    """`WaitCollective`, on the current stream."""
     torch.ops._c10d_functional.wait_tensor(x)
 
 
-class Course(NamedTuple):
+class Recording(NamedTuple):
     """One call.
 
     Attributes:
@@ -131,39 +131,41 @@ class Course(NamedTuple):
 
     device: torch.device
     kernels: tuple[Any, ...]
-    alike: tuple[tuple[int, int], ...]
+    same_tensor: tuple[tuple[int, int], ...]
     made: int
     steps: tuple[Step, ...]
     results: tuple[int | None, ...]
     single: bool
     zeros: tuple[tuple[int, str], ...] = ()
 
-    def fits(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    def guards_hold(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
         """Whether a call on these may take it now: on its device, with nobody watching its kernels."""
         for place, zero in self.zeros:
             if str(values[place]) != zero:
                 return False
-        for one, other in self.alike:
+        for one, other in self.same_tensor:
             if given[one] is not given[other]:
                 return False
-        return not kernel_launch.watched(*self.kernels) and kernel_launch.current() == (self.device.index or 0)
+        return not kernel_launch.has_launch_hooks(*self.kernels) and kernel_launch.current_device() == (
+            self.device.index or 0
+        )
 
-    def take(self, given: tuple[Any, ...], addresses: list[int]) -> Any:
+    def run(self, given: tuple[Any, ...], addresses: list[int]) -> Any:
         """Results of a call on these tensors, whose addresses are known already."""
         kernel_launch.enter_context(given)
-        stream = kernel_launch.stream(self.device.index or 0)
+        stream = kernel_launch.current_stream(self.device.index or 0)
         tensors = [*given, *[None] * self.made]
         addresses = addresses + [0] * self.made
         steps = iter(self.steps)
         step: Step | None = None
         try:
             for step in steps:
-                step.again(stream, tensors, addresses)
+                step.replay(stream, tensors, addresses)
         except BaseException:
             # Or memory would be given up that launches aside still use.
             for left in (step, *steps):
-                if type(left) is Turn:
-                    left.again(stream, tensors, addresses)
+                if type(left) is ForkJoin:
+                    left.replay(stream, tensors, addresses)
             raise
         if self.single:
             (result,) = self.results

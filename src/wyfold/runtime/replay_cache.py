@@ -3,7 +3,7 @@
 Between an operator's arguments and its launches lies Python that looks at metadata alone: it checks, plans, makes
 views, asks for memory, and finds the kernel for each launch. Calls that are equal in all it may look at come to the
 same launches, with the same numbers and other addresses. Before the first such call its kernels are compiled
-(`runtime/precompile.py`); `recalled` listens to the second one and writes down what reaches the device: memory asked
+(`runtime/precompile.py`); `replayed` listens to the second one and writes down what reaches the device: memory asked
 for, kernels launched, copies made, collectives waited for. The calls that follow do that and nothing else.
 
 What is kept is found by value, holds no tensor and no address, and is given up where it is not understood: a call with
@@ -21,22 +21,22 @@ from torch import Tensor
 
 from wyfold.runtime import check, kernel_configs, kernel_launch, torch_ops
 from wyfold.runtime.plan import explaining
-from wyfold.runtime.precompile import rehearsed
-from wyfold.runtime.recorder import listened
-from wyfold.runtime.recording import Course
+from wyfold.runtime.precompile import precompile_kernels
+from wyfold.runtime.recorder import record
+from wyfold.runtime.recording import Recording
 
 Result = TypeVar("Result")
 
-MOST = 2048
+CAPACITY = 2048
 """Calls remembered, and kinds of them; when there are more, all are forgotten."""
 
 DEVICES = frozenset(("cuda",))
 """Types of device whose calls are remembered: elsewhere nothing is launched."""
 
-_courses: dict[tuple[Any, ...], Course | str] = {}
+_recordings: dict[tuple[Any, ...], Recording | str] = {}
 """What calls came to. A text says why not; an empty one that such a call was seen once."""
 
-_rehearsed: set[tuple[Any, ...]] = set()
+_precompiled: set[tuple[Any, ...]] = set()
 """Calls, apart from their lengths and real numbers, whose kernels were compiled before them."""
 
 
@@ -44,7 +44,7 @@ class Lengths(tuple[int, ...]):
     """Numbers among a call's values of which kernels know whether there are any, and no more, as of lengths."""
 
 
-def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
+def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
     """`run()`, or what it would do.
 
     Args:
@@ -59,32 +59,32 @@ def recalled(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     addresses: list[int] = []
     key = _key(tensors, values, addresses)
     try:
-        course = None if key is None else _courses.get(key)
+        recording = None if key is None else _recordings.get(key)
     except TypeError:  # an argument that is nothing legal
         key = None
     if key is None:
         return run()
-    if type(course) is Course:
-        return course.take(tensors, addresses) if course.fits(tensors, values) else run()
-    if course is None:
-        if len(_courses) >= MOST:
-            _courses.clear()
-        _courses[key] = ""
+    if type(recording) is Recording:
+        return recording.run(tensors, addresses) if recording.guards_hold(tensors, values) else run()
+    if recording is None:
+        if len(_recordings) >= CAPACITY:
+            _recordings.clear()
+        _recordings[key] = ""
         _compile(tensors, values, run)
         return run()
-    if course or kernel_launch.hooked():
+    if recording or kernel_launch.any_launch_hooks():
         return run()
-    result, course = listened(tensors, run)
-    if type(course) is Course:
-        course = course._replace(zeros=tuple([(n, str(values[n])) for n in zeros(values)]))
-    _courses[key] = course
+    result, recording = record(tensors, run)
+    if type(recording) is Recording:
+        recording = recording._replace(zeros=tuple([(n, str(values[n])) for n in zero_positions(values)]))
+    _recordings[key] = recording
     return result
 
 
 def forget() -> None:
     """Every call is new again: after a change of what the package reads once."""
-    _courses.clear()
-    _rehearsed.clear()
+    _recordings.clear()
+    _precompiled.clear()
 
 
 def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
@@ -95,11 +95,11 @@ def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     looks = tuple([None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors])
     flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
     kind = flags, tuple(map(type, values)), tensors[0].device, looks, kernel_configs.changes()
-    if kind not in _rehearsed:
-        if len(_rehearsed) >= MOST:
-            _rehearsed.clear()
-        _rehearsed.add(kind)
-        rehearsed(run, tensors[0].device)
+    if kind not in _precompiled:
+        if len(_precompiled) >= CAPACITY:
+            _precompiled.clear()
+        _precompiled.add(kind)
+        precompile_kernels(run, tensors[0].device)
 
 
 def _widths(x: Tensor) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     first = tensors[0]
     if not isinstance(first, Tensor) or first.device.type not in DEVICES:
         return None
-    if not torch_ops.unattended() or check.checking_contents() or explaining():
+    if not torch_ops.in_plain_eager() or check.checking_contents() or explaining():
         return None
     differentiable = torch.is_grad_enabled()
     # True is 1 to a dictionary, but no flag.
@@ -145,6 +145,6 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     return tuple(key)
 
 
-def zeros(values: tuple[Any, ...]) -> list[int]:
+def zero_positions(values: tuple[Any, ...]) -> list[int]:
     """Places of zeros among real numbers: those of either sign are equal, and need not come to the same."""
     return [n for n, value in enumerate(values) if type(value) is float and value == 0.0]

@@ -1,7 +1,7 @@
 """Launches beside others, on a stream of their own, which is served first.
 
-    with beside(device) as aside:
-        with aside:
+    with fork_side_stream(device) as on_side:
+        with on_side:
             ...             # is launched behind everything before it
         ...                 # does not wait for that, and makes use of what it leaves idle
     ...                     # waits for both
@@ -22,90 +22,92 @@ import torch
 from wyfold.runtime import kernel_launch
 
 
-class Pair(NamedTuple):
+class StreamPair(NamedTuple):
     """A stream, the one beside it, and what each waits for of the other: made once, for they take longer than waiting.
 
     An event may be recorded again while somebody waits for it, who then does not wait longer.
     """
 
-    here: torch.cuda.Stream
-    there: torch.cuda.Stream
+    main: torch.cuda.Stream
+    side: torch.cuda.Stream
     forked: torch.cuda.Event
     joined: torch.cuda.Event
 
     def fork(self) -> None:
-        self.forked.record(self.here)
-        self.forked.wait(self.there)
+        self.forked.record(self.main)
+        self.forked.wait(self.side)
 
     def join(self) -> None:
-        self.joined.record(self.there)
-        self.joined.wait(self.here)
+        self.joined.record(self.side)
+        self.joined.wait(self.main)
 
 
-_pairs: dict[tuple[int, int], Pair] = {}
+_stream_pairs: dict[tuple[int, int], StreamPair] = {}
 """By the device's number and a stream's handle."""
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[contextlib.AbstractContextManager[None]]:
+def fork_side_stream(device: torch.device) -> Iterator[contextlib.AbstractContextManager[None]]:
     """What launches are made in that go to the stream beside the current one of a CUDA device; nowhere else on other
     devices. What comes after waits for them, also where the calls broke off: memory may be given up then."""
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
     number = device.index or 0
-    pair = _pair(number, torch.cuda.current_stream(device).cuda_stream)
+    pair = _stream_pair(number, torch.cuda.current_stream(device).cuda_stream)
     try:
         pair.fork()
-        kernel_launch.tell(Turn(number, joins=False))
-        yield _aside(pair, number)
+        kernel_launch.emit_step(ForkJoin(number, joins=False))
+        yield _on_side_stream(pair, number)
     finally:
         pair.join()
-    kernel_launch.tell(Turn(number, joins=True))
+    kernel_launch.emit_step(ForkJoin(number, joins=True))
 
 
 @contextlib.contextmanager
-def _aside(pair: Pair, number: int) -> Iterator[None]:
-    with torch.cuda.stream(pair.there), kernel_launch.elsewhere(lambda step: Aside(step, number)):
+def _on_side_stream(pair: StreamPair, number: int) -> Iterator[None]:
+    with torch.cuda.stream(pair.side), kernel_launch.redirect_steps(lambda step: OnSideStream(step, number)):
         yield
 
 
-class Turn(NamedTuple):
+class ForkJoin(NamedTuple):
     """`fork` or `join` as a step of a call that is repeated. Between the two there are launches and waits alone."""
 
     number: int
     joins: bool
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        pair = _pair(self.number, stream)
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        pair = _stream_pair(self.number, stream)
         if self.joins:
             pair.join()
         else:
             pair.fork()
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Turn:
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> ForkJoin:
         return self
 
 
-class Aside(NamedTuple):
+class OnSideStream(NamedTuple):
     """A launch that was made aside, or a wait, as such a step."""
 
     step: Any
     number: int
 
-    def again(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.step.again(_pair(self.number, stream).there.cuda_stream, tensors, addresses)
+    def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
+        self.step.replay(_stream_pair(self.number, stream).side.cuda_stream, tensors, addresses)
 
-    def moved(self, to: Callable[[Any, int], tuple[Any, int]]) -> Aside:
-        return self._replace(step=self.step.moved(to))
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> OnSideStream:
+        return self._replace(step=self.step.rebind(to))
 
 
-def _pair(number: int, handle: int) -> Pair:
+def _stream_pair(number: int, handle: int) -> StreamPair:
     """Of a device's current stream."""
-    found = _pairs.get((number, handle))
+    found = _stream_pairs.get((number, handle))
     if found is None:
-        here = torch.cuda.current_stream(number)
-        there = torch.cuda.Stream(number, priority=-1)
+        main = torch.cuda.current_stream(number)
+        side = torch.cuda.Stream(number, priority=-1)
         # Another thread may have come first: all are to find the same.
-        found = _pairs.setdefault((number, handle), Pair(here, there, torch.cuda.Event(), torch.cuda.Event()))
+        found = _stream_pairs.setdefault(
+            (number, handle), StreamPair(main, side, torch.cuda.Event(), torch.cuda.Event())
+        )
     return found

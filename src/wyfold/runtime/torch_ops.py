@@ -46,15 +46,15 @@ def register(
         of_gradients: It computes gradients: of a batch of incoming ones (`is_grads_batched=True`), one after another.
     """
     name = schema.partition("(")[0]
-    run = _undisturbed(run)
+    run = _isolated(run)
     _library.define(schema)
     # PyTorch's own kernel for autograd would warn in every backward that there is none.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    _library.impl(name, _differentiated(name, run, gradient), "CompositeExplicitAutograd")
+    _library.impl(name, _with_gradient(name, run, gradient), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
     operator: Callable[..., Any] = getattr(torch.ops.wyfold, name).default
     if of_gradients:
-        torch.library.register_vmap(f"wyfold::{name}", functools.partial(_one_by_one, operator), lib=_library)
+        torch.library.register_vmap(f"wyfold::{name}", functools.partial(_vmap_by_loop, operator), lib=_library)
     _implementations[operator] = run
     return operator
 
@@ -62,7 +62,7 @@ def register(
 _implementations: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def _one_by_one(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     """An operator's results for every member of a batch, and where the batch is in them."""
     size = info.batch_size
 
@@ -90,19 +90,19 @@ def call(operator: Callable[..., Any], *arguments: Any) -> Any:
     It takes 8 to 25 microseconds for the thirty arguments of a call of the delta family.
     """
     run = None if torch.compiler.is_compiling() else _implementations.get(operator)
-    return operator(*arguments) if run is None or not unobserved(*arguments) else run(*arguments)
+    return operator(*arguments) if run is None or not can_skip_dispatch(*arguments) else run(*arguments)
 
 
-def unobserved(*arguments: Any) -> bool:
+def can_skip_dispatch(*arguments: Any) -> bool:
     """Whether nobody but its implementation would notice a registered operator's call with these arguments.
 
     Nobody differentiates; no mode, tracer or profiler is about; every tensor is an ordinary one, whose memory holds its
     values.
     """
-    return (_here.alone or (not torch.is_grad_enabled() and unattended())) and _ordinary(arguments)
+    return (_state.bypassing or (not torch.is_grad_enabled() and in_plain_eager())) and _holds_plain_tensors(arguments)
 
 
-def unattended() -> bool:
+def in_plain_eager() -> bool:
     """Whether no mode, transform, compiler, tracer or profiler is about that may ask what a call is made of."""
     return not (
         torch.compiler.is_compiling()
@@ -115,26 +115,26 @@ def unattended() -> bool:
     )
 
 
-class _Here(threading.local):
-    """Of a thread: whether it is inside `alone`."""
+class _ThreadState(threading.local):
+    """Of a thread: whether it is inside `bypass_dispatch`."""
 
-    alone = False
+    bypassing = False
 
 
-_here = _Here()
+_state = _ThreadState()
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def bypass_dispatch() -> Iterator[None]:
     """Within, nobody differentiates what this thread calls, nor listens to it but who opened this."""
-    _here.alone = True
+    _state.bypassing = True
     try:
         yield
     finally:
-        _here.alone = False
+        _state.bypassing = False
 
 
-def _asked(path: str) -> Callable[[], Any]:
+def _torch_query(path: str) -> Callable[[], Any]:
     """One of PyTorch's questions to itself; where a version has no such, the answer is yes."""
     found: Any = torch
     for name in path.split("."):
@@ -142,14 +142,14 @@ def _asked(path: str) -> Callable[[], Any]:
     return found if callable(found) else lambda: True
 
 
-_dispatch_modes = _asked("_C._len_torch_dispatch_stack")
-_function_modes = _asked("_C._len_torch_function_stack")
-_transforming = _asked("_C._functorch.peek_interpreter_stack")
-_tracing = _asked("_C._get_tracing_state")
-_profiling = _asked("autograd._profiler_enabled")
+_dispatch_modes = _torch_query("_C._len_torch_dispatch_stack")
+_function_modes = _torch_query("_C._len_torch_function_stack")
+_transforming = _torch_query("_C._functorch.peek_interpreter_stack")
+_tracing = _torch_query("_C._get_tracing_state")
+_profiling = _torch_query("autograd._profiler_enabled")
 
 
-def _ordinary(arguments: Iterable[Any]) -> bool:
+def _holds_plain_tensors(arguments: Iterable[Any]) -> bool:
     """Whether every tensor among them is one whose memory holds its values."""
     for x in arguments:
         kind = type(x)
@@ -157,7 +157,7 @@ def _ordinary(arguments: Iterable[Any]) -> bool:
             if x.is_meta or x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x):
                 return False
         elif kind is list:
-            if not _ordinary(x):
+            if not _holds_plain_tensors(x):
                 return False
         elif kind not in _VALUES:
             return False
@@ -170,17 +170,17 @@ _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
 def differentiating() -> bool:
     """Whether a gradient, a tangent, a transform or a compiler may ask how results depend on arguments."""
     return torch.compiler.is_compiling() or (
-        not _here.alone
+        not _state.bypassing
         and (torch.is_grad_enabled() or _transforming() is not None or getattr(forward_ad, "_current_level", 0) >= 0)
     )
 
 
-def _differentiated(name: str, run: Callable[..., Any], gradient: Callable[..., Any] | None) -> Callable[..., Any]:
+def _with_gradient(name: str, run: Callable[..., Any], gradient: Callable[..., Any] | None) -> Callable[..., Any]:
     """`run`, or `gradient` where autograd would have to look into what runs."""
 
     @functools.wraps(run)
     def differentiated(*arguments: Any) -> Any:
-        if _here.alone or not torch.is_grad_enabled() or not _requires_gradient(arguments):
+        if _state.bypassing or not torch.is_grad_enabled() or not _requires_gradient(arguments):
             return run(*arguments)
         if gradient is None:
             raise RuntimeError(
@@ -197,10 +197,10 @@ def _requires_gradient(arguments: Iterable[Any]) -> bool:
     )
 
 
-_AS_IT_IS = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
-def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
+def _isolated(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` with the dtypes it was given, autocast off, and with float32 products that are float32."""
 
     @functools.wraps(run)
@@ -210,16 +210,16 @@ def _undisturbed(run: Callable[..., Any]) -> Callable[..., Any]:
         # Kernels are launched on the device that is current, which need not be the tensors'.
         elsewhere = device == "cuda" and place.index != torch.cuda.current_device()
         with (
-            _exact_products(device),
-            torch.cuda.device(place) if elsewhere else _AS_IT_IS,
-            _AS_IT_IS if autocast_dtype(device) is None else torch.autocast(device, enabled=False),
+            _ieee_matmuls(device),
+            torch.cuda.device(place) if elsewhere else _NO_CONTEXT,
+            _NO_CONTEXT if autocast_dtype(device) is None else torch.autocast(device, enabled=False),
         ):
             return run(*arguments)
 
     return undisturbed
 
 
-class _exact_products:
+class _ieee_matmuls:
     """Context in which float32 products on a device are not rounded to TF32 or bfloat16, whatever the process allows.
 
     The setting belongs to the process. Every entry looks at it, because another thread may have changed it since an
@@ -229,7 +229,7 @@ class _exact_products:
     _lock = threading.Lock()
     _inside: ClassVar[dict[str, int]] = {}
     _before: ClassVar[dict[str, str]] = {}
-    _mine = threading.local()
+    _this_thread = threading.local()
 
     def __init__(self, device: str):
         self.device = device
@@ -254,7 +254,7 @@ class _exact_products:
 
     def _count(self, step: int) -> int:
         """Calls inside, of all threads and of this one, with one more or less."""
-        setattr(self._mine, self.device, getattr(self._mine, self.device, 0) + step)
+        setattr(self._this_thread, self.device, getattr(self._this_thread, self.device, 0) + step)
         self._inside[self.device] = self._inside.get(self.device, 0) + step
         return self._inside[self.device]
 
@@ -269,16 +269,16 @@ class _exact_products:
         """In the child of a fork, where only the thread that forked goes on: the others never leave."""
         cls._lock.release()
         for device, products in (("cpu", torch.backends.mkldnn), ("cuda", torch.backends.cuda)):
-            cls._inside[device] = getattr(cls._mine, device, 0)
+            cls._inside[device] = getattr(cls._this_thread, device, 0)
             if cls._inside[device] == 0:
                 cls._restore(device, products)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_exact_products._lock.acquire,
-        after_in_parent=_exact_products._lock.release,
-        after_in_child=_exact_products.forget_other_threads,
+        before=_ieee_matmuls._lock.acquire,
+        after_in_parent=_ieee_matmuls._lock.release,
+        after_in_child=_ieee_matmuls.forget_other_threads,
     )
 
 
@@ -320,39 +320,42 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        if not torch.compiler.is_compiling() and any(dx is not None and _in_batches(dx) for dx in gradients):
-            return _batched(backward, ctx, gradients)
+        if not torch.compiler.is_compiling() and any(dx is not None and _is_batched(dx) for dx in gradients):
+            return _backward_by_member(backward, ctx, gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
-        node = _Unpacked(ctx)
-        if not torch.compiler.is_compiling() and _transforming() is not None:  # which `_Refusing` cannot be under
-            raise RuntimeError(_ONCE)
+        node = _UnpackedContext(ctx)
+        # `_RefuseSecondDerivative` does not work under a transform of torch.func.
+        if not torch.compiler.is_compiling() and _transforming() is not None:
+            raise RuntimeError(_SECOND_DERIVATIVE)
         with torch.no_grad():
             found = backward(node, *gradients)
-        return _Refusing.apply(found, *node.saved_tensors, *gradients)
+        return _RefuseSecondDerivative.apply(found, *node.saved_tensors, *gradients)
 
     return once
 
 
-_in_batches: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+_is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 """Whether a gradient is a batch of them, of `is_grads_batched=True` and `jacobian(vectorize=True)`."""
 
 
-def _batched(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _backward_by_member(
+    backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
     """A backward of every member of a batch, one after another: inside, results are written in place."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    first = next(dx for dx in gradients if dx is not None and _in_batches(dx))
+    first = next(dx for dx in gradients if dx is not None and _is_batched(dx))
     size = torch._remove_batch_dim(first, level, 1, 0).shape[0]
     members = [[None] * size if dx is None else torch._remove_batch_dim(dx, level, size, 0) for dx in gradients]
-    node = _Unpacked(ctx)
+    node = _UnpackedContext(ctx)
     if torch.is_grad_enabled() and _requires_gradient((*node.saved_tensors, *gradients)):
-        raise RuntimeError(_ONCE)
+        raise RuntimeError(_SECOND_DERIVATIVE)
     found = [backward(node, *member) for member in zip(*members, strict=True)]
     return tuple([None if dxs[0] is None else torch._add_batch_dim(torch.stack(dxs), 0, level) for dxs in zip(*found)])
 
 
-class _Unpacked:
+class _UnpackedContext:
     """An autograd node whose saved tensors are unpacked once: checkpointing refuses a second time."""
 
     def __init__(self, ctx: Any):
@@ -362,14 +365,14 @@ class _Unpacked:
         return getattr(self._ctx, name)
 
 
-_ONCE = (
+_SECOND_DERIVATIVE = (
     "wyfold operators are once differentiable: a gradient of their gradients was asked for (a gradient penalty, a "
     "Hessian, create_graph=True). Take it of wyfold.reference, which is PyTorch alone, or leave the operator out of "
     "what is differentiated twice, by detach()"
 )
 
 
-class _Refusing(torch.autograd.Function):
+class _RefuseSecondDerivative(torch.autograd.Function):
     """Gradients as a function of the tensors they were computed from, without a derivative."""
 
     @staticmethod
@@ -378,7 +381,7 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError(_ONCE)
+        raise RuntimeError(_SECOND_DERIVATIVE)
 
 
 def refuse_transforms(op: str, *tensors: Any) -> None:
@@ -415,7 +418,7 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
     They are shown the registered operator that the function calls, which finds its function again when it runs.
     """
     if traced():
-        return function.forward(_Unsaved(), *arguments)
+        return function.forward(_DiscardingContext(), *arguments)
     if torch.compiler.is_compiling():
         arguments = tuple(
             [
@@ -440,7 +443,7 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-class _Unsaved:
+class _DiscardingContext:
     """The context of an autograd function of which only the results are wanted."""
 
     def set_materialize_grads(self, value: bool) -> None:

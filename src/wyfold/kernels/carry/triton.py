@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import StateRows
 from wyfold.runtime.kernel_configs import Config, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm_exact
 from wyfold.tile.index.triton import strides
 from wyfold.tile.state.triton import load_state, store_state
@@ -35,7 +35,7 @@ def carry(
     """
     B, HV, K, width = told.shape[2:]
     V, config = width - K, _config(K, told.device)
-    launched(
+    launch_kernel(
         wyfold_carry_triton,
         outer.rows.shape[0] * HV * -(-V // config.blocks["BV"]),
         told,
@@ -64,7 +64,7 @@ def send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: torch.
     """Write what leaves at borders, as `carry.eager` has it. `tails` and `out` are contiguous."""
     HV, K, columns = borders.states.shape[1:]
     config = _config(K, out.device)
-    launched(
+    launch_kernel(
         wyfold_send_triton,
         borders.rows.shape[0] * HV * -(-columns // config.blocks["BV"]),
         borders.states,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.runtime import chunk_layout
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 
 BN, BC = 64, 128  # boundaries of a step, chunks of a program
 
@@ -30,7 +30,7 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
     # Apart, so that each begins where the kernels that read it may load whole vectors.
     cu, first, sequence = (cu_seqlens.new_empty(size, dtype=torch.int64) for size in (N + 2, N + 1, most))
     first_state = cu_seqlens.new_empty(N + 1, dtype=torch.int64) if every else None
-    launched(
+    launch_kernel(
         wyfold_chunk_grid_triton,
         max(1, triton.cdiv(most, BC)),
         cu_seqlens,

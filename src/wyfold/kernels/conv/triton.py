@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wyfold.kernels.conv import ConvGradients
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import silu, silu_bwd
 from wyfold.tile.taps.triton import load_row, load_taps, tap_products, taps, taps_bwd, zeros
 
@@ -58,7 +58,7 @@ def conv(
     programs = spans.programs + (0 if final_state is None else N)
     if programs * D == 0:
         return
-    launched(
+    launch_kernel(
         wyfold_conv_triton, programs * spans.blocks,
         x, x.stride(), weight, weight.stride(), _vector(bias), residual, _strides(residual, 2),
         state, _strides(state, 3), _boundaries(cu_seqlens), out, out.stride(), final_state, _strides(final_state, 3),
@@ -98,7 +98,7 @@ def conv_bwd(
     if programs * D == 0:
         return
     partial = x.new_empty(walks, W + 1, D, dtype=dtype) if sums and walks else None
-    launched(
+    launch_kernel(
         wyfold_conv_bwd_triton, programs * spans.blocks,
         x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
         dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,

@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import silu
 from wyfold.tile.index.triton import strides
 from wyfold.tile.taps.triton import load_row, load_taps, taps
@@ -41,7 +41,7 @@ def update(
     D, W = weight.shape
     config = tuned("conv_slots.triton", f"W{W}", x.device)
     BD = min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
-    launched(
+    launch_kernel(
         wyfold_conv_slots_triton,
         (grid.sequences + (grid.cu is not None)) * triton.cdiv(D, BD),
         x,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm_exact
 from wyfold.tile.index.triton import strides
 from wyfold.tile.state.triton import load_state, store_state
@@ -37,7 +37,7 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
     HV, K, V = S.shape[1:]
     config = tuned("fold.triton", f"K{K}", S.device)
     BK = tile_width(K)
-    launched(
+    launch_kernel(
         wyfold_fold_triton,
         segments.divided.shape[0] * HV * -(-V // config.blocks["BV"]),
         S,

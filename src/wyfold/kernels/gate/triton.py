@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wyfold.kernels.gate import GateGradients
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.norm.triton import column_sum
 from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_unit, store_rows
@@ -37,7 +37,7 @@ def gate(
     """
     tile = _tiles("gate", x, out)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_gate_triton, tile.tiles * tile.blocks,
             x, tile.steps(x), _vector(A_log), _vector(dt_bias), out, tile.steps(out), x.shape[0], lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
@@ -60,7 +60,7 @@ def gate_bwd(
     rate_wanted, bias_wanted = out.A_log is not None and A_log is not None, out.dt_bias is not None
     programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
-    launched(
+    launch_kernel(
         wyfold_gate_bwd_triton, programs * tile.blocks,
         x, tile.steps(x), _vector(A_log), _vector(dt_bias), dg, tile.steps(dg), out.x, tile.steps(out.x), partial,
         x.shape[0], tile.tiles, programs, lower_bound,
@@ -77,7 +77,7 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     x, out = _elements(x, out)
     tile = _tiles("beta_sigmoid", x, out)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_beta_sigmoid_triton, tile.tiles * tile.blocks,
             x, tile.steps(x), out, tile.steps(out), x.shape[0], float(scale), **tile.launch(),
         )  # fmt: skip
@@ -88,7 +88,7 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     x, dbeta, dx = _elements(x, dbeta, dx)
     tile = _tiles("beta_sigmoid_bwd", x, dbeta, dx)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_beta_sigmoid_bwd_triton, tile.tiles * tile.blocks,
             x, tile.steps(x), dbeta, tile.steps(dbeta), dx, tile.steps(dx), x.shape[0], float(scale), **tile.launch(),
         )  # fmt: skip

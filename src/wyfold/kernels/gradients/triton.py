@@ -13,7 +13,7 @@ from torch import Tensor
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import interpreting, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
@@ -109,7 +109,7 @@ def gradients(
             # Sums along rows of q and k lie in registers as the rows do, and that differs with how they came.
             rows = _token_boxes((q, k), C, BK, BK)
     (x_do,), (x_q, x_k), (x_dq, x_dk, x_dv) = tokens or (do,), rows or (q, k), sent or (out.q, out.k, out.v)
-    launched(
+    launch_kernel(
         wyfold_gradients_triton,
         grid.chunks * H,
         x_q,

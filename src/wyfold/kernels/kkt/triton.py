@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, interval_decay, load_gate
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, self_products, self_sum
@@ -41,7 +41,7 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
     held = torch.float32 if gates["CHANNEL"] else k.dtype
     config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate_kind(g)), k.device)
-    launched(
+    launch_kernel(
         wyfold_kkt_triton,
         grid.chunks * HV,
         k,

@@ -19,7 +19,7 @@ from torch import Tensor
 from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd, silu, silu_bwd
 from wyfold.tile.norm.triton import column_sum, row_norm, row_norm_bwd
 from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_unit, store_rows
@@ -37,7 +37,7 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
     """
     tile = _tiles("l2norm", x, out)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_l2norm_triton, tile.tiles, x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch()
         )
 
@@ -46,7 +46,7 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     """Write the gradient of `l2norm` in x to dx; all [n, W]."""
     tile = _tiles("l2norm_bwd", x, dy, dx)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_l2norm_bwd_triton, tile.tiles,
             x, tile.steps(x), dy, tile.steps(dy), dx, tile.steps(dx), x.shape[0], eps, **tile.launch(),
         )  # fmt: skip
@@ -65,7 +65,7 @@ def rms_norm_gated(
     """
     tile = _tiles("rms_norm_gated", x, z, out)
     if tile.tiles:
-        launched(
+        launch_kernel(
             wyfold_rms_norm_gated_triton, tile.tiles,
             x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
             out, tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
@@ -88,7 +88,7 @@ def rms_norm_gated_bwd(
     programs = min(tile.tiles, tile.programs)
     sums = [total for total in (out.weight, out.bias) if total is not None]
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
-    launched(
+    launch_kernel(
         wyfold_rms_norm_gated_bwd_triton, programs,
         x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
         dy, tile.steps(dy), out.x, tile.steps(out.x), out.z, tile.steps(out.z), partial,

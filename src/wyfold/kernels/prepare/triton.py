@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.channel.triton import (
     add_channel_grams,
@@ -103,7 +103,7 @@ def prepare(
     if plain and copies_boxes(q.device):
         rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
     x_q, x_k = rows or (q, k)
-    launched(
+    launch_kernel(
         wyfold_prepare_triton,
         tiles,
         x_q,

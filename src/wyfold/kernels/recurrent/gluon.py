@@ -19,7 +19,7 @@ from wyfold.kernels.records import Slots
 from wyfold.kernels.recurrent.triton import launch_key
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
@@ -60,7 +60,7 @@ def recurrent(
     key = launch_key(entering.dtype, K, V, g, v_first=options.state_v_first, alone=True)
     config = tuned("recurrent.gluon", key, q.device)
     BV = config.blocks["BV"]
-    launched(
+    launch_kernel(
         wyfold_recurrent_gluon,
         grid.sequences * HV * (V // BV),
         q,

@@ -42,7 +42,7 @@ from wyfold.kernels.records import Prepared, Slots
 from wyfold.kernels.scan.triton import SLOT_NUMBERS, scan_key, scanned, slot_arguments
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import (
@@ -118,7 +118,7 @@ def scan(
         q, k = boxable(q, C, K), boxable(k, C, K)
     v, out_rows = boxable(v, C, BV // parts), boxable(o, C, BV // parts)
     boxes = boxes_or_refusal("scan", _boxes(q, k, v, prepared, out_rows, C, BV // parts))
-    launched(
+    launch_kernel(
         wyfold_scan_gluon,
         count * HV * (V // BV),
         *boxes,

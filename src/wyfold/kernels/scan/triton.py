@@ -25,8 +25,8 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared, Slots
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import crowd, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_configs import tile_width, tuned, with_occupancy_hint
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
@@ -103,7 +103,7 @@ def scan(
     # A box of wider outputs would take shared memory that the tiles have.
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) and o.dtype == v.dtype else None
     x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
-    launched(
+    launch_kernel(
         wyfold_scan_triton,
         count * HV * -(-V // BV),
         x_q,
@@ -215,7 +215,7 @@ def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
     `kept`: states are stored on the way, which takes room beside the tiles that are under way meanwhile.
     """
     HV, V = v.shape[2:]
-    return crowd(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
+    return with_occupancy_hint(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
 
 
 @triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale", "every"])

@@ -42,7 +42,7 @@ from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.gluon import in_bfloat16, one_over
 from wyfold.tile.index.gluon import (
@@ -114,7 +114,7 @@ def scan_bwd(
         q, k = boxable(q, C, K), boxable(k, C, K)
     v, do = boxable(v, C, BV // parts), boxable(do, C, BV // parts)
     boxes = boxes_or_refusal("scan_bwd", _boxes(q, k, v, prepared, do, found, C, BV // parts))
-    launched(
+    launch_kernel(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
         *boxes,

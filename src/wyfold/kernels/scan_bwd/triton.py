@@ -24,8 +24,8 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import crowd, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_configs import tile_width, tuned, with_occupancy_hint
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
 from wyfold.tile.index.triton import (
@@ -93,7 +93,7 @@ def scan_bwd(
     where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *found
     boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_v, x_do, *x_tiles = boxes or where
-    launched(
+    launch_kernel(
         wyfold_scan_bwd_triton,
         halves * grid.sequences * HV * -(-V // BV),
         x_q,
@@ -165,7 +165,7 @@ def programs(half: Half, sequences: int) -> tuple[int, int]:
 def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
     """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
     HV, V = v.shape[2:]
-    return crowd(key, 2 * sequences * HV * -(-V // 128), v.device)
+    return with_occupancy_hint(key, 2 * sequences * HV * -(-V // 128), v.device)
 
 
 def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:

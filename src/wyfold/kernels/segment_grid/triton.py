@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from wyfold.runtime.chunk_layout import CUT_FROM, ChunkGrid, Cut, Segments, likely_segments, most_borders, most_divided
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 
 BN, BS = 32, 32  # sequences of a step, segments of a program
 
@@ -28,7 +28,7 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     cu, first_chunk, sequence, first, leading, divided = (
         torch.empty(size, dtype=torch.int64, device=device) for size in (count + 1, count, count, N + 1, borders, held)
     )
-    launched(
+    launch_kernel(
         wyfold_segment_grid_triton,
         max(1, triton.cdiv(count, BS)),
         grid.cu,

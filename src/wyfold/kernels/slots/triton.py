@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import store_tokens, strides
 
 CLEARED: tl.constexpr = tl.constexpr(16)
@@ -55,7 +55,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
     """
     (rows, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
     config, BN = _pieces(states)
-    launched(
+    launch_kernel(
         wyfold_slots_between_triton,
         rows * HV * -(-numbers // BN),
         states,
@@ -91,7 +91,7 @@ def _copy(
     pool, states = (given, taken) if entering else (taken, given)
     (N, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
     config, BN = _pieces(states)
-    launched(
+    launch_kernel(
         wyfold_slots_triton,
         N * HV * -(-numbers // BN),
         given,

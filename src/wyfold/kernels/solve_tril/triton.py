@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import dtype_word, interpreting, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import chunk_span
 from wyfold.tile.inverse.triton import corner, merged, substituted
 
@@ -26,7 +26,7 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
     together = 64 // C
     groups = triton.cdiv(H, together)
     config = tuned("solve_tril.triton", launch_key(L.dtype, C), L.device)
-    launched(
+    launch_kernel(
         wyfold_solve_tril_triton,
         grid.chunks * groups,
         L,

@@ -18,7 +18,7 @@ from torch import Tensor
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
@@ -70,7 +70,7 @@ def summary(
     where = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
     boxes = _boxes(where, C, BK, BV) if copies_boxes(k.device) else None
     x_k, x_v, *x_tiles = boxes or where
-    launched(
+    launch_kernel(
         wyfold_summary_triton,
         segments.borders * HV * (-(-V // BV) + -(-K // BV)),
         x_k,
@@ -160,7 +160,7 @@ def summary_bwd(
     )
     boxes = _boxes_back(where, C, BK, BV) if copies_boxes(q.device) else None
     x_q, x_k, x_do, *x_tiles = boxes or where
-    launched(
+    launch_kernel(
         wyfold_summary_bwd_triton,
         segments.borders * HV * -(-V // BV),
         x_q,

@@ -42,7 +42,7 @@ from wyfold.kernels.ttt.triton import (
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import bf16_parts
 from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load
 from wyfold.tile.index.triton import Boxes, sequence_span, strides, token_boxes
@@ -91,7 +91,7 @@ def ttt(
     HV, D = x.v.shape[2:]
     config = tuned("ttt.gluon", walk_key(x.q.dtype, D, chunk_size), x.q.device)
     N, S, c, X, rows = borders or (None,) * 5
-    launched(
+    launch_kernel(
         wyfold_ttt_gluon,
         grid.sequences * HV,
         *shared(boxes),

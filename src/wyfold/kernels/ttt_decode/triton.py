@@ -15,7 +15,7 @@ from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt.triton.tiles import enter, leave, parameter
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import strides
 from wyfold.tile.inner.triton import inner_gradient, residual_norm
 
@@ -36,7 +36,7 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
         o: [N, 1, HV, D] written, zero in rows without a slot.
     """
     (N, _, HV, D), config = x.v.shape, tuned("ttt_decode.triton", launch_key(x.v.shape[3]), x.v.device)
-    launched(
+    launch_kernel(
         wyfold_ttt_decode_triton,
         N * HV,
         x.q,
@@ -79,7 +79,7 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
         ON_Q=x.residual == "q",
         **config.options(),
     )
-    launched(
+    launch_kernel(
         wyfold_ttt_count_triton,
         triton.cdiv(N, COUNTED),
         pools.position,

@@ -41,7 +41,7 @@ from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_scalars, se
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
@@ -94,7 +94,7 @@ def gradients(
     dA_log, ddt_bias = (
         None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
     )
-    launched(
+    launch_kernel(
         wyfold_gradients_gluon,
         grid.chunks * HV,
         *_boxes((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),

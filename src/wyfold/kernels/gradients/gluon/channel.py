@@ -47,7 +47,7 @@ from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_rows, load_
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
@@ -92,7 +92,7 @@ def gradients(
         dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
-    launched(
+    launch_kernel(
         wyfold_gradients_channel_gluon,
         grid.chunks * HV * 2,
         *_boxes([*reads, to_q, to_k, to_g], borders, C, K // 2),
@@ -133,7 +133,7 @@ def gradients(
         **config.options(),
     )
     if along is not None:
-        launched(
+        launch_kernel(
             wyfold_gradients_norm_gluon,
             grid.chunks * HV,
             *(read_q, read_k, read_q.stride(), read_k.stride(), to_q, to_k, to_q.stride(), to_k.stride(), along),

@@ -50,7 +50,7 @@ from wyfold.kernels.prepare.triton import empty, launch_key
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import processors, tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
@@ -128,7 +128,7 @@ def prepare(
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
     rows = every_box((q, k, g), [token_boxes(q, C, K), token_boxes(k, C, K), _gate_boxes(g, C)])
     full = grid.cu is None and grid.tokens % C == 0
-    launched(
+    launch_kernel(
         wyfold_prepare_channel_gluon,
         min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
         *(shared(rows[:2], 2 * BK.value) + shared(rows[2:]) if rows else (q, k, g)),

@@ -36,7 +36,7 @@ from wyfold.kernels.prepare.triton import empty, launch_key
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
@@ -82,7 +82,7 @@ def prepare(
     key = launch_key(q.dtype, K, V, C, gate, folded) + (" norm" if options.qk_l2norm else "")
     config = tuned("prepare.gluon", key, q.device)
     rows = every_box((q, k), [token_boxes(x, C, K) for x in (q, k)])
-    launched(
+    launch_kernel(
         wyfold_prepare_gluon,
         tiles,
         *shared(rows or (q, k)),

@@ -10,7 +10,7 @@ from wyfold.kernels.records import PartialGradients
 from wyfold.kernels.recurrent.triton.tokens import CLEARED, WIDE, launch_key_bwd, load_token, seen
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_width, load_token_parameters
 from wyfold.tile.index.triton import load_token_row, store_token_row, store_tokens, strides
@@ -65,7 +65,7 @@ def recurrent_bwd(
         beta=q.new_empty(NV, B * T, HV, dtype=WIDE),
         g=None if g is None else q.new_empty(NV, B * T, HV, gate_width(g), dtype=WIDE),
     )
-    launched(
+    launch_kernel(
         wyfold_recurrent_bwd_triton,
         programs + (grid.cu is not None) * HV * NV,
         q,

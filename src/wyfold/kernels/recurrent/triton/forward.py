@@ -10,7 +10,7 @@ from wyfold.kernels.records import Slots
 from wyfold.kernels.recurrent.triton.tokens import CLEARED, launch_key, load_token, seen
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, gate_kind, load_token_parameters
 from wyfold.tile.index.triton import store_token_row, store_tokens, strides
@@ -57,7 +57,7 @@ def recurrent(
     BV = min(config.blocks["BV"], tile_width(V))
     head = HV * K * V, K * V
     target = slots.source if slots.each and slots.target is None else slots.target
-    launched(
+    launch_kernel(
         wyfold_recurrent_triton,
         (grid.sequences + (grid.cu is not None and o is not None)) * HV * -(-V // BV),
         q,

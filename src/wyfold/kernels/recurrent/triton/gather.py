@@ -10,7 +10,7 @@ from wyfold.kernels.records import GradientOutputs, PartialGradients
 from wyfold.kernels.recurrent.triton.tokens import WIDE
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import (
     FLOOR,
@@ -54,7 +54,7 @@ def gather(
         dA_log = q.new_empty(tiles, HV, 1, dtype=WIDE)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(tiles, HV, gates, dtype=WIDE)
-    launched(
+    launch_kernel(
         wyfold_recurrent_gather_triton,
         tiles * H,
         q,

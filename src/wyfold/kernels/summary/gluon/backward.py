@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.dot.gluon import one_over
@@ -79,7 +79,7 @@ def summary_bwd(
         q, k = boxable(q, grid.chunk_size, K), boxable(k, grid.chunk_size, K)
     do = boxable(do, grid.chunk_size, BV // parts)
     boxes = boxes_or_refusal("summary", _boxes(q, k, prepared, do, grid.chunk_size, BV // parts))
-    launched(
+    launch_kernel(
         wyfold_summary_bwd_gluon,
         segments.borders * HV * (V // BV),
         *boxes,

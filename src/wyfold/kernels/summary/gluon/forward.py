@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import tuned
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_lower, quarters, shared, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
@@ -78,7 +78,7 @@ def summary(
         k = boxable(k, grid.chunk_size, K)
     v = boxable(v, grid.chunk_size, BV // parts)
     boxes = boxes_or_refusal("summary", _boxes(k, v, prepared, grid.chunk_size, BV // parts))
-    launched(
+    launch_kernel(
         wyfold_summary_gluon,
         segments.borders * HV * (V // BV + K // BV),
         *boxes,

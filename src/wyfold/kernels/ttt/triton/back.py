@@ -20,7 +20,7 @@ from wyfold.kernels.ttt.triton.tiles import (
     store_share,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import (
     load_token_scalars,
@@ -48,7 +48,7 @@ def walk_back(
     """From the gradient of the states that leave to that of those that enter; `left`, `dcol` get what lies between."""
     HV = x.v.shape[2]
     config, fixed = arranged(x, grid, chunk_size, "back")
-    launched(
+    launch_kernel(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,
         x.q,

@@ -11,7 +11,7 @@ from wyfold.kernels.ttt import SegmentBorders, TTTGradients, TTTInputs
 from wyfold.kernels.ttt.triton.launch import Replayed, arranged
 from wyfold.kernels.ttt.triton.tiles import pairs, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import (
     chunk_span,
@@ -41,7 +41,7 @@ def token_gradients(
     wide = [x.v.new_empty(x.v.shape, dtype=torch.float32) for _ in range(2)] if H < HV else None
     dq, dk = wide or (found.q, found.k)
     dv = None if left.dN is found.v else found.v
-    launched(
+    launch_kernel(
         wyfold_ttt_gradients_triton,
         grid.chunks * HV,
         x.q,

@@ -10,7 +10,7 @@ from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.launch import arranged
 from wyfold.kernels.ttt.triton.tiles import parameter, read_in_parts, read_rows, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
 from wyfold.tile.inner.triton import read_steps, residual_norm
@@ -21,7 +21,7 @@ def outputs(
 ) -> None:
     """Write o, zero past the last boundary."""
     config, fixed = arranged(x, grid, chunk_size, "outputs")
-    launched(
+    launch_kernel(
         wyfold_ttt_outputs_triton,
         grid.chunks * x.v.shape[2],
         x.q,

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt.triton.launch import Replayed
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 
 COLUMNS, ROWS, WARPS = 32, 64, 4
 """Columns of a program, rows of a step, and its warps: enough programs for a GPU, and whole lines of memory."""
@@ -16,7 +16,7 @@ COLUMNS, ROWS, WARPS = 32, 64, 4
 def parameter_gradients(left: Replayed, dw: Tensor, du: Tensor) -> None:
     """Write dw and du [HV, D] of any strides."""
     HV, D = dw.shape
-    launched(
+    launch_kernel(
         wyfold_ttt_parameters_triton,
         2 * triton.cdiv(HV * D, COLUMNS),
         left.read,

@@ -11,7 +11,7 @@ from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.launch import SEGMENT, Replayed, arranged
 from wyfold.kernels.ttt.triton.tiles import pairs, parameter, read_in_parts, read_rows, segment_steps, store_share
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
 from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bwd
@@ -37,7 +37,7 @@ def replayed(
     dc = x.v.new_empty(tiles, SEGMENT // chunk_size, D, dtype=wide)
     read, stepped = (x.v.new_empty(2, count, HV, D, dtype=wide) for count in (grid.chunks, grid.sequences))
     left = Replayed(dO, dN, dZ, step, torch.empty_like(borders.S), dc, read, stepped)
-    launched(
+    launch_kernel(
         wyfold_ttt_replay_triton,
         tiles,
         x.q,

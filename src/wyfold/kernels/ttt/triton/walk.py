@@ -20,7 +20,7 @@ from wyfold.kernels.ttt.triton.tiles import (
     store_rows,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_launch import launched
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import load_token_scalars, load_tokens, sequence_span, store_tile, store_tokens, strides
 from wyfold.tile.inner.triton import inner_gradient
@@ -38,7 +38,7 @@ def walk(
     """Run every sequence from its entering state, writing the leaving ones and the borders."""
     HV = x.v.shape[2]
     config, fixed = arranged(x, grid, chunk_size, "walk")
-    launched(
+    launch_kernel(
         wyfold_ttt_triton,
         grid.sequences * HV,
         x.k,
