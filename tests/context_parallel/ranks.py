@@ -94,6 +94,9 @@ def _forked(rank: int, world: int, folder: Path, cases: dict[str, Case], given: 
     pid = os.fork()
     if pid == 0:
         try:
+            # PyTorch replaces its thread pool in the first use after a fork. Threads of autograd that come first race
+            # for that, and one of them aborts the process.
+            torch.set_num_threads(1)
             said = _run(rank, world, folder, cases, given)
             (folder / f"{rank} of {world}.json").write_text(json.dumps(said))
         except BaseException:
