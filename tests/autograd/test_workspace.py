@@ -19,7 +19,7 @@ FORMS = ("chunk", "fused_recurrent")
 # --- the cut itself --------------------------------------------------------------------------------------------------
 
 
-def walked(parts: list[workspace.Part], rows: int, tokens: int) -> torch.Tensor:
+def walked(parts: list[workspace.WorkspacePart], rows: int, tokens: int) -> torch.Tensor:
     """How often each token of [rows, tokens] lies in a part."""
     seen = torch.zeros(rows, tokens, dtype=torch.int64)
     for part in parts:
@@ -92,7 +92,7 @@ def cut_small(monkeypatch, columns: int) -> list[int]:
     counts = []
     parts = workspace.parts
 
-    def counted(*sizes: Any) -> list[workspace.Part]:
+    def counted(*sizes: Any) -> list[workspace.WorkspacePart]:
         found = parts(*sizes)
         counts.append(len(found))
         return found

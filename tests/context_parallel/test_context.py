@@ -317,7 +317,7 @@ def refused(given: None, group: dist.ProcessGroup) -> None:
 def once(given: None, group: dist.ProcessGroup) -> None:
     """With check="first" ranks compare a kind of call once, and "never" not at all."""
     compared = []
-    agree, collectives.agree = collectives.agree, lambda *said: compared.append(said)
+    check_agreement, collectives.check_agreement = collectives.check_agreement, lambda *said: compared.append(said)
     try:
         for check, expected in (("first", 2), ("always", 5), ("never", 0)):
             compared.clear()
@@ -329,7 +329,7 @@ def once(given: None, group: dist.ProcessGroup) -> None:
                 wyfold.chunk_kda(q, q, q, scale=0.5, cp_context=context)
             assert len(compared) == expected, f"{check}: {len(compared)}"
     finally:
-        collectives.agree = agree
+        collectives.check_agreement = check_agreement
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:

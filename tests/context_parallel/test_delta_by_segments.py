@@ -75,7 +75,7 @@ def test_a_rank_repeats_itself(
             again, repeated, others = learned(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
-    share = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_share" in key[0][0]}
+    share = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_rank" in key[0][0]}
     assert len(share) == 5
     for operator, found_of in share.items():
         assert type(found_of) is Recording, (operator, found_of)

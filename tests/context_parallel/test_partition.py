@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wyfold.context_parallel.partition import LAYOUTS, Shares, cut, owned
+from wyfold.context_parallel.partition import LAYOUTS, Partition, owned_ranges, partition_sequences
 
 
 @st.composite
@@ -15,7 +15,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], int, list[list[tuple[int, int]]]]:
     total, world = boundaries[-1] + draw(st.sampled_from([0, 0, 3])), draw(st.integers(1, 5))
     layout = draw(st.sampled_from(LAYOUTS))
     if layout != "fragments":
-        return boundaries, total, owned(layout, total, world)
+        return boundaries, total, owned_ranges(layout, total, world)
     borders = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=6))), total]
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for span in pairwise(borders):
@@ -26,11 +26,11 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], int, list[list[tuple[int, int]]]]:
 @given(cuts())
 def test_every_token_lies_in_one_piece(given_cut: tuple[list[int], int, list[list[tuple[int, int]]]]):
     boundaries, total, ranges = given_cut
-    shares = cut(boundaries, total, ranges)
+    partition = partition_sequences(boundaries, total, ranges)
     held: list[list[int]] = [[] for _ in boundaries[1:]]
-    for rank, pieces in enumerate(shares.pieces):
-        tokens = [token for start, stop in shares.ranges[rank] for token in range(start, stop)]
-        assert len(tokens) == shares.tokens(rank)
+    for rank, pieces in enumerate(partition.pieces):
+        tokens = [token for start, stop in partition.ranges[rank] for token in range(start, stop)]
+        assert len(tokens) == partition.tokens(rank)
         end = 0
         for number, piece in enumerate(pieces):
             begin, length = boundaries[piece.sequence], boundaries[piece.sequence + 1] - boundaries[piece.sequence]
@@ -42,29 +42,29 @@ def test_every_token_lies_in_one_piece(given_cut: tuple[list[int], int, list[lis
         assert all(token >= boundaries[-1] for token in tokens[end:])
     assert [sum(lengths) for lengths in held] == [end - begin for begin, end in pairwise(boundaries)]
     assert all(held), "a sequence that nobody holds"
-    assert sorted(chain[0].sequence for chain in shares.chains) == [n for n, own in enumerate(held) if len(own) > 1]
-    check_chains(shares)
+    assert sorted(chain[0].sequence for chain in partition.chains) == [n for n, own in enumerate(held) if len(own) > 1]
+    check_chains(partition)
 
 
-def check_chains(shares: Shares) -> None:
+def check_chains(partition: Partition) -> None:
     """Pieces follow one another, and have places of their own in what their ranks send."""
-    for chain in shares.chains:
+    for chain in partition.chains:
         assert chain[0].first and chain[-1].last
         for before, piece in pairwise(chain):
             assert piece.done == before.done + before.length and before.length > 0
-    crossing = [piece for chain in shares.chains for piece in chain]
-    for which, most in (("leaving", shares.most_leaving), ("entering", shares.most_entering)):
+    crossing = [piece for chain in partition.chains for piece in chain]
+    for which, most in (("leaving", partition.most_leaving), ("entering", partition.most_entering)):
         places = [(piece.rank, getattr(piece, which)) for piece in crossing if getattr(piece, which) >= 0]
         assert len(set(places)) == len(places)
         assert max((1 + place for _, place in places), default=0) == most
-    for depth in range(shares.depth + 1):
-        waves = [piece for rank in range(len(shares.pieces)) for piece in shares.wave(rank, depth)]
-        assert {handed.giver for handed in shares.handed(depth)} <= set(waves)
+    for depth in range(partition.depth + 1):
+        waves = [piece for rank in range(len(partition.pieces)) for piece in partition.wave(rank, depth)]
+        assert {handover.source for handover in partition.handovers(depth)} <= set(waves)
 
 
 def test_named_layouts():
-    assert owned("contiguous", 10, 4) == [[(0, 2)], [(2, 5)], [(5, 7)], [(7, 10)]]
-    assert owned("zigzag", 8, 2) == [[(0, 2), (6, 8)], [(2, 4), (4, 6)]]
-    shares = cut([0, 3, 8], 8, owned("zigzag", 8, 2))
-    assert shares.ranges == (((0, 2), (6, 8)), ((2, 6),))
-    assert [(p.sequence, p.done, p.length) for p in shares.pieces[1]] == [(0, 2, 1), (1, 0, 3)]
+    assert owned_ranges("contiguous", 10, 4) == [[(0, 2)], [(2, 5)], [(5, 7)], [(7, 10)]]
+    assert owned_ranges("zigzag", 8, 2) == [[(0, 2), (6, 8)], [(2, 4), (4, 6)]]
+    partition = partition_sequences([0, 3, 8], 8, owned_ranges("zigzag", 8, 2))
+    assert partition.ranges == (((0, 2), (6, 8)), ((2, 6),))
+    assert [(p.sequence, p.done, p.length) for p in partition.pieces[1]] == [(0, 2, 1), (1, 0, 3)]

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from wyfold.context_parallel.partition import cut, owned
-from wyfold.context_parallel.rank_segments import ShareSegments, listed
-from wyfold.context_parallel.routes import arriving, returning
+from wyfold.context_parallel.partition import owned_ranges, partition_sequences
+from wyfold.context_parallel.rank_segments import RankSegments, segment_tables
+from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.kernels.carry.eager import carried
 from wyfold.runtime.chunk_layout import Cut, chunk_grid
 
@@ -33,12 +33,12 @@ def by_piece(pieces, batch: int) -> list[int]:
 def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int):
     for seed, tokens in itertools.product(range(5), (6, 50, 131)):
         bounds = packing(seed, tokens) if batch == 1 else [0, tokens]
-        shares = cut(bounds, tokens, owned(layout, tokens, world))
-        for rank, pieces in enumerate(shares.pieces):
-            numbers, counts = listed(pieces, batch, shares.tokens(rank), C, length)
-            found = ShareSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
+        partition = partition_sequences(bounds, tokens, owned_ranges(layout, tokens, world))
+        for rank, pieces in enumerate(partition.pieces):
+            numbers, counts = segment_tables(pieces, batch, partition.tokens(rank), C, length)
+            found = RankSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
             assert all(x.storage_offset() % 2 == 0 for x in found[1:]), "16 bytes"
-            T, first, lengths = shares.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
+            T, first, lengths = partition.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
             assert counts.sequences == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
             chunks = 0
             for n, (row, piece) in enumerate(itertools.product(range(batch), pieces)):
@@ -69,11 +69,11 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
             divided = [n for n in range(counts.sequences) if first[n + 1] - first[n] > 1]
             assert found.divided.tolist() == divided
             every = list(itertools.product(pieces, range(batch)))
-            came = [row * len(pieces) + p.number for p, row in every if not p.first]
-            goes = [row * len(pieces) + p.number for p, row in every if not p.last]
-            assert found.came.tolist() == came and found.goes.tolist() == goes
-            assert found.entered.tolist() == [first[n] - n for n in came]
-            assert found.exits.tolist() == [first[n + 1] - 2 - n for n in goes]
+            incoming_seq = [row * len(pieces) + p.number for p, row in every if not p.first]
+            outgoing_seq = [row * len(pieces) + p.number for p, row in every if not p.last]
+            assert found.incoming_seq.tolist() == incoming_seq and found.outgoing_seq.tolist() == outgoing_seq
+            assert found.incoming_border.tolist() == [first[n] - n for n in incoming_seq]
+            assert found.outgoing_border.tolist() == [first[n + 1] - 2 - n for n in outgoing_seq]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -82,30 +82,37 @@ def test_states_along_chains(layout: str, world: int):
     """Of every piece an affine map: what ranks carry is what the maps make one after another, and back."""
     B, HV, K, V = 2, 3, 4, 5
     for seed in range(4):
-        shares = cut(packing(seed, 97), 97, owned(layout, 97, world))
+        partition = partition_sequences(packing(seed, 97), 97, owned_ranges(layout, 97, world))
         draw = torch.Generator().manual_seed(seed)
         M, H, c = (
-            {p: torch.randn(B, HV, K, n, dtype=torch.float64, generator=draw) for chain in shares.chains for p in chain}
+            {
+                p: torch.randn(B, HV, K, n, dtype=torch.float64, generator=draw)
+                for chain in partition.chains
+                for p in chain
+            }
             for n in (K, V, V)
         )
-        there = torch.zeros(world, shares.most_leaving, B, HV, K, V + K, dtype=torch.float64)
-        back = torch.zeros(world, shares.most_entering, B, HV, K, V + K, dtype=torch.float64)
+        there = torch.zeros(world, partition.most_leaving, B, HV, K, V + K, dtype=torch.float64)
+        back = torch.zeros(world, partition.most_entering, B, HV, K, V + K, dtype=torch.float64)
         for p in M:
             if not p.last:
                 there[p.rank, p.leaving] = torch.cat([H[p], torch.zeros_like(M[p]) if p.first else M[p]], -1)
             if not p.first:
                 back[p.rank, p.entering] = torch.cat([c[p], torch.zeros_like(M[p]) if p.last else M[p].mT], -1)
         entering, leaving = {}, {}
-        for chain in shares.chains:
+        for chain in partition.chains:
             S = dS = torch.zeros(B, HV, K, V, dtype=torch.float64)
             for p in chain:
                 entering[p], S = S, (H[p] if p.first else H[p] + M[p] @ S)
             for p in reversed(chain):
                 leaving[p], dS = dS, (c[p] if p.last else c[p] + M[p].mT @ dS)
-        for rank, pieces in enumerate(shares.pieces):
-            came = [entering[p] for p in pieces if not p.first]
-            goes = [leaving[p] for p in pieces if not p.last]
-            for told, routes, expected in ((there, arriving, came), (back, returning, goes)):
-                found = carried(told, routes(shares, rank), V)
+        for rank, pieces in enumerate(partition.pieces):
+            incoming_seq = [entering[p] for p in pieces if not p.first]
+            outgoing_seq = [leaving[p] for p in pieces if not p.last]
+            for told, routes, expected in (
+                (there, forward_routes, incoming_seq),
+                (back, backward_routes, outgoing_seq),
+            ):
+                found = carried(told, routes(partition, rank), V)
                 assert found.shape[0] == len(expected)
                 assert all(map(torch.equal, found, expected))

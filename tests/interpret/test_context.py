@@ -145,13 +145,16 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
     """A call leaves no collective that nobody waits for, also where it breaks off behind it, or needs nothing of it."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
-    unlisted, waiting = delta_segment_launches.unlisted, torch._C._distributed_c10d._get_work_registry_size
+    factors_from_list, waiting = (
+        delta_segment_launches.factors_from_list,
+        torch._C._distributed_c10d._get_work_registry_size,
+    )
     before = waiting()
 
     def failing(_: list[Tensor]) -> None:
         raise RuntimeError("broken off")
 
-    delta_segment_launches.unlisted = failing
+    delta_segment_launches.factors_from_list = failing
     try:
         wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)
     except RuntimeError as error:
@@ -159,7 +162,7 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
     else:
         raise AssertionError("it went on")
     finally:
-        delta_segment_launches.unlisted = unlisted
+        delta_segment_launches.factors_from_list = factors_from_list
     assert waiting() == before
     q.requires_grad_()
     wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)[0].sum().backward()
@@ -171,11 +174,11 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
     warnings.simplefilter("ignore")  # PyTorch's own
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    def called(operator: Any, *arguments: Any) -> Any:
+    def call_operator(operator: Any, *arguments: Any) -> Any:
         asked[operator.name()] = operator, arguments
         return call(operator, *arguments)
 
-    call, delta_segment_launches.called = delta_segment_launches.called, called
+    call, delta_segment_launches.call_operator = delta_segment_launches.call_operator, call_operator
     try:
         for keep in (False, True):
             context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
@@ -188,7 +191,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
                 plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
                 torch.library.opcheck(operator, tuple(plain))
     finally:
-        delta_segment_launches.called = call
+        delta_segment_launches.call_operator = call
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:

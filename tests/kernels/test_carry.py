@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from wyfold.context_parallel.partition import cut, owned
-from wyfold.context_parallel.routes import arriving, returning
+from wyfold.context_parallel.partition import owned_ranges, partition_sequences
+from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.kernels import table
 from wyfold.kernels.records import StateRows
 
@@ -51,24 +51,24 @@ def close(found: torch.Tensor, truth: torch.Tensor, backend: str) -> bool:
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
 @pytest.mark.parametrize("K, V", WIDTHS)
 def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, device: torch.device):
-    """Every rank of zigzag shares, B rows; what is told of where a sequence begins has a map that nobody may read."""
+    """Every rank of a zigzag partition with B rows. The map of a sequence's first piece must not be read."""
     B, world, tokens = 2, 3, 60
-    shares = cut([0, 7, 25, tokens], tokens, owned("zigzag", tokens, world))
-    rows = shares.most_entering if back else shares.most_leaving
+    partition = partition_sequences([0, 7, 25, tokens], tokens, owned_ranges("zigzag", tokens, world))
+    rows = partition.most_entering if back else partition.most_leaving
     H, M = normal(world, rows, B, HV, K, V), maps(world, rows, B, HV, K, K)
     reached = 0
-    for chain in shares.chains:
+    for chain in partition.chains:
         piece = chain[-1] if back else chain[0]
         M[piece.rank, piece.entering if back else piece.leaving] = torch.nan
-    for rank, pieces in enumerate(shares.pieces):
+    for rank, pieces in enumerate(partition.pieces):
         wanted = [piece for piece in pieces if not (piece.last if back else piece.first)]
         n = len(wanted) * B
-        routes = torch.tensor((returning if back else arriving)(shares, rank))
+        routes = torch.tensor((backward_routes if back else forward_routes)(partition, rank))
         outer, borders = (StateRows(normal(9, HV, K, V), some(n, 9)) for _ in range(2))
         tails = torch.cat([normal(n, HV, K, V), maps(n, HV, K, K)], -1) if tailed else None
         truth = outer.states.clone(), borders.states.clone()
         for i, piece in enumerate(wanted):
-            (chain,) = (c for c in shares.chains if piece in c)
+            (chain,) = (c for c in partition.chains if piece in c)
             before = list(reversed(chain)) if back else list(chain)
             first, *others = before[: before.index(piece)]
             for b in range(B):

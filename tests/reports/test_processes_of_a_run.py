@@ -77,9 +77,9 @@ def a_folder_each(given, group):
 def long_words(given, group):
     """What is too long for one comparison is compared by its digest, and is no refusal."""
     alike = {f"name {number}": "x" * 5000 for number in range(20)}
-    collectives.agree("op", alike, torch.device("cpu"), group)
+    collectives.check_agreement("op", alike, torch.device("cpu"), group)
     with pytest.raises(ValueError, match="op: what was asked must be the same on all ranks"):
-        collectives.agree("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
+        collectives.check_agreement("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
 
 
 def table(*runs, prepare=folder):

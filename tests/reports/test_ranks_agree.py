@@ -207,8 +207,8 @@ def boundaries(given, group):
 def once(given, group):
     """A decoder compares once for its layers; its backward and a second call compare nothing."""
     found = []
-    agree = collectives.agree
-    collectives.agree = lambda *said: (found.append(said[0]), agree(*said))
+    agree = collectives.check_agreement
+    collectives.check_agreement = lambda *said: (found.append(said[0]), agree(*said))
     try:
         context = build_cp_context(BOUNDS, group)
         model = decoder("kda attention ttt_linear")
@@ -227,7 +227,7 @@ def once(given, group):
                 decoder()(tokens(context), cp_context=context)
             assert found == expected, check
     finally:
-        collectives.agree = agree
+        collectives.check_agreement = agree
 
 
 def alone(given, group):
@@ -249,7 +249,7 @@ def alone(given, group):
                 assert complaint in str(error)
             else:
                 raise AssertionError("not refused")
-    assert context.gather(torch.tensor([group.rank()])).tolist() == [[0], [1]]
+    assert context.all_gather(torch.tensor([group.rank()])).tolist() == [[0], [1]]
 
 
 def new_kinds(given, group):

@@ -16,7 +16,7 @@ from wyfold.autograd import delta_chunk, delta_eager, delta_eager_segments, delt
 from wyfold.autograd.delta_records import (
     DIFFERENTIABLE,
     TENSORS,
-    DeltaGradient,
+    DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
     empty_result,
@@ -52,7 +52,7 @@ def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list
     return DeltaResult(o, final_state, states), saved
 
 
-def run_backward(given: DeltaGradient) -> list[Tensor]:
+def run_backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Gradient of every differentiable tensor, of no elements where none is wanted."""
     found: list[Tensor] = call(
         _backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options
@@ -85,14 +85,14 @@ class Delta(torch.autograd.Function):
             return (None,) * (TENSORS + 1)
 
         def gradients() -> tuple[Tensor | None, ...]:
-            found = run_backward(DeltaGradient(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
+            found = run_backward(DeltaBackwardInputs(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
             return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
 
         found = replayed((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
         return *found, *(None,) * (TENSORS + 1 - DIFFERENTIABLE)
 
 
-class Walk(Protocol):
+class DeltaImplementation(Protocol):
     """The launches of both directions, one after another."""
 
     def forward(
@@ -108,11 +108,11 @@ class Walk(Protocol):
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
         """What the forward will keep, unwritten, from metadata alone."""
 
-    def backward(self, given: DeltaGradient) -> list[Tensor]:
-        """Gradients in memory as `DeltaGradient.rooms` makes it."""
+    def backward(self, given: DeltaBackwardInputs) -> list[Tensor]:
+        """Gradients in memory as `DeltaBackwardInputs.rooms` makes it."""
 
 
-def walk(options: DeltaOptions) -> Walk:
+def implementation_for(options: DeltaOptions) -> DeltaImplementation:
     """The walk of a backend and a form."""
     if options.backend == "eager":
         return delta_eager_segments if options.segment_chunks else delta_eager
@@ -121,35 +121,35 @@ def walk(options: DeltaOptions) -> Walk:
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
-    result, saved = walk(options).forward(t, options)
+    result, saved = implementation_for(options).forward(t, options)
     return *result, saved
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
     given = _given(*arguments)
-    return given.rounded(walk(given.options).backward(given))
+    return given.to_input_dtypes(implementation_for(given.options).backward(given))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
-    return *empty_result(t, options), walk(options).saved(t, options)
+    return *empty_result(t, options), implementation_for(options).saved(t, options)
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given = _given(*arguments)
-    return given.rounded(given.rooms())
+    return given.to_input_dtypes(given.empty_grads())
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
     """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
     o, final_state, states = Delta.apply(*t, options._replace(save=True))
-    return o, final_state, states, [o.new_empty(0) for _ in walk(options).saved(t, options)]
+    return o, final_state, states, [o.new_empty(0) for _ in implementation_for(options).saved(t, options)]
 
 
-def _given(*arguments: Any) -> DeltaGradient:
+def _given(*arguments: Any) -> DeltaBackwardInputs:
     saved, do, dST, needs, *options = arguments[TENSORS:]
-    return DeltaGradient(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*options), saved, do, dST, needs)
+    return DeltaBackwardInputs(DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*options), saved, do, dST, needs)
 
 
 _forward_op = register(

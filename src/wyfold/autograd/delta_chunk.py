@@ -25,13 +25,13 @@ from torch import Tensor
 from wyfold.autograd.delta_records import (
     DIFFERENTIABLE,
     INITIAL_STATE,
-    DeltaGradient,
+    DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
     empty_result,
-    turned,
+    transpose_if_v_first,
 )
-from wyfold.autograd.row_alignment import aligned, dense
+from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
 from wyfold.runtime import check
@@ -41,7 +41,7 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.side_stream import fork_side_stream
 
 
-class LaunchedCall:
+class KernelCall:
     """What both directions derive from a call's tensors and options before the first launch."""
 
     def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
@@ -54,14 +54,14 @@ class LaunchedCall:
         self.grid = grid or self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens, every)
         self.folded = prepare.reads_folded(t.g)
         self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
-        self.boxed = any(
+        self.uses_tma = any(
             table.selected_backend(name, options.backend, self.key, t.q.device) == "gluon"
             for name in ("scan", "scan_bwd")
         )
-        if self.boxed:
+        if self.uses_tma:
             # Once for all launches, of which some run on a side stream.
-            q, k = (x if "channel" in self.key.split() else dense(x) for x in (self.t.q, self.t.k))
-            self.t = self.t._replace(q=q, k=k, v=dense(self.t.v))
+            q, k = (x if "channel" in self.key.split() else contiguous_for_tma(x) for x in (self.t.q, self.t.k))
+            self.t = self.t._replace(q=q, k=k, v=contiguous_for_tma(self.t.v))
         # Kernels read these few numbers where they lie one after another.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.segments: Segments | None = None
@@ -118,7 +118,7 @@ class LaunchedCall:
 
     def outside(self, states: Tensor | None) -> Tensor | None:
         """A K-first view of the caller's states."""
-        return None if states is None else turned(states, self.options)
+        return None if states is None else transpose_if_v_first(states, self.options)
 
 
 def forward(
@@ -132,7 +132,7 @@ def forward(
 
     `slots`: of a call that has tokens and is not cut, whose states are read and written where they lie in a pool.
     """
-    call, result = LaunchedCall(t, options, grid), empty_result(t, options, out)
+    call, result = KernelCall(t, options, grid), empty_result(t, options, out)
     t = call.t
     if t.v.numel() == 0:
         if options.final_state:
@@ -166,7 +166,7 @@ def forward(
                 call.fold(*folded, back=False)
                 scan(behind=True)
             scan(behind=False)
-    return result, [*(folded if options.save else []), *(kept_factors(prepared) if keep else [])]
+    return result, [*(folded if options.save else []), *(backward_factors(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
@@ -180,25 +180,25 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = most_chunks(B, T, C, t.packed_sequences) * HV
     folds = prepare.reads_folded(t.g)
-    return [*folded, *kept_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
+    return [*folded, *backward_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
 
 
-def backward(given: DeltaGradient) -> list[Tensor]:
+def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, kept, do, dST, needs = given
-    call, dS0 = LaunchedCall(t, options), given.room(INITIAL_STATE)
+    call, dS0 = KernelCall(t, options), given.empty_grad(INITIAL_STATE)
     t = call.t
     if t.v.numel() == 0:
-        found = [room.zero_() for room in given.rooms()]
+        found = [grad.zero_() for grad in given.empty_grads()]
         if needs[INITIAL_STATE]:
             pass_through(dST, found[INITIAL_STATE])
         return found
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    if call.boxed:
-        do = dense(do)
+    if call.uses_tma:
+        do = contiguous_for_tma(do)
     folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
-    prepared = unlisted(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
+    prepared = factors_from_list(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.outside(t.initial_state), call.outside(dST)
     entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
@@ -225,11 +225,11 @@ def backward(given: DeltaGradient) -> list[Tensor]:
 
 
 def token_gradients(
-    call: LaunchedCall, given: DeltaGradient, do: Tensor, borders: TokenBorders, dS0: Tensor
+    call: KernelCall, given: DeltaBackwardInputs, do: Tensor, borders: TokenBorders, dS0: Tensor
 ) -> list[Tensor]:
     """Every wanted gradient, from what lies at the borders of chunks."""
     t, needs = call.t, given.needs
-    found = [dS0 if index == INITIAL_STATE else given.room(index) for index in range(DIFFERENTIABLE)]
+    found = [dS0 if index == INITIAL_STATE else given.empty_grad(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
     del wanted[INITIAL_STATE]
     if any(dx is not None for dx in wanted):
@@ -267,18 +267,18 @@ def pass_through(states: Tensor | None, out: Tensor) -> None:
         out.copy_(states)
 
 
-def kept_factors(prepared: Prepared) -> list[Tensor]:
+def backward_factors(prepared: Prepared) -> list[Tensor]:
     """What the backward reads of it."""
     if prepared.back is not None:
         prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
-    return listed(prepared)
+    return factors_to_list(prepared)
 
 
-def listed(prepared: Prepared) -> list[Tensor]:
+def factors_to_list(prepared: Prepared) -> list[Tensor]:
     """A list of tensors; one without a tile's dimensions stands for what is not there."""
     return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
 
 
-def unlisted(factors: list[Tensor]) -> Prepared:
-    """The inverse of `listed`."""
+def factors_from_list(factors: list[Tensor]) -> Prepared:
+    """The inverse of `factors_to_list`."""
     return Prepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
-from wyfold.autograd.delta_records import DeltaGradient, DeltaResult, DeltaTensors, empty_result, turned
-from wyfold.autograd.workspace import Part
+from wyfold.autograd.delta_records import (
+    DeltaBackwardInputs,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    transpose_if_v_first,
+)
+from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
 from wyfold.kernels.records import ChunkFactors, GradientOutputs
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -51,7 +57,7 @@ def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
     return workspace.chunks_per_part(state_bytes * (RECURRENT_PARTS if state_per_token else 1))
 
 
-class PartedCall:
+class EagerCall:
     """What both directions derive from a call's tensors and options before the first launch."""
 
     def __init__(self, tensors: DeltaTensors, options: DeltaOptions):
@@ -71,12 +77,12 @@ class PartedCall:
     def stage(self, name: str) -> Any:
         return table.kernel_module(name, self.options.backend)
 
-    def tiles(self, part: Part) -> slice:
+    def tiles(self, part: WorkspacePart) -> slice:
         """A part's tiles among those of the whole call."""
         first = part.first_chunk * self.HV
         return slice(first, first + part.table.chunks * self.HV)
 
-    def load(self, part: Part) -> Any:
+    def load(self, part: WorkspacePart) -> Any:
         t = self.tensors
         q, k, v, g, beta = (None if x is None else part.block(x) for x in t[:5])
         return self.stage("prepare").load(q, k, v, g, beta, t.A_log, t.dt_bias, part.table, self.options)
@@ -86,14 +92,14 @@ class PartedCall:
         if given is None:
             n = sequences.stop - sequences.start
             return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
-        return turned(given[sequences], self.options).to(self.dtype)
+        return transpose_if_v_first(given[sequences], self.options).to(self.dtype)
 
-    def entering(self, part: Part, carried: Tensor) -> Tensor:
+    def entering(self, part: WorkspacePart, carried: Tensor) -> Tensor:
         """States entering a part: `carried` in sequences that began in an earlier one."""
         begun = slice(part.sequences.start + part.entered, part.sequences.stop)
         return _joined(carried, self.states(self.tensors.initial_state, begun))
 
-    def leaving(self, part: Part, dST: Tensor | None, carried: Tensor) -> Tensor:
+    def leaving(self, part: WorkspacePart, dST: Tensor | None, carried: Tensor) -> Tensor:
         """Gradients of the states leaving a part: `carried` in sequences that go on in a later one."""
         ended = slice(part.sequences.start, part.sequences.stop - part.left)
         return _joined(self.states(dST, ended), carried)
@@ -109,7 +115,7 @@ class PartedCall:
         """[N] tokens of each sequence, on the CPU."""
         return torch.full((self.B,), self.T) if self.cu is None else self.cu.diff()
 
-    def scaled(self, do: Tensor | None, part: Part) -> Tensor:
+    def scaled(self, do: Tensor | None, part: WorkspacePart) -> Tensor:
         """Tiles of scale * do."""
         if do is None:
             size = part.table.chunks * self.HV, part.table.chunk_size, self.V
@@ -118,17 +124,17 @@ class PartedCall:
 
     def outside(self, states: Tensor) -> Tensor:
         """States as the caller gets them: layout and storage dtype of the options."""
-        return turned(states, self.options).to(self.options.state_dtype)
+        return transpose_if_v_first(states, self.options).to(self.options.state_dtype)
 
 
 def forward(
     t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
 ) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call = PartedCall(t, options)
-    result, room = empty_result(t, options, out), saved(t, options)
+    call = EagerCall(t, options)
+    result, to_save = empty_result(t, options, out), saved(t, options)
     o, final_state, states = result
-    kept = Saved(*room)
+    kept = Saved(*to_save)
     carried = kept.borders[:0]
     if call.cu is not None:
         o[:, int(call.cu[-1]) :] = 0
@@ -159,7 +165,7 @@ def forward(
     for left_over in kept.factors(slice(written, None)):  # capacity that these boundaries do not use
         if left_over is not None:
             left_over.zero_()
-    return result, room
+    return result, to_save
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
@@ -174,11 +180,11 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     return [borders, *(t.v.new_empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C))]
 
 
-def backward(given: DeltaGradient) -> list[Tensor]:
+def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, _, do, dST, needs = given
-    call, kept = PartedCall(t, options), Saved(*given.saved)
-    found = [room.zero_() for room in given.rooms()]
+    call, kept = EagerCall(t, options), Saved(*given.saved)
+    found = [grad.zero_() for grad in given.empty_grads()]
     dS0 = found[5] if needs[5] else None
     if dS0 is not None and dST is not None:
         call.pass_through(dST, dS0)
@@ -201,7 +207,7 @@ def backward(given: DeltaGradient) -> list[Tensor]:
         carried = dS[: part.entered]
         if dS0 is not None:
             begun = slice(part.sequences.start + part.entered, part.sequences.stop)
-            dS0[begun] = turned(dS[part.entered :], options)
+            dS0[begun] = transpose_if_v_first(dS[part.entered :], options)
     return found
 
 
@@ -215,17 +221,17 @@ def _joined(first: Tensor, last: Tensor) -> Tensor:
 class _Checkpoints:
     """Intermediate states: those that leave a chunk at a multiple of `checkpoint_every` tokens of its sequence."""
 
-    def __init__(self, call: PartedCall, states: Tensor):
+    def __init__(self, call: EagerCall, states: Tensor):
         self.call, self.every = call, call.options.checkpoint_every
         self.rows = states.flatten(0, 1) if call.cu is None else states
         counts = call.lengths // self.every
         self.first = counts.cumsum(0) - counts
 
-    def leaving(self, part: Part) -> Tensor:
+    def leaving(self, part: WorkspacePart) -> Tensor:
         call = self.call
         return call.tensors.q.new_empty(part.table.chunks, call.HV, call.K, call.V, dtype=call.dtype)
 
-    def put(self, part: Part, leaving: Tensor) -> None:
+    def put(self, part: WorkspacePart, leaving: Tensor) -> None:
         sequence, position = part.chunk_ends()
         wanted = (position % self.every == 0).nonzero().flatten()
         row = self.first[sequence[wanted]] + position[wanted] // self.every - 1

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import delta_eager
-from wyfold.autograd.delta_eager import PartedCall
+from wyfold.autograd.delta_eager import EagerCall
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
-    DeltaGradient,
+    DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
     empty_result,
-    turned,
+    transpose_if_v_first,
 )
 from wyfold.kernels import table
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders
@@ -38,23 +38,27 @@ def forward(
     t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
 ) -> tuple[DeltaResult, list[Tensor]]:
     """Results, and what the backward needs of them."""
-    call, result, room = _Call.of(t, options), empty_result(t, options, out), _room(t, options)
-    S0 = None if t.initial_state is None else turned(t.initial_state, options)
+    call, result, to_save = (
+        SegmentedCall.of(t, options),
+        empty_result(t, options, out),
+        _empty_border_tensors(t, options),
+    )
+    S0 = None if t.initial_state is None else transpose_if_v_first(t.initial_state, options)
     states, maps = call.summaries(S0)
     call.fold(states, maps, back=False)
     entering = call.spread(S0, states, call.leading + 1, call.firsts)
     found, kept = delta_eager.forward(call.packed(entering), call.inside, call.one_buffer(result.o))
     if options.final_state:
-        result.final_state.copy_(turned(found.final_state[call.lasts], options))
+        result.final_state.copy_(transpose_if_v_first(found.final_state[call.lasts], options))
     if options.save:
-        for place, given in zip(room, (entering, maps), strict=True):
+        for place, given in zip(to_save, (entering, maps), strict=True):
             place[: given.shape[0]] = given
-    return result, [*room, *kept]
+    return result, [*to_save, *kept]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """What the forward keeps, unwritten: entering states, maps, and what the walk of the segments keeps."""
-    entering, maps = _room(t, options)
+    entering, maps = _empty_border_tensors(t, options)
     N = t.packed_sequences
     segments = (t.v.shape[0] if N is None else N) + _borders(t, options)
     # Boundaries of as many sequences as there are segments at most.
@@ -63,24 +67,24 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     return [entering, maps, *delta_eager.saved(packed, _inside(t, options))]
 
 
-def backward(given: DeltaGradient) -> list[Tensor]:
+def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, (entering, maps, *kept), do, dST, needs = given
-    call = _Call.of(t, options)
-    dST = None if dST is None else turned(dST, options)
+    call = SegmentedCall.of(t, options)
+    dST = None if dST is None else transpose_if_v_first(dST, options)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     gradients = call.summaries_back(do, dST)
     call.fold(gradients, maps[: gradients.shape[0]], back=True)
     leaving = call.spread(dST, gradients, call.leading, call.lasts)
-    inside = DeltaGradient(call.packed(entering), call.inside, kept, _one_buffer(do), leaving, needs)
+    inside = DeltaBackwardInputs(call.packed(entering), call.inside, kept, _one_buffer(do), leaving, needs)
     found = delta_eager.backward(inside)
     if needs[INITIAL_STATE] and t.initial_state is not None:
-        found[INITIAL_STATE] = turned(found[INITIAL_STATE][call.firsts], options)
+        found[INITIAL_STATE] = transpose_if_v_first(found[INITIAL_STATE][call.firsts], options)
     return [dx if x is None or not need else dx.view(x.shape) for dx, x, need in zip(found, t, needs, strict=False)]
 
 
-class _Call(NamedTuple):
+class SegmentedCall(NamedTuple):
     """What both directions derive from a call's tensors and options.
 
     Attributes:
@@ -98,7 +102,7 @@ class _Call(NamedTuple):
     lasts: Tensor
 
     @classmethod
-    def of(cls, t: DeltaTensors, options: DeltaOptions) -> _Call:
+    def of(cls, t: DeltaTensors, options: DeltaOptions) -> SegmentedCall:
         (B, T), cu = t.v.shape[:2], t.cu_seqlens
         if cu is not None:
             cu = legal_boundaries(options.operator, cu if t.cu_seqlens_cpu is None else t.cu_seqlens_cpu, T)
@@ -147,7 +151,7 @@ class _Call(NamedTuple):
         if S0 is not None:
             S[self.firsts, ..., :V] = S0.to(S.dtype)
         S[..., V:] = torch.eye(K, dtype=S.dtype, device=S.device)
-        call, carried, leaving = PartedCall(self.packed(S), self.inside), S[:0], torch.empty_like(S)
+        call, carried, leaving = EagerCall(self.packed(S), self.inside), S[:0], torch.empty_like(S)
         for part in call.parts:
             inputs = call.load(part)
             factors = call.stage("prepare").fold(inputs)
@@ -163,7 +167,7 @@ class _Call(NamedTuple):
         dS = t.q.new_zeros(self.most, HV, K, V, dtype=wide(t.q.dtype))
         if dST is not None:
             dS[self.lasts] = dST.to(dS.dtype)
-        call, carried, entering = PartedCall(self.packed(dS), self.inside), dS[:0], torch.empty_like(dS)
+        call, carried, entering = EagerCall(self.packed(dS), self.inside), dS[:0], torch.empty_like(dS)
         for part in reversed(call.parts):
             inputs, d_out = call.load(part), call.scaled(_one_buffer(do), part)
             factors = call.stage("prepare").fold(inputs)
@@ -184,7 +188,7 @@ def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
     return most_borders(B, T, options.chunk_size, packed, options.cut)
 
 
-def _room(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+def _empty_border_tensors(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Zeros for the states that enter segments, and the maps of those before borders, if a backward will follow."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     borders, N = _borders(t, options), t.packed_sequences

@@ -43,7 +43,7 @@ class DeltaResult(NamedTuple):
     states: Tensor
 
 
-class DeltaGradient(NamedTuple):
+class DeltaBackwardInputs(NamedTuple):
     """What the gradients of one call are made from.
 
     Attributes:
@@ -60,7 +60,7 @@ class DeltaGradient(NamedTuple):
     dST: Tensor | None
     needs: list[bool]
 
-    def room(self, index: int) -> Tensor:
+    def empty_grad(self, index: int) -> Tensor:
         """Unwritten memory for a gradient: in the argument's dtype, but for states and parameters, which sum, in the
         wide one. No elements if it is not wanted."""
         x = self.tensors[index]
@@ -70,11 +70,11 @@ class DeltaGradient(NamedTuple):
             return x.new_empty(x.shape, dtype=wide(self.tensors.q.dtype))
         return x.new_empty(x.shape)
 
-    def rooms(self) -> list[Tensor]:
+    def empty_grads(self) -> list[Tensor]:
         """Of every gradient."""
-        return [self.room(index) for index in range(DIFFERENTIABLE)]
+        return [self.empty_grad(index) for index in range(DIFFERENTIABLE)]
 
-    def rounded(self, found: list[Tensor]) -> list[Tensor]:
+    def to_input_dtypes(self, found: list[Tensor]) -> list[Tensor]:
         """Every gradient in its argument's dtype."""
         given = self.tensors[:DIFFERENTIABLE]
         return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
@@ -102,6 +102,6 @@ def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = No
     return DeltaResult(o, final_state, make((*rows, HV, *state), dtype=options.state_dtype))
 
 
-def turned(states: Tensor, options: DeltaOptions) -> Tensor:
+def transpose_if_v_first(states: Tensor, options: DeltaOptions) -> Tensor:
     """A view of K-first states [.., K, V] in the caller's layout, and back."""
     return states.transpose(-1, -2) if options.state_v_first else states

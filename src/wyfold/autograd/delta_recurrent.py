@@ -16,7 +16,7 @@ from torch import Tensor
 from wyfold.autograd.delta_chunk import pass_through
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
-    DeltaGradient,
+    DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
     empty_result,
@@ -29,7 +29,7 @@ from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 
 
-class _Call:
+class RecurrentCall:
     """What both directions derive from a call's tensors and options before the first launch."""
 
     def __init__(self, t: DeltaTensors, options: DeltaOptions, every: int | None = None):
@@ -61,7 +61,7 @@ def forward(
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, []
-    call = _Call(t, options, every)
+    call = RecurrentCall(t, options, every)
     states = first = None
     if every:
         states = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
@@ -76,18 +76,18 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     return []
 
 
-def backward(given: DeltaGradient) -> list[Tensor]:
+def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Every wanted gradient."""
     t, options, _, do, dST, needs = given
-    found = given.rooms()
+    found = given.empty_grads()
     dS0 = found[INITIAL_STATE] if needs[INITIAL_STATE] else None
     if t.v.numel() == 0:
-        for room in found:
-            room.zero_()
+        for grad in found:
+            grad.zero_()
         if dS0 is not None:
             pass_through(dST, dS0)
         return found
-    call = _Call(t, options)
+    call = RecurrentCall(t, options)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     wanted = GradientOutputs(*(x if need else None for x, need in _without_states(found, needs)))
@@ -110,7 +110,7 @@ def _without_states(found: list[Tensor], needs: list[bool]) -> list[tuple[Tensor
     return pairs
 
 
-def _between(call: _Call) -> tuple[Tensor | None, Tensor | None]:
+def _between(call: RecurrentCall) -> tuple[Tensor | None, Tensor | None]:
     """States after every BLOCK tokens of each sequence, and the row of each sequence's first; None where T is less."""
     (B, T, HV, V), K, BLOCK = call.t.v.shape, call.t.q.shape[3], call.stage.BLOCK
     rows = B * (T // BLOCK)

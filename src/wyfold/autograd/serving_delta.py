@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from wyfold.autograd import delta_chunk
-from wyfold.autograd.delta import walk
+from wyfold.autograd.delta import implementation_for
 from wyfold.autograd.delta_records import DeltaTensors
 from wyfold.kernels import table
 from wyfold.kernels.records import Slots
@@ -23,7 +23,7 @@ from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
 from wyfold.runtime.torch_ops import call, register
 
 
-class Serving(NamedTuple):
+class DeltaServing(NamedTuple):
     """One serving call: tokens as the public operators document them, and where their states are.
 
     Attributes:
@@ -66,14 +66,14 @@ SERVING_SCHEMA = (
 )
 
 
-def serve(serving: Serving, options: DeltaOptions) -> None:
+def serve(serving: DeltaServing, options: DeltaOptions) -> None:
     """Run one call: `serving.o` and the pools hold its results."""
     call(_serve_op, *serving, *options)
 
 
 def _serve(*arguments: Any) -> None:
-    fields = len(Serving._fields)
-    s, options = Serving(*arguments[:fields]), DeltaOptions(*arguments[fields:])
+    fields = len(DeltaServing._fields)
+    s, options = DeltaServing(*arguments[:fields]), DeltaOptions(*arguments[fields:])
     if s.sequences == 0 and s.cu_seqlens is None:
         return
     (B, T), C = s.q.shape[:2], options.chunk_size
@@ -93,7 +93,7 @@ def _serve(*arguments: Any) -> None:
         _between(s, slots, grid, options)
 
 
-def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _in_place(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """The launches of the chunk form, whose scan has each state from the pool and leaves it there.
 
     No sequence of a served call is cut into segments, so it is the scan that states come to first and leave last.
@@ -103,7 +103,7 @@ def _in_place(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) 
     _keep(s, result.states, slots, grid, options)
 
 
-def _key(s: Serving, options: DeltaOptions) -> str:
+def _key(s: DeltaServing, options: DeltaOptions) -> str:
     """What the configuration of a call token by token depends on."""
     keys: Any = table.kernel_module("recurrent", "triton")
     (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
@@ -111,13 +111,13 @@ def _key(s: Serving, options: DeltaOptions) -> str:
     return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
 
 
-def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
     stage: Any = table.kernel_module("slots", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
-    result, _ = walk(options).forward(tokens, options, s.o, grid)
+    result, _ = implementation_for(options).forward(tokens, options, s.o, grid)
     if slots.each:
         stage.leave_each(_rows(s, result.states), slots, s.pool, grid, s.o)
         return
@@ -125,14 +125,14 @@ def _between(s: Serving, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -
     _keep(s, result.states, slots, grid, options)
 
 
-def _keep(s: Serving, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _keep(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Store states on the way, if they are wanted and there are any."""
     if s.checkpoints is not None and states.numel():
         stage: Any = table.kernel_module("slots", options.backend)
         stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 
-def _rows(s: Serving, states: Tensor) -> Tensor:
+def _rows(s: DeltaServing, states: Tensor) -> Tensor:
     """States on the way, one after another."""
     return states if s.cu_seqlens is not None else states.flatten(0, 1)
 

@@ -25,10 +25,10 @@ from wyfold.autograd.ttt_records import (
     TTTTensors,
     empty_gradients,
     empty_result,
-    turned,
+    transpose_if_v_first,
 )
 from wyfold.autograd.ttt_resume import Resumption, resume
-from wyfold.autograd.workspace import Part
+from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
 from wyfold.kernels.ttt import State, StateViews
 from wyfold.runtime.layout import legal_boundaries
@@ -101,7 +101,7 @@ def chunks_per_part(v: Tensor, chunk_size: int) -> int:
     return workspace.chunks_per_part(HV * D * max(D, chunk_size) * wide(v.dtype).itemsize)
 
 
-class _Call:
+class EagerTTTCall:
     """What both directions derive from a call's tensors and options before the first launch.
 
     A recurrent call is packed: a dense batch is B sequences of one buffer.
@@ -129,16 +129,16 @@ class _Call:
         """[B, T, ...] tokens on the grid of mini-batches."""
         return x if self.resumption is None else self.resumption.widen(x.reshape(1, -1, *x.shape[2:]))
 
-    def room(self, x: Tensor) -> Tensor:
+    def buffer(self, x: Tensor) -> Tensor:
         """Where to write rows that become the tokens of a contiguous x [B, T, ...]."""
-        return x if self.resumption is None else self.resumption.room(x.view(1, -1, *x.shape[2:]))
+        return x if self.resumption is None else self.resumption.buffer(x.view(1, -1, *x.shape[2:]))
 
-    def settle(self, rows: Tensor, x: Tensor) -> None:
-        """Make the `room` of x its tokens."""
+    def copy_tokens(self, rows: Tensor, x: Tensor) -> None:
+        """Make the `buffer` of x its tokens."""
         if self.resumption is not None:
             self.resumption.narrow(rows, x.view(1, -1, *x.shape[2:]))
 
-    def load(self, part: Part) -> Any:
+    def load(self, part: WorkspacePart) -> Any:
         blocks = (part.block(x) for x in (self.q, self.k, self.v))
         taken = None if self.resumption is None else self.resumption.taken[part.sequences].clone()
         if taken is not None:
@@ -156,12 +156,14 @@ class _Call:
             for x, rows in ((S, self.D), (c, 1))
         )
         if S is not None:
-            matrix = turned(matrix, self.options).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+            matrix = transpose_if_v_first(matrix, self.options).to(
+                self.dtype, copy=True, memory_format=torch.contiguous_format
+            )
         if c is not None:
             bias = bias.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         return State(matrix, bias)
 
-    def sums(self, part: Part) -> State | None:
+    def sums(self, part: WorkspacePart) -> State | None:
         """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
         if not self.options.recurrent:
             return None
@@ -170,13 +172,13 @@ class _Call:
             s[: part.entered] = 0
         return sums
 
-    def tiles(self, do: Tensor | None, part: Part) -> Tensor:
+    def tiles(self, do: Tensor | None, part: WorkspacePart) -> Tensor:
         """The output's gradient as tiles."""
         if do is None:
             return self.v.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.D, dtype=self.dtype)
         return to_chunks(part.block(do), part.table, self.HV, self.dtype)
 
-    def room_at(self, kept: State, part: Part) -> State:
+    def mini_batch_states(self, kept: State, part: WorkspacePart) -> State:
         """[chunks, HV, ..] room for the state of every mini-batch of the part, the kept ones if they are."""
         chunks = slice(part.first_chunk, part.first_chunk + part.table.chunks)
         if self.options.save and self.options.keep_states:
@@ -185,16 +187,18 @@ class _Call:
 
     def outside(self, states: State) -> State:
         """States as the caller gets them: layout and storage dtype of the options."""
-        return State(*(s.to(self.options.state_dtype) for s in (turned(states.S, self.options), states.c)))
+        return State(
+            *(s.to(self.options.state_dtype) for s in (transpose_if_v_first(states.S, self.options), states.c))
+        )
 
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
-    result, saved = empty_result(t, options), _kept(t, options)
+    result, saved = empty_result(t, options), _empty_saved(t, options)
     if options.backend != "eager":
         ttt_kernels.forward(t, options, result, saved)
         return *result, saved
-    call, kept = _Call(t, options), State(*saved)
+    call, kept = EagerTTTCall(t, options), State(*saved)
     o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
     whole = slice(0, call.N)
     if options.final_state:
@@ -202,20 +206,20 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
         if call.resumption is not None:
             _write(sums, whole, call.states(t.grad, t.bias_grad, whole))
             result.position.copy_(call.resumption.position)
-    rows, carried = call.room(o), State(kept.S[:0], kept.c[:0])
+    rows, carried = call.buffer(o), State(kept.S[:0], kept.c[:0])
     for part in call.parts:
         entering = call.states(t.state, t.bias, part.sequences)
         _write(entering, slice(0, part.entered), carried)
         if options.save and not options.keep_states:
             _write(kept, slice(part.index, part.index + part.entered), carried)
-        x, at = call.load(part), call.room_at(kept, part)
+        x, at = call.load(part), call.mini_batch_states(kept, part)
         left, opened = call.stage.ttt(x, entering, call.sums(part), part.table, options.eps, part.block(rows), at)
         if options.final_state:
             _write(leaving, part.sequences, call.outside(left))
             if opened is not None:
                 _write(sums, part.sequences, opened)
         carried = State(*(s[s.shape[0] - part.left :] for s in left))
-    call.settle(rows, o)
+    call.copy_tokens(rows, o)
     o[:, call.end :] = 0
     return *result, saved
 
@@ -232,9 +236,9 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     if options.backend != "eager":
         ttt_kernels.backward(t, options, saved, do, StateViews(dS, dc), found)
         return found
-    call, kept = _Call(t, options), State(*saved)
+    call, kept = EagerTTTCall(t, options), State(*saved)
     given = found[:3] + found[5 : 6 if t.eta_col is None else 7]
-    rooms, do = [call.room(x) for x in given], None if do is None else call.rows(do)
+    buffers, do = [call.buffer(x) for x in given], None if do is None else call.rows(do)
     dw, db = (x.new_zeros(x.shape, dtype=call.dtype) for x in (t.w, t.b))
     dentering = call.states(dS, dc, slice(0, call.N))
     carried = State(dentering.S[:0], dentering.c[:0])
@@ -247,17 +251,19 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         if not options.keep_states:
             entering = call.states(t.state, t.bias, part.sequences)
             _write(entering, slice(0, part.entered), State(*(s[part.index : part.index + part.entered] for s in kept)))
-        x, d_out, sums, at = call.load(part), call.tiles(do, part), call.sums(part), call.room_at(kept, part)
+        x, d_out, sums, at = call.load(part), call.tiles(do, part), call.sums(part), call.mini_batch_states(kept, part)
         gradients, left = call.stage.ttt_bwd(x, entering, sums, d_out, dleaving, dsums, part.table, options.eps, at)
-        blocks = [part.block(rows) for rows in rooms] + [None] * (t.eta_col is None)
+        blocks = [part.block(rows) for rows in buffers] + [None] * (t.eta_col is None)
         call.stage.unload(gradients, part.table, options.scale, *blocks, dw, db)
         begun = slice(part.sequences.start + part.entered, part.sequences.stop)
         _write(dentering, begun, State(*(s[part.entered :] for s in left)))
         carried = State(*(s[: part.entered] for s in left))
-    for rows, x in zip(rooms, given, strict=True):
-        call.settle(rows, x)
+    for rows, x in zip(buffers, given, strict=True):
+        call.copy_tokens(rows, x)
         x[:, call.end :] = 0
-    for x, wide_x in zip((*found[3:5], *found[7:]), (dw, db, turned(dentering.S, options), dentering.c), strict=True):
+    for x, wide_x in zip(
+        (*found[3:5], *found[7:]), (dw, db, transpose_if_v_first(dentering.S, options), dentering.c), strict=True
+    ):
         if x.numel():
             x.copy_(wide_x)
     return found
@@ -268,7 +274,7 @@ def _write(states: State, sequences: slice, source: State) -> None:
         s[sequences] = x
 
 
-def _kept(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
+def _empty_saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
     """Room for what the forward keeps; sizes come from metadata alone."""
     if options.backend != "eager":
         return ttt_kernels.saved(t, options)
@@ -288,14 +294,14 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
 
 def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
-    return *empty_result(t, options), _kept(t, options)
+    return *empty_result(t, options), _empty_saved(t, options)
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
     """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
     result = TTT.apply(*t, options._replace(save=True))
-    return *result, [t.v.new_empty(0) for _ in _kept(t, options)]
+    return *result, [t.v.new_empty(0) for _ in _empty_saved(t, options)]
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from wyfold.autograd.row_alignment import aligned
-from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, turned
+from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, transpose_if_v_first
 from wyfold.kernels import table
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.runtime import check
@@ -107,7 +107,7 @@ def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
 
 def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:
     """Views of the caller's states, the matrix K-first."""
-    return StateViews(None if S is None else turned(S, options), c)
+    return StateViews(None if S is None else transpose_if_v_first(S, options), c)
 
 
 def _pass_through(states: StateViews, out: StateViews) -> None:

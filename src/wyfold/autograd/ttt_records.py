@@ -108,6 +108,6 @@ def empty_gradients(t: TTTTensors) -> tuple[Tensor, ...]:
     return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
 
 
-def turned(S: Tensor, options: TTTOptions) -> Tensor:
+def transpose_if_v_first(S: Tensor, options: TTTOptions) -> Tensor:
     """Matrix states in the caller's layout, and back."""
     return S.transpose(-1, -2) if options.state_v_first else S

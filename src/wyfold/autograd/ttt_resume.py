@@ -36,7 +36,7 @@ class Resumption:
         rows = x.new_zeros(1, int(self.cu_seqlens[-1]), *x.shape[2:])
         return rows.index_copy_(1, self.row.to(x.device), x[:, : self.row.shape[0]])
 
-    def room(self, x: Tensor) -> Tensor:
+    def buffer(self, x: Tensor) -> Tensor:
         """Rows to be filled in place of x [1, T, ...], for `narrow`; x itself if there are no idle ones."""
         return x if self.row is None else x.new_empty(1, int(self.cu_seqlens[-1]), *x.shape[2:])
 

@@ -19,7 +19,7 @@ MIN_COLUMNS = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkspacePart:
     """One pass of the launches.
 
     Attributes:
@@ -85,7 +85,7 @@ def chunk_rows(B: int, T: int, N: int | None, chunk_size: int) -> int:
     return B * _ceil_div(T, chunk_size) if N is None else T // chunk_size + N
 
 
-def parts(B: int, T: int, cu_seqlens: Tensor | None, chunk_size: int, per_part: int) -> list[Part]:
+def parts(B: int, T: int, cu_seqlens: Tensor | None, chunk_size: int, per_part: int) -> list[WorkspacePart]:
     """Parts of a dense batch (cu_seqlens None) or of one packed buffer row, in the order states are handed on.
 
     Args:
@@ -105,7 +105,7 @@ def _dense_block(B: int, per_part: int, needed: int) -> tuple[int, int]:
     return rows, max(1, per_part // rows)
 
 
-def _dense_parts(B: int, T: int, C: int, per_part: int) -> Iterator[Part]:
+def _dense_parts(B: int, T: int, C: int, per_part: int) -> Iterator[WorkspacePart]:
     rows, columns = _dense_block(B, per_part, _ceil_div(T, C))
     border = chunk = 0
     for first in range(0, B, rows):
@@ -116,11 +116,11 @@ def _dense_parts(B: int, T: int, C: int, per_part: int) -> Iterator[Part]:
             table = dense_table(n, stop - start, C)
             across = slice(first, last)
             entered, left = n if start else 0, n if stop < T else 0
-            yield Part(across, slice(start, stop), table, across, border, entered, left, start, chunk)
+            yield WorkspacePart(across, slice(start, stop), table, across, border, entered, left, start, chunk)
             border, chunk = border + n, chunk + table.chunks
 
 
-def _packed_parts(cu_seqlens: Tensor, C: int, per_part: int) -> Iterator[Part]:
+def _packed_parts(cu_seqlens: Tensor, C: int, per_part: int) -> Iterator[WorkspacePart]:
     """Cuts after every `per_part` chunks, counted in the order of the buffer."""
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     counts = (ends - begins + (C - 1)) // C
@@ -136,7 +136,7 @@ def _packed_parts(cu_seqlens: Tensor, C: int, per_part: int) -> Iterator[Part]:
         lengths = ends[first : last + 1].clamp(max=end) - begins[first : last + 1].clamp(min=start)
         table, sequences = packed_table(lengths, C), slice(first, last + 1)
         entered, left = int(done > 0), int(end < int(ends[last]))
-        yield Part(slice(0, 1), slice(start, end), table, sequences, index, entered, left, done, chunk)
+        yield WorkspacePart(slice(0, 1), slice(start, end), table, sequences, index, entered, left, done, chunk)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -149,7 +149,7 @@ class Ranks(Team):
     def agree(self, said: Mapping[str, object]) -> None:
         import torch.distributed as dist
 
-        collectives.agree("Ranks", said, self.device, dist.group.WORLD)
+        collectives.check_agreement("Ranks", said, self.device, dist.group.WORLD)
 
     def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -21,7 +21,7 @@ TEXT_BYTES = 2048  # of a description, or of a refusal; the size must not depend
 _REFUSED = "refused"
 
 
-def group_of(op: str, mesh_or_group: object) -> Any:
+def process_group(op: str, mesh_or_group: object) -> Any:
     """The process group of a mesh of one axis, or the group itself.
 
     Raises:
@@ -47,7 +47,7 @@ def group_of(op: str, mesh_or_group: object) -> Any:
     return mesh_or_group
 
 
-def place_in(group: Any) -> tuple[int, int]:
+def rank_and_size(group: Any) -> tuple[int, int]:
     """This rank's number in the group, and the group's size."""
     import torch.distributed as dist
 
@@ -85,7 +85,7 @@ def counted() -> Iterator[list[int]]:
         _counters.pop()
 
 
-def gather(x: Tensor, group: Any) -> Tensor:
+def all_gather(x: Tensor, group: Any) -> Tensor:
     """[world, *x.shape]: what every rank passed, in the order of ranks; the shape must be the same on all."""
     import torch.distributed as dist
 
@@ -98,12 +98,14 @@ def gather(x: Tensor, group: Any) -> Tensor:
     return found
 
 
-def gathering(x: Tensor, group: Any) -> Tensor:
-    """`gather` that is under way: whoever reads what it returns calls `arrived` before, and keeps x, contiguous, until
-    then. Between the two a device computes what does not wait for other ranks.
+def all_gather_async(x: Tensor, group: Any) -> Tensor:
+    """`all_gather` that returns before it has finished; x must be contiguous.
+
+    Call `wait_gathered` on the result before reading it, and keep x alive until then. In between the device can run
+    work that needs nothing from other ranks.
     """
     if torch.compiler.is_compiling():
-        return gather(x, group)  # a compiler moves the two ends apart by itself
+        return all_gather(x, group)  # a compiler moves the two ends apart by itself
     import torch.distributed as dist
 
     world = dist.get_world_size(group)
@@ -114,7 +116,7 @@ def gathering(x: Tensor, group: Any) -> Tensor:
     return found.view(world, *x.shape)
 
 
-def arrived(x: Tensor) -> Tensor:
+def wait_gathered(x: Tensor) -> Tensor:
     """x, once all ranks have sent theirs; work that is launched after this waits for it on the device."""
     if not torch.compiler.is_compiling():
         recording.wait_collective(x)
@@ -128,12 +130,12 @@ def _sends(x: Tensor) -> bool:
     return x.numel() > 0
 
 
-def total(x: Tensor, group: Any) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
     """The sum of what every rank passed, in the same order on all of them."""
-    return torch.stack(list(gather(x, group))).sum(0)
+    return torch.stack(list(all_gather(x, group))).sum(0)
 
 
-def agree(op: str, said: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
+def check_agreement(op: str, said: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
     """Compare what every rank is about to do; one collective, of one size whatever is said.
 
     Args:
@@ -153,7 +155,7 @@ def agree(op: str, said: Mapping[str, object] | Exception, device: torch.device,
             words = json.dumps({"what was asked": short(words.decode())}).encode()
     row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     row[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    rows = gather(row.to(device), group).cpu()
+    rows = all_gather(row.to(device), group).cpu()
     heard = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
     if isinstance(said, Exception):
         return

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel import collectives
-from wyfold.context_parallel.partition import LAYOUTS, Piece, Range, cut, owned
-from wyfold.context_parallel.rank_segments import Counts, listed
-from wyfold.context_parallel.routes import arriving, returning
+from wyfold.context_parallel.partition import LAYOUTS, Piece, Range, owned_ranges, partition_sequences
+from wyfold.context_parallel.rank_segments import SegmentCounts, segment_tables
+from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import Cut
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries
@@ -33,7 +33,7 @@ _FEW = 6  # of a long list, in a message
 Decision = TypeVar("Decision")
 
 
-class Sizes(NamedTuple):
+class RankSizes(NamedTuple):
     """Numbers of a rank's share: its tokens and pieces, the sequences that begin in it, the pieces that ranks send for
     in either direction, and whether there are rows in the place of boundaries."""
 
@@ -81,7 +81,7 @@ class ContextParallel:
         check_when: str,
     ):
         self.group, self.dense, self.check = group, bounds is None, check_when
-        self.rank, self.world = collectives.place_in(group)
+        self.rank, self.world = collectives.rank_and_size(group)
         self.total_tokens, self.conv1d_kernel_size = total_tokens, conv1d_kernel_size
         self._ranges, self._max_seqs = ranges, max_seqs
         self._compared = False
@@ -90,38 +90,38 @@ class ContextParallel:
     def _settle(self, bounds: Tensor) -> None:
         """Cut the buffer at these boundaries."""
         on_cpu = legal_boundaries(_BUILD, bounds, self.total_tokens)
-        shares = cut(on_cpu.tolist(), self.total_tokens, self._ranges)
-        most = max(len(pieces) for pieces in shares.pieces)
+        partition = partition_sequences(on_cpu.tolist(), self.total_tokens, self._ranges)
+        most = max(len(pieces) for pieces in partition.pieces)
         if self._max_seqs is not None and most > self._max_seqs:  # refused on every rank, whosever share it is
             raise ValueError(f"{_BUILD}: max_seqs must be at least {most}, what one rank holds, got {self._max_seqs}")
-        self.shares = shares
+        self.partition = partition
         self._local = [0, *(piece.offset + piece.length for piece in self.pieces)]
         local = torch.tensor(self._local, device=bounds.device)
         self.layout = SequenceLayout(local, self.tokens, max_seqs=self._max_seqs)
         self.whole = SequenceLayout(bounds, self.total_tokens)
         self.starts = tuple(piece.sequence for piece in self.pieces if piece.first)
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
-        self._told = _in_words(on_cpu.tolist(), shares.ranges, self.dense)
+        self._told = _in_words(on_cpu.tolist(), partition.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
         self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that were not refused
         self._made: dict[tuple[object, ...], Tensor] = {}
-        self._lists: dict[tuple[Any, ...], tuple[list[int], Counts]] = {}
+        self._lists: dict[tuple[Any, ...], tuple[list[int], SegmentCounts]] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds, in the order of its tokens."""
-        return self.shares.pieces[self.rank]
+        return self.partition.pieces[self.rank]
 
     @property
     def tokens(self) -> int:
         """Length of this rank's share: T of every tensor it passes."""
-        return self.shares.tokens(self.rank)
+        return self.partition.tokens(self.rank)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> RankSizes:
         """All that the checks of a call look at, and its plan unless it is to be explained."""
-        room = self.shares.most_leaving, self.shares.most_entering
-        return Sizes(self.tokens, len(self.pieces), len(self.starts), *room, self.dense)
+        most = self.partition.most_leaving, self.partition.most_entering
+        return RankSizes(self.tokens, len(self.pieces), len(self.starts), *most, self.dense)
 
     def update_(self, cu_seqlens: Tensor) -> ContextParallel:
         """Cut the same buffer at other boundaries, in place; like `build_cp_context`, on every rank.
@@ -146,7 +146,7 @@ class ContextParallel:
 
     def shard_checked(self, x: Tensor, dim: int) -> Tensor:
         """`shard` of what is known to have all tokens; in a backward a compiler cannot trace the check."""
-        shares = [x.narrow(dim, start, stop - start) for start, stop in self.shares.ranges[self.rank]]
+        shares = [x.narrow(dim, start, stop - start) for start, stop in self.partition.ranges[self.rank]]
         if len(shares) == 1:
             return shares[0]
         return torch.cat(shares, dim) if shares else x.narrow(dim, 0, 0)
@@ -165,7 +165,7 @@ class ContextParallel:
             ValueError: x is no share of this rank's, or differs between ranks in more than its tokens; on all ranks.
         """
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-        self.agreed(
+        self.ranks_agree(
             f"{_NAME}.unshard",
             device,
             lambda: self._expect("unshard", x, dim, self.tokens),
@@ -208,11 +208,11 @@ class ContextParallel:
         ends = (row * self.tokens + end for row in range(batch) for end in self._local[1:])
         return self._kept((batch, device), lambda: torch.tensor([0, *ends], device=device))
 
-    def beginning(self, batch: int, device: torch.device) -> Tensor:
+    def starting_pieces(self, batch: int, device: torch.device) -> Tensor:
         """[batch * starts] int64 numbers of the pieces with which sequences begin, in `batch` buffers of them."""
         return self._numbers(batch, device, "first")
 
-    def ending(self, batch: int, device: torch.device) -> Tensor:
+    def ending_pieces(self, batch: int, device: torch.device) -> Tensor:
         """[batch * ends] int64 numbers of the pieces with which sequences end."""
         return self._numbers(batch, device, "last")
 
@@ -241,46 +241,50 @@ class ContextParallel:
         if not self.dense and B != 1:
             raise ValueError(f"{op}: cp_context with boundaries must come with a batch of B = 1, got B = {B}")
 
-    def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, Counts]:
-        """What `ShareSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
+    def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, SegmentCounts]:
+        """What `RankSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
         numbers, counts = self._listed(batch, chunk_size, cut)
         make = partial(torch.tensor, numbers, dtype=torch.int64, device=device)
         return self._kept((batch, chunk_size, cut, device), make), counts
 
-    def counts(self, batch: int, chunk_size: int, cut: Cut) -> Counts:
+    def counts(self, batch: int, chunk_size: int, cut: Cut) -> SegmentCounts:
         """How many there are."""
         return self._listed(batch, chunk_size, cut)[1]
 
-    def _listed(self, *how: Any) -> tuple[list[int], Counts]:
-        """`share_segments.listed`, once for these boundaries."""
+    def _listed(self, *how: Any) -> tuple[list[int], SegmentCounts]:
+        """`share_segments.segment_tables`, once for these boundaries."""
         if torch.compiler.is_compiling():
-            return listed(self.pieces, how[0], self.tokens, *how[1:])
+            return segment_tables(self.pieces, how[0], self.tokens, *how[1:])
         if how not in self._lists:
-            self._lists[how] = listed(self.pieces, how[0], self.tokens, *how[1:])
+            self._lists[how] = segment_tables(self.pieces, how[0], self.tokens, *how[1:])
         return self._lists[how]
 
-    def arriving(self, device: torch.device) -> Tensor:
-        """`chains.arriving` of this rank, int64."""
-        return self._kept(("arriving", device), lambda: torch.tensor(arriving(self.shares, self.rank), device=device))
+    def forward_routes(self, device: torch.device) -> Tensor:
+        """`chains.forward_routes` of this rank, int64."""
+        return self._kept(
+            ("forward_routes", device), lambda: torch.tensor(forward_routes(self.partition, self.rank), device=device)
+        )
 
-    def returning(self, device: torch.device) -> Tensor:
-        """`chains.returning` of this rank, int64."""
-        return self._kept(("returning", device), lambda: torch.tensor(returning(self.shares, self.rank), device=device))
+    def backward_routes(self, device: torch.device) -> Tensor:
+        """`chains.backward_routes` of this rank, int64."""
+        return self._kept(
+            ("backward_routes", device), lambda: torch.tensor(backward_routes(self.partition, self.rank), device=device)
+        )
 
     def unshard_compared(self, x: Tensor, dim: int) -> Tensor:
         """`unshard` of what ranks are known to have alike."""
         whole: Tensor = _Unshard.apply(x, dim, self)
         return whole
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[world, *x.shape] what every rank passed; x is known to have the same shape and dtype everywhere."""
-        return collectives.gather(x, self.group)
+        return collectives.all_gather(x, self.group)
 
-    def gathering(self, x: Tensor) -> Tensor:
-        """`gather` that is under way until `exchange.arrived` of it."""
-        return collectives.gathering(x, self.group)
+    def all_gather_async(self, x: Tensor) -> Tensor:
+        """`gather` that is under way until `exchange.wait_gathered` of it."""
+        return collectives.all_gather_async(x, self.group)
 
-    def agreed(
+    def ranks_agree(
         self,
         op: str,
         device: torch.device,
@@ -313,22 +317,22 @@ class ContextParallel:
             # refusal would be taken for numbers: then it is raised on this rank alone.
             known = (op, None if kind is None else (kind, torch.is_grad_enabled())) in self._passed
             if not self._compared and (self.check == "always" or not known):
-                collectives.agree(op, refusal, device, self.group)
+                collectives.check_agreement(op, refusal, device, self.group)
             raise
         passed = {(op, None), (op, (kind, torch.is_grad_enabled()))}
         if describe is None:
             self._passed |= passed
             return decision
         said = {"the operator": op, **describe(decision), "the cut": self._told}
-        told = tuple(said.values())
-        if not self._compared and (self.check == "always" or told not in self._agreed):
-            collectives.agree(op, said, device, self.group)
-        self._agreed.add(told)
+        compared = tuple(said.values())
+        if not self._compared and (self.check == "always" or compared not in self._agreed):
+            collectives.check_agreement(op, said, device, self.group)
+        self._agreed.add(compared)
         self._passed |= passed
         return decision
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def skip_comparison(self) -> Iterator[None]:
         """Inside, calls follow from what ranks have compared, and are not compared again.
 
         They are with check="always", and where contents are looked at, which may be wrong on one rank alone.
@@ -352,13 +356,13 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, context: ContextParallel) -> Tensor:
         ctx.dim, ctx.context = dim, context
-        shares = context.shares
+        partition = context.partition
         x = x.movedim(dim, 0)
-        longest = max(shares.tokens(rank) for rank in range(context.world))
-        room = x.new_zeros(longest, *x.shape[1:])
-        room[: x.shape[0]] = x
-        gathered, whole = context.gather(room), x.new_empty(context.total_tokens, *x.shape[1:])
-        for rank, ranges in enumerate(shares.ranges):
+        longest = max(partition.tokens(rank) for rank in range(context.world))
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: x.shape[0]] = x
+        gathered, whole = context.all_gather(padded), x.new_empty(context.total_tokens, *x.shape[1:])
+        for rank, ranges in enumerate(partition.ranges):
             taken = 0
             for start, stop in ranges:
                 whole[start:stop] = gathered[rank, taken : taken + stop - start]
@@ -369,7 +373,7 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
-        return context.shard_checked(collectives.total(dy, context.group), ctx.dim), None, None
+        return context.shard_checked(collectives.sum_over_ranks(dy, context.group), ctx.dim), None, None
 
 
 def _kind_of_unshard(x: object, dim: int) -> Hashable:
@@ -438,8 +442,8 @@ def build_cp_context(
         ((0, 1), (0, 1), [[0, 1, 2, 0, 1, 2, 3, 4]])
         >>> torch.distributed.destroy_process_group()
     """
-    group = collectives.group_of(_BUILD, mesh_or_group)
-    _, world = collectives.place_in(group)
+    group = collectives.process_group(_BUILD, mesh_or_group)
+    _, world = collectives.rank_and_size(group)
     bounds: Tensor | None = None
     if cu_seqlens is None:
         if total_tokens is None:
@@ -460,7 +464,7 @@ def build_cp_context(
         _integer("max_seqs", max_seqs, least=0)
     if (fragments is not None) is not (layout == "fragments"):
         raise ValueError(f'{_BUILD}: fragments must come with layout="fragments" and only there, got layout={layout!r}')
-    ranges = owned(layout, total, world) if fragments is None else _fragments(fragments, total, world)
+    ranges = owned_ranges(layout, total, world) if fragments is None else _fragments(fragments, total, world)
     return ContextParallel(
         group, bounds, total, ranges, conv1d_kernel_size=conv1d_kernel_size, max_seqs=max_seqs, check_when=check
     )

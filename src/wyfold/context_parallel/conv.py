@@ -21,7 +21,7 @@ from wyfold.runtime.torch_ops import once_differentiable
 from wyfold.tile.index.eager import wide
 
 
-class ConvAcross(torch.autograd.Function):
+class ConvAcrossRanks(torch.autograd.Function):
     """The convolution of a rank's pieces from the inputs that come before them, wherever these are."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class ConvAcross(torch.autograd.Function):
         ctx.save_for_backward(*given, entering)
         if output_final_state:
             stored = t.x if t.initial_state is None else t.initial_state
-            latest = latest[context.ending(halo.B, t.x.device)].to(stored.dtype)
+            latest = latest[context.ending_pieces(halo.B, t.x.device)].to(stored.dtype)
         return y.view(t.x.shape), latest
 
     @staticmethod
@@ -48,15 +48,15 @@ class ConvAcross(torch.autograd.Function):
         dlatest = None
         if ctx.final_state and dfinal is not None:
             dlatest = torch.zeros_like(entering)
-            dlatest[halo.context.ending(halo.B, t.x.device)] = dfinal.to(entering.dtype)
+            dlatest[halo.context.ending_pieces(halo.B, t.x.device)] = dfinal.to(entering.dtype)
         dy = None if dy is None else halo.one_buffer(dy)
         # Whatever this rank wants: the others wait for the gradients of their last inputs.
         local = [*needs[:-1], True]
         found = iter(backward_op(*halo.packed(t, entering), dy, dlatest, local, *ctx.options))
         gradients = [next(found) if need else None for need in local]
-        told = halo.send_back(gradients[-1])
-        gradients = [None if dx is None else after(dx, told) for dx in gradients]
-        dx, dbegun = gradients[0], halo.settle(told, gradients[-1], gradients[0])
+        gathered = halo.gather_gradients(gradients[-1])
+        gradients = [None if dx is None else after(dx, gathered) for dx in gradients]
+        dx, dbegun = gradients[0], halo.add_received(gathered, gradients[-1], gradients[0])
         gradients[0] = None if dx is None else dx.view(t.x.shape)
         gradients[-1] = dbegun.to(t.initial_state.dtype) if t.initial_state is not None and needs[-1] else None
         residual = DIFFERENTIABLE - 2
@@ -86,7 +86,7 @@ class _Halo:
         """A piece's rows among the states of all pieces."""
         return slice(piece.number, None, len(self.context.pieces))
 
-    def room(self, x: Tensor, *counts: int) -> Tensor:
+    def zeros(self, x: Tensor, *counts: int) -> Tensor:
         return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
 
     def own(self, piece: Piece) -> int:
@@ -95,55 +95,57 @@ class _Halo:
 
     def entering(self, x: Tensor, initial_state: Tensor | None) -> Tensor:
         """[B pieces, D, width] inputs before this rank's pieces. One collective, if any sequence crosses ranks."""
-        shares, pieces = self.context.shares, self.context.pieces
-        entering = self.room(x, self.B * len(pieces))
+        partition, pieces = self.context.partition, self.context.pieces
+        entering = self.zeros(x, self.B * len(pieces))
         if initial_state is not None:
-            entering[self.context.beginning(self.B, x.device)] = initial_state.to(self.dtype)
-        sent = self.room(x, shares.most_leaving, self.B)
+            entering[self.context.starting_pieces(self.B, x.device)] = initial_state.to(self.dtype)
+        send_buffer = self.zeros(x, partition.most_leaving, self.B)
         for piece in pieces:
             if piece.leaving >= 0:
                 n, end = self.own(piece), piece.offset + piece.length
                 if piece.first:
-                    sent[piece.leaving, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
-                sent[piece.leaving, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
-        told = self.context.gather(sent)
-        entering = after(entering, told)
-        for chain in shares.chains:
-            latest = told[chain[0].rank, chain[0].leaving]
+                    send_buffer[piece.leaving, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
+                send_buffer[piece.leaving, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
+        gathered = self.context.all_gather(send_buffer)
+        entering = after(entering, gathered)
+        for chain in partition.chains:
+            latest = gathered[chain[0].rank, chain[0].leaving]
             for before, piece in pairwise(chain):
                 if not before.first:
                     n = self.own(before)
-                    latest = torch.cat([latest[..., n:], told[before.rank, before.leaving][..., self.width - n :]], -1)
+                    latest = torch.cat(
+                        [latest[..., n:], gathered[before.rank, before.leaving][..., self.width - n :]], -1
+                    )
                 if piece.rank == self.context.rank:
                     entering[self.rows(piece)] = latest
         return entering
 
-    def send_back(self, dentering: Tensor) -> Tensor:
-        """What all ranks say of the gradients [B pieces, D, width] of the inputs before their pieces, as they sent it.
+    def gather_gradients(self, dentering: Tensor) -> Tensor:
+        """All-gather the gradients [B pieces, D, width] of the inputs before the pieces of every rank.
 
         One collective, if any sequence crosses ranks.
         """
-        sent = self.room(dentering, self.context.shares.most_entering, self.B)
+        send_buffer = self.zeros(dentering, self.context.partition.most_entering, self.B)
         for piece in self.context.pieces:
             if piece.entering >= 0:
-                sent[piece.entering] = dentering[self.rows(piece)]
-        return self.context.gather(after(sent, dentering))
+                send_buffer[piece.entering] = dentering[self.rows(piece)]
+        return self.context.all_gather(after(send_buffer, dentering))
 
-    def settle(self, told: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
+    def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
         """Gradient of the states of the sequences that begin here; what other ranks read of x is added to dx, which is
         [1, B T, D].
 
         Args:
-            told: From `send_back`.
+            gathered: From `gather_gradients`.
             dentering: What this rank said itself.
             dx: Gradient of this rank's x so far, or None.
         """
-        for chain in self.context.shares.chains:
-            dlatest = torch.zeros_like(told[0, 0])
+        for chain in self.context.partition.chains:
+            dlatest = torch.zeros_like(gathered[0, 0])
             for behind, piece in pairwise(reversed(chain)):
                 n = self.own(behind)
                 passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
-                dlatest = told[behind.rank, behind.entering] + (0 if behind.last else passed_on)
+                dlatest = gathered[behind.rank, behind.entering] + (0 if behind.last else passed_on)
                 if piece.rank != self.context.rank:
                     continue
                 n, end = self.own(piece), piece.offset + piece.length
@@ -152,4 +154,4 @@ class _Halo:
                     rows += dlatest[..., self.width - n :].transpose(1, 2).to(dx.dtype)
                 if piece.first:
                     dentering[self.rows(piece)][..., n:] += dlatest[..., : self.width - n]
-        return dentering[self.context.beginning(self.B, told.device)]
+        return dentering[self.context.starting_pieces(self.B, gathered.device)]

@@ -32,27 +32,27 @@ from wyfold.autograd.delta_records import (
     TENSORS,
     DeltaResult,
     DeltaTensors,
-    turned,
+    transpose_if_v_first,
 )
 from wyfold.context_parallel import delta_by_replay, delta_by_segments
 from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.delta_rank import RankCall, RankGradient
+from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.segment_rule import WIDEST
 from wyfold.runtime.torch_ops import apply, once_differentiable
 
 
-def delta_across(tensors: DeltaTensors, options: DeltaOptions, context: ContextParallel) -> DeltaResult:
+def delta_across_ranks(tensors: DeltaTensors, options: DeltaOptions, context: ContextParallel) -> DeltaResult:
     """Results of one call whose sequences go on over the ranks of a context.
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, final_state = apply(options.operator, DeltaAcross, *tensors, options, context)
+    o, final_state = apply(options.operator, DeltaAcrossRanks, *tensors, options, context)
     return DeltaResult(o, final_state, o.new_empty(0))
 
 
-class DeltaAcross(torch.autograd.Function):
+class DeltaAcrossRanks(torch.autograd.Function):
     """The replay of a rank's pieces from the states that enter them."""
 
     @staticmethod
@@ -60,15 +60,17 @@ class DeltaAcross(torch.autograd.Function):
         *given, options, context = arguments
         t = DeltaTensors(*given)
         call, device = RankCall(t, options, context), t.q.device
-        entering = call.at_pieces(t.initial_state, context.beginning(call.B, device))
-        way = walk(call)
-        sent, kept = way.maps(call, entering)
-        o, final_state, saved = way.forward(call, entering, kept, context.gathering(sent))
+        entering = call.states_at_pieces(t.initial_state, context.starting_pieces(call.B, device))
+        implementation = ranked_implementation_for(call)
+        send_buffer, kept = implementation.maps(call, entering)
+        o, final_state, saved = implementation.forward(call, entering, kept, context.all_gather_async(send_buffer))
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.context, ctx.shares = options, context, context.shares
-        ctx.save_for_backward(*given, _maps_between(call, sent), *saved)
+        ctx.options, ctx.context, ctx.partition = options, context, context.partition
+        ctx.save_for_backward(*given, _maps_between(call, send_buffer), *saved)
         if options.final_state:
-            final_state = turned(final_state[context.ending(call.B, device)], options).to(options.state_dtype)
+            final_state = transpose_if_v_first(final_state[context.ending_pieces(call.B, device)], options).to(
+                options.state_dtype
+            )
         return o.view(t.v.shape), final_state
 
     @staticmethod
@@ -77,7 +79,7 @@ class DeltaAcross(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         t, (between, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
-        if context.shares is not ctx.shares:  # on every rank, and before anything is sent
+        if context.partition is not ctx.partition:  # on every rank, and before anything is sent
             op = call.options.operator
             raise ValueError(
                 f"{op}: cp_context must be as in the forward, got one that was updated before the backward"
@@ -86,58 +88,85 @@ class DeltaAcross(torch.autograd.Function):
         dST = dST if call.options.final_state else None
         if do is None:
             do = t.v.new_zeros(()).expand(t.v.shape)
-        leaving = call.at_pieces(dST, context.ending(call.B, device))
-        way = walk(call)
-        sent, made = way.maps_back(call, do, leaving, between, saved)
-        told = context.gathering(after(sent, do, dST))
-        gradients = way.backward(call, RankGradient(do, leaving, saved, needs), made, told)
+        leaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
+        implementation = ranked_implementation_for(call)
+        send_buffer, made = implementation.maps_back(call, do, leaving, between, saved)
+        gathered = context.all_gather_async(after(send_buffer, do, dST))
+        gradients = implementation.backward(call, RankBackwardInputs(do, leaving, saved, needs), made, gathered)
         if needs[INITIAL_STATE] and t.initial_state is not None:
-            begun = gradients[INITIAL_STATE][context.beginning(call.B, device)]
-            gradients[INITIAL_STATE] = turned(begun, call.options).to(t.initial_state.dtype)
+            begun = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
+            gradients[INITIAL_STATE] = transpose_if_v_first(begun, call.options).to(t.initial_state.dtype)
         none = (None,) * (TENSORS + 2 - DIFFERENTIABLE)
         # Gradients of one buffer are those of B rows, one after another.
         wanted = zip(gradients, t, needs, strict=False)
         return *(dx.view_as(x) if need and x is not None else None for dx, x, need in wanted), *none
 
 
-class Walk(Protocol):
+class RankedDeltaImplementation(Protocol):
     """Both directions of a rank's call, each in two steps: before ranks tell each other, and after."""
 
     def maps(self, call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros, as many rows as every rank
-        sends; and what the second step reads.
+        """Summarize the pieces whose sequences continue on another rank.
 
-        `entering`: [B pieces, HV, K, V] states of the sequences that begin here, and zeros.
+        Args:
+            call: This rank's part of the call.
+            entering: [B pieces, HV, K, V] initial states of the sequences that begin here; zeros elsewhere.
+
+        Returns:
+            [send_rows, B, HV, K, V + K] H and M of these pieces, padded with zeros to the rows that every rank sends;
+            the tensors that `forward` reads.
         """
 
     def forward(
-        self, call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor
+        self, call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Output, final states of all pieces, and what the backward needs. `told`: what all ranks sent, under way."""
+        """Run the pieces from the states that enter them.
+
+        Args:
+            call: This rank's part of the call.
+            entering, kept: Argument and second result of `maps`.
+            gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+
+        Returns:
+            Output, final states of all pieces, tensors that the backward reads.
+        """
 
     def maps_back(
         self, call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """[room, B, HV, K, V + K] c of the pieces that began elsewhere beside the transposed maps `between`, and zeros;
-        and what the second step reads."""
+        """Summarize the backward of the pieces whose sequences began on another rank.
 
-    def backward(self, call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
+        Args:
+            call: This rank's part of the call.
+            do: [B, T, HV, V] gradient of the output.
+            leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
+            between: [entering, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
+            saved: Third result of `forward`.
+
+        Returns:
+            [send_rows, B, HV, K, V + K] c of these pieces and the transposed maps, padded with zeros to the rows that
+            every rank sends; the tensors that `backward` reads.
+        """
+
+    def backward(self, call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
         """Every wanted gradient. `kept` is given up."""
 
 
-def walk(call: RankCall) -> Walk:
+def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
     """The walk of a rank's call. What ranks tell each other is the same, so each has its own."""
     t = call.tensors
-    by_kernels = call.options.backend == "triton" and summarised(call.context, call.B, t.q.shape[3], t.v.shape[3])
+    by_kernels = call.options.backend == "triton" and summarized_by_kernels(
+        call.context, call.B, t.q.shape[3], t.v.shape[3]
+    )
     return delta_by_segments if by_kernels else delta_by_replay
 
 
-def summarised(context: ContextParallel, B: int, K: int, V: int) -> bool:
+def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> bool:
     """Whether kernels find what this rank tells the others, if kernels run the call."""
     return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
 
 
-def _maps_between(call: RankCall, sent: Tensor) -> Tensor:
+def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
     """[entering, B, HV, K, K] maps M of the pieces that come from another rank and go on at one, zeros of those that
     end here, for the backward; none where none will follow."""
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
@@ -145,5 +174,5 @@ def _maps_between(call: RankCall, sent: Tensor) -> Tensor:
     maps = call.states(len(coming) * call.B, K).unflatten(0, (len(coming), call.B))
     for piece in coming:
         if not piece.last:
-            maps[piece.entering] = sent[piece.leaving, ..., V:]
+            maps[piece.entering] = send_buffer[piece.leaving, ..., V:]
     return maps

@@ -9,37 +9,39 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wyfold.autograd.delta import run, run_backward, walk
-from wyfold.autograd.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaGradient
-from wyfold.context_parallel.collectives import after, arrived
-from wyfold.context_parallel.delta_rank import RankCall, RankGradient
+from wyfold.autograd.delta import implementation_for, run, run_backward
+from wyfold.autograd.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaBackwardInputs
+from wyfold.context_parallel.collectives import after, wait_gathered
+from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.context_parallel.partition import Piece
-from wyfold.context_parallel.routes import arriving, returning
+from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.kernels.carry.eager import carried, count
 from wyfold.runtime.torch_ops import call as called
 from wyfold.runtime.torch_ops import register
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros."""
+    """[send_rows, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros."""
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
     leaving = [piece for piece in call.context.pieces if not piece.last]
-    room = call.context.shares.most_leaving
-    sent = call.states(room * call.B, V + K).unflatten(0, (room, call.B))
+    send_rows = call.context.partition.most_leaving
+    send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
     for piece in leaving:
         S = entering[call.rows(piece)]
         if piece.first:  # M stays zero, whose S is the caller's
             options = call.inside._replace(final_state=True, save=False, keep_factors=False)
-            sent[piece.leaving, ..., :V] = run(call.alone(piece, S), options)[0].final_state
+            send_buffer[piece.leaving, ..., :V] = run(call.alone(piece, S), options)[0].final_state
         else:
-            sent[piece.leaving] = call.map_of(piece, S)
-    return sent, []
+            send_buffer[piece.leaving] = call.affine_map(piece, S)
+    return send_buffer, []
 
 
-def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(
+    call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, final states of all pieces, and what the backward needs."""
-    S = _carried(told, arriving(call.context.shares, call.context.rank), call.tensors.v.shape[3])
-    entering = after(entering.clone(), told)
+    S = _carried(gathered, forward_routes(call.context.partition, call.context.rank), call.tensors.v.shape[3])
+    entering = after(entering.clone(), gathered)
     for piece in call.context.pieces:
         if not piece.first:
             entering[call.rows(piece)] = S[piece.entering]
@@ -50,16 +52,16 @@ def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) 
 def maps_back(
     call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """[room, B, HV, K, V + K] c of the pieces that began elsewhere, beside the transposed maps `between`, and zeros."""
+    """[send_rows, B, HV, K, V + K] c and M^T (from `between`) of pieces that began on another rank, zero-padded."""
     K, V = call.tensors.q.shape[3], do.shape[3]
-    room = call.context.shares.most_entering
-    sent = call.states(room * call.B, V + K).unflatten(0, (room, call.B))
+    send_rows = call.context.partition.most_entering
+    send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
     for piece in call.context.pieces:
         if not piece.first:
             rows = call.rows(piece)
-            sent[piece.entering, ..., :V] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
-            sent[piece.entering, ..., V:] = between[piece.entering].mT
-    return sent, []
+            send_buffer[piece.entering, ..., :V] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
+            send_buffer[piece.entering, ..., V:] = between[piece.entering].mT
+    return send_buffer, []
 
 
 def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
@@ -68,34 +70,34 @@ def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tenso
     options = call.inside._replace(final_state=True, keep_factors=False, segment_chunks=0, segments=1)
     t = call.alone(piece, S)
     needs = [index == INITIAL_STATE for index in range(DIFFERENTIABLE)]
-    room = walk(options).saved(t, options)  # states of the forward, which this does not depend on
+    saved = implementation_for(options).saved(t, options)  # states of the forward, which this does not depend on
     d_out = do.narrow(1, piece.offset, piece.length)
-    return run_backward(DeltaGradient(t, options, room, d_out, dS, needs))[INITIAL_STATE]
+    return run_backward(DeltaBackwardInputs(t, options, saved, d_out, dS, needs))[INITIAL_STATE]
 
 
-def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
+def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
     """Every wanted gradient."""
-    dS = _carried(told, returning(call.context.shares, call.context.rank), given.do.shape[3])
-    leaving = after(given.leaving.clone(), told)
+    dS = _carried(gathered, backward_routes(call.context.partition, call.context.rank), given.do.shape[3])
+    leaving = after(given.leaving.clone(), gathered)
     for piece in call.context.pieces:
         if not piece.last:
             leaving[call.rows(piece)] = dS[piece.leaving]
     entering, *saved = given.saved
     packed, do = call.packed(entering), call.one_buffer(given.do)
-    return run_backward(DeltaGradient(packed, call.inside, saved, do, leaving, given.needs))
+    return run_backward(DeltaBackwardInputs(packed, call.inside, saved, do, leaving, given.needs))
 
 
-def _carried(told: Tensor, routes: list[int], V: int) -> Tensor:
-    found: Tensor = called(_carried_op, told, routes, V)
+def _carried(gathered: Tensor, routes: list[int], V: int) -> Tensor:
+    found: Tensor = called(_carried_op, gathered, routes, V)
     return found
 
 
-def _carried_fake(told: Tensor, routes: list[int], V: int) -> Tensor:
-    return told.new_empty(count(routes), *told.shape[2:-1], V)
+def _carried_fake(gathered: Tensor, routes: list[int], V: int) -> Tensor:
+    return gathered.new_empty(count(routes), *gathered.shape[2:-1], V)
 
 
 _carried_op = register(
-    "delta_carried(Tensor told, int[] routes, int V) -> Tensor",
-    lambda told, routes, V: carried(arrived(told), routes, V),
+    "delta_carried(Tensor gathered, int[] routes, int V) -> Tensor",
+    lambda gathered, routes, V: carried(wait_gathered(gathered), routes, V),
     _carried_fake,
 )

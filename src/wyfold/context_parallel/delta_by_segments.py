@@ -11,66 +11,79 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import kept_factors, unlisted
+from wyfold.autograd.delta_chunk import backward_factors, factors_from_list
 from wyfold.autograd.delta_records import INITIAL_STATE
 from wyfold.context_parallel import delta_segment_launches as launches
-from wyfold.context_parallel.collectives import arrived
-from wyfold.context_parallel.delta_rank import RankCall, RankGradient
-from wyfold.context_parallel.delta_segment_records import Forward, Maps, MapsBack, ScanBack, TokensBack, Where
+from wyfold.context_parallel.collectives import wait_gathered
+from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
+from wyfold.context_parallel.delta_segment_records import (
+    ForwardInputs,
+    MapsBackInputs,
+    MapsInputs,
+    PiecesCall,
+    ScanBackInputs,
+    TokensBackInputs,
+)
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[room, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros; and tails, H, M, factors."""
-    tails, room = _tails(call), call.context.shares.most_leaving * call.B
-    sent, H, M, factors = launches.maps(_where(call, entering), Maps(tails, room))
-    return sent.unflatten(0, (-1, call.B)), [tails, H, M, *factors]
+    """[send_rows, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros; and tails, H, M, factors."""
+    tails, send_rows = _tails(call), call.context.partition.most_leaving * call.B
+    send_buffer, H, M, factors = launches.maps(_pieces_call(call, entering), MapsInputs(tails, send_rows))
+    return send_buffer.unflatten(0, (-1, call.B)), [tails, H, M, *factors]
 
 
-def forward(call: RankCall, entering: Tensor, kept: list[Tensor], told: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(
+    call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, final states of all pieces, and what the backward needs: their entering states, tails, states at the
     borders, M, and factors if they are kept."""
     tails, H, M, *factors = kept
     try:
-        own = Forward(told, call.context.arriving(told.device), H, M, factors)
-        o, final_state, entering, states = launches.forward(_where(call, entering), own)
+        inputs = ForwardInputs(gathered, call.context.forward_routes(gathered.device), H, M, factors)
+        o, final_state, entering, states = launches.forward(_pieces_call(call, entering), inputs)
     finally:
-        arrived(told)  # whoever needed it: PyTorch keeps a collective that nobody waits for
-    saved = kept_factors(unlisted(factors)) if call.options.keep_factors else []
+        wait_gathered(gathered)  # whoever needed it: PyTorch keeps a collective that nobody waits for
+    saved = backward_factors(factors_from_list(factors)) if call.options.keep_factors else []
     return o, final_state, [entering, tails, states, M, *saved]
 
 
 def maps_back(
     call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """[room, B, HV, K, V + K] c of the pieces that began elsewhere, maps, and zeros; and c of segments, and factors."""
+    """[send_rows, B, HV, K, V + K] c and M^T of pieces that began on another rank; then c of segments, and factors."""
     entering, _, _, M, *factors = saved
-    room = call.context.shares.most_entering * call.B
-    own = MapsBack(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, room)
-    sent, c, made = launches.maps_back(_where(call, entering), own)
-    return sent.unflatten(0, (-1, call.B)), [c, *(factors or made)]
+    send_rows = call.context.partition.most_entering * call.B
+    inputs = MapsBackInputs(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, send_rows)
+    send_buffer, c, made = launches.maps_back(_pieces_call(call, entering), inputs)
+    return send_buffer.unflatten(0, (-1, call.B)), [c, *(factors or made)]
 
 
-def backward(call: RankCall, given: RankGradient, kept: list[Tensor], told: Tensor) -> list[Tensor]:
+def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
     """Every wanted gradient. `kept` is given up: what was made for this is as large as the gradients are."""
     entering, tails, states, M = given.saved[:4]
     try:
-        at, do, routes = _where(call, entering), call.one_buffer(given.do), call.context.returning(told.device)
+        at, do, routes = (
+            _pieces_call(call, entering),
+            call.one_buffer(given.do),
+            call.context.backward_routes(gathered.device),
+        )
         scanned = tails, do, given.leaving, states, M, kept[0], kept[1:], given.needs[INITIAL_STATE]
-        dS0, within, tokens = launches.scan_back(at, ScanBack(told, routes, *scanned))
+        dS0, within, tokens = launches.scan_back(at, ScanBackInputs(gathered, routes, *scanned))
     finally:
-        arrived(told)
+        wait_gathered(gathered)
     del scanned
     kept.clear()
-    found = launches.tokens_back(at, TokensBack(do, within, tokens, given.needs))
+    found = launches.tokens_back(at, TokensBackInputs(do, within, tokens, given.needs))
     found[INITIAL_STATE] = dS0
     return found
 
 
-def _where(call: RankCall, entering: Tensor) -> Where:
+def _pieces_call(call: RankCall, entering: Tensor) -> PiecesCall:
     """The call of all pieces, from these states, and where chunks and segments lie."""
     options, device = call.options, call.tensors.q.device
     places = call.context.segments(call.B, options.chunk_size, options.cut, device)
-    return Where(call.packed(entering), call.inside, *places)
+    return PiecesCall(call.packed(entering), call.inside, *places)
 
 
 def _tails(call: RankCall) -> Tensor:
@@ -85,5 +98,5 @@ def _tails(call: RankCall) -> Tensor:
     tails[..., V:] = torch.eye(K, device=tails.device)
     for piece in leaving:
         if rest := piece.length % C:
-            tails.unflatten(0, (-1, call.B))[piece.leaving] = call.map_of(piece, nothing, piece.length - rest)
+            tails.unflatten(0, (-1, call.B))[piece.leaving] = call.affine_map(piece, nothing, piece.length - rest)
     return tails

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.delta import run
-from wyfold.autograd.delta_records import INITIAL_STATE, DeltaTensors, turned
+from wyfold.autograd.delta_records import INITIAL_STATE, DeltaTensors, transpose_if_v_first
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Piece
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
 
-MOST_COLUMNS = 256  # value columns of one call
+MAX_COLUMNS = 256  # value columns of one call
 
 
 class RankCall(NamedTuple):
@@ -71,21 +71,21 @@ class RankCall(NamedTuple):
         """A piece's rows among the states of all pieces."""
         return slice(piece.number, None, len(self.context.pieces))
 
-    def at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor:
+    def states_at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor:
         """[B pieces, HV, K, V] the caller's states, or gradients of them, at some pieces, and zeros at the others."""
         found = self.states(self.B * len(self.context.pieces), self.tensors.v.shape[3])
         if given is not None:
-            found[numbers] = turned(given, self.options).to(found.dtype)
+            found[numbers] = transpose_if_v_first(given, self.options).to(found.dtype)
         return found
 
-    def map_of(self, piece: Piece, S: Tensor, start: int = 0) -> Tensor:
+    def affine_map(self, piece: Piece, S: Tensor, start: int = 0) -> Tensor:
         """[B, HV, K, V + K] H and M of a piece from one of its tokens on, entered with S."""
         options = self.inside._replace(final_state=True, save=False, keep_factors=False)
         t = self.alone(piece, S, start)
         K, V = t.q.shape[3], t.v.shape[3]
         identity = torch.eye(K, dtype=S.dtype, device=S.device).expand(*S.shape[:2], K, K)
         nothing = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
-        if V + K <= MOST_COLUMNS:
+        if V + K <= MAX_COLUMNS:
             both = t._replace(v=torch.cat([t.v, nothing], dim=-1), initial_state=torch.cat([S, identity], dim=-1))
             return run(both, options)[0].final_state
         H = run(t, options)[0].final_state
@@ -93,7 +93,7 @@ class RankCall(NamedTuple):
         return torch.cat([H, M], dim=-1)
 
 
-class RankGradient(NamedTuple):
+class RankBackwardInputs(NamedTuple):
     """What the gradients of a rank's call are made from.
 
     Attributes:

@@ -20,77 +20,76 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.delta import TENSORS_SCHEMA
-from wyfold.autograd.delta_chunk import LaunchedCall, listed, token_gradients, unlisted
-from wyfold.autograd.delta_records import INITIAL_STATE, TENSORS, DeltaGradient, DeltaTensors
-from wyfold.context_parallel.collectives import arrived
+from wyfold.autograd.delta_chunk import KernelCall, factors_from_list, factors_to_list, token_gradients
+from wyfold.autograd.delta_records import INITIAL_STATE, TENSORS, DeltaBackwardInputs, DeltaTensors
+from wyfold.context_parallel.collectives import wait_gathered
 from wyfold.context_parallel.delta_segment_records import (
-    Forward,
-    Mapped,
-    Maps,
-    MapsBack,
-    ScanBack,
-    Scanned,
-    TokensBack,
-    Where,
+    ForwardInputs,
+    ForwardResult,
+    MapsBackInputs,
+    MapsInputs,
+    MapsResult,
+    PiecesCall,
+    ScanBackInputs,
+    TokensBackInputs,
 )
-from wyfold.context_parallel.rank_segments import Counts, ShareSegments
+from wyfold.context_parallel.rank_segments import RankSegments, SegmentCounts
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared, StateRows, TokenBorders
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
 from wyfold.runtime.replay_cache import Lengths, replayed
 from wyfold.runtime.side_stream import fork_side_stream
-from wyfold.runtime.torch_ops import call as called
+from wyfold.runtime.torch_ops import call as call_operator
 from wyfold.runtime.torch_ops import register
 
-Own = TypeVar("Own", bound="Maps | Forward | MapsBack | ScanBack | TokensBack")
+Inputs = TypeVar("Inputs", bound="MapsInputs | ForwardInputs | MapsBackInputs | ScanBackInputs | TokensBackInputs")
 
 
-def maps(at: Where, own: Maps) -> Mapped:
+def maps(at: PiecesCall, inputs: MapsInputs) -> MapsResult:
     """Before ranks tell each other."""
-    sent, H, M, *factors = _run("delta_share maps", _maps_op, at, own)
-    return Mapped(sent, H, M, factors)
+    send_buffer, H, M, *factors = _run("delta_rank maps", _maps_op, at, inputs)
+    return MapsResult(send_buffer, H, M, factors)
 
 
-def forward(at: Where, own: Forward) -> Scanned:
+def forward(at: PiecesCall, inputs: ForwardInputs) -> ForwardResult:
     """After it."""
-    return Scanned(*_run("delta_share forward", _forward_op, at, own))
+    return ForwardResult(*_run("delta_rank forward", _forward_op, at, inputs))
 
 
-def maps_back(at: Where, own: MapsBack) -> tuple[Tensor, Tensor, list[Tensor]]:
+def maps_back(at: PiecesCall, inputs: MapsBackInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Before ranks tell each other of gradients.
 
     Returns:
-        [room, HV, K, V + K] gradients of the states that enter from other ranks, as if nothing came back from others,
-        beside the transposed maps between, and zeros; [borders, HV, V, K] c of the segment that begins at each border;
-        the factors, if they were not kept.
+        [send_rows, HV, K, V + K] c and M^T of the pieces that began on another rank, padded with zeros;
+        [borders, HV, V, K] c of the segment that begins at each border; the factors, if they were not kept.
     """
-    sent, c, *factors = _run("delta_share maps_back", _maps_back_op, at, own)
-    return sent, c, factors
+    send_buffer, c, *factors = _run("delta_rank maps_back", _maps_back_op, at, inputs)
+    return send_buffer, c, factors
 
 
-def scan_back(at: Where, own: ScanBack) -> tuple[Tensor, Tensor, Tensor]:
+def scan_back(at: PiecesCall, inputs: ScanBackInputs) -> tuple[Tensor, Tensor, Tensor]:
     """After it: gradients of the states that enter the pieces, or no elements; what `TokenBorders` is made of."""
-    dS0, states, tokens = _run("delta_share scan_back", _scan_back_op, at, own)
+    dS0, states, tokens = _run("delta_rank scan_back", _scan_back_op, at, inputs)
     return dS0, states, tokens
 
 
-def tokens_back(at: Where, own: TokensBack) -> list[Tensor]:
+def tokens_back(at: PiecesCall, inputs: TokensBackInputs) -> list[Tensor]:
     """Every wanted gradient but that of the states, which has no elements here."""
-    return [*_run("delta_share tokens_back", _tokens_back_op, at, own)]
+    return [*_run("delta_rank tokens_back", _tokens_back_op, at, inputs)]
 
 
-def _run(name: str, operator: Callable[..., Any], at: Where, own: Own) -> tuple[Tensor, ...]:
+def _run(name: str, operator: Callable[..., Any], at: PiecesCall, inputs: Inputs) -> tuple[Tensor, ...]:
     """An operator's results, one after another, from its course if there is one."""
 
     def run() -> tuple[Tensor, ...]:
-        found = called(operator, *at.t, at.table, [*at.counts], *own, *at.options)
+        found = call_operator(operator, *at.t, at.table, [*at.counts], *inputs, *at.options)
         parts = (x if isinstance(x, list) else [x] for x in (found if isinstance(found, tuple) else (found,)))
         return tuple([x for part in parts for x in part])
 
     tensors: list[Tensor | None] = [*at.t, at.table]
     lengths: list[int] = [*at.counts]
     values: list[Any] = [name, *at.options]
-    for x in own:
+    for x in inputs:
         if isinstance(x, Tensor):
             tensors.append(x)
         elif isinstance(x, list) and x and isinstance(x[0], Tensor):
@@ -106,21 +105,21 @@ def _run(name: str, operator: Callable[..., Any], at: Where, own: Own) -> tuple[
 # --- what is registered ----------------------------------------------------------------------------------------------
 
 
-class _Call(Generic[Own]):
+class OperatorCall(Generic[Inputs]):
     """A registered operator's arguments, and the call with its segments.
 
     Attributes:
         launched: On the pieces' chunk grid.
         places, counts: Where everything lies, and how much there is.
-        own: What only this operator is given.
+        inputs: What only this operator is given.
         HV, K, V: Sizes.
     """
 
-    def __init__(self, kind: type[Own], arguments: tuple[Any, ...]):
-        t, counts, self.own, options = _read(kind, arguments)
-        self.places = ShareSegments.of(arguments[TENSORS], counts)
+    def __init__(self, kind: type[Inputs], arguments: tuple[Any, ...]):
+        t, counts, self.inputs, options = _read(kind, arguments)
+        self.places = RankSegments.of(arguments[TENSORS], counts)
         grid = self.places.grid(options.chunk_size, t.v.shape[1])
-        self.launched = LaunchedCall(t, options._replace(segment_chunks=0, segments=1), grid)
+        self.launched = KernelCall(t, options._replace(segment_chunks=0, segments=1), grid)
         self.launched.segments = self.places.segments(grid) if counts.borders else None
         self.t, self.options, self.counts = self.launched.t, options, counts
         self.HV, self.K, self.V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
@@ -138,58 +137,60 @@ class _Call(Generic[Own]):
             for x in tiles:
                 x[self.counts.chunks * self.HV :].zero_()
 
-    def room(self, rows: int, written: int) -> Tensor:
-        """[rows, HV, K, V + K] of what is sent, zeros behind those that will be written."""
-        sent = _room(self.t, rows)
+    def send_buffer(self, rows: int, written: int) -> Tensor:
+        """[rows, HV, K, V + K] of what is send_buffer, zeros behind those that will be written."""
+        send_buffer = _empty_send_buffer(self.t, rows)
         if written < rows:
-            sent[written:].zero_()
-        return sent
+            send_buffer[written:].zero_()
+        return send_buffer
 
     def stage(self, name: str) -> Any:
         return table.selected_module(name, self.options.backend, self.launched.key, self.t.q.device)
 
 
-class _Asked(NamedTuple, Generic[Own]):
+class OperatorArguments(NamedTuple, Generic[Inputs]):
     """The arguments of an operator: those of a call, its counts, its own, its options."""
 
     tensors: DeltaTensors
-    counts: Counts
-    own: Own
+    counts: SegmentCounts
+    inputs: Inputs
     options: DeltaOptions
 
 
-def _read(kind: type[Own], arguments: tuple[Any, ...]) -> _Asked[Own]:
+def _read(kind: type[Inputs], arguments: tuple[Any, ...]) -> OperatorArguments[Inputs]:
     rest = arguments[TENSORS + 2 :]
-    own: Own = kind(*rest[: len(kind._fields)])
-    counts = Counts(*arguments[TENSORS + 1])
-    return _Asked(DeltaTensors(*arguments[:TENSORS]), counts, own, DeltaOptions(*rest[len(own) :]))
+    inputs: Inputs = kind(*rest[: len(kind._fields)])
+    counts = SegmentCounts(*arguments[TENSORS + 1])
+    return OperatorArguments(DeltaTensors(*arguments[:TENSORS]), counts, inputs, DeltaOptions(*rest[len(inputs) :]))
 
 
 def _maps(*arguments: Any) -> tuple[Any, ...]:
-    call = _Call(Maps, arguments)
+    call = OperatorCall(MapsInputs, arguments)
     t, counts, places = call.t, call.counts, call.places
-    HV, K, V, (tails, room) = call.HV, call.K, call.V, call.own
+    HV, K, V, (tails, send_rows) = call.HV, call.K, call.V, call.inputs
     prepared = call.prepare(backward=call.options.save and call.options.keep_factors)
     H, M = _at_borders(t, counts)
     if counts.borders:
         call.launched.summary(t.k, t.v, prepared, t.initial_state, H, M)
-    sent = call.room(room, counts.leaving)
+    send_buffer = call.send_buffer(send_rows, counts.leaving)
     if counts.leaving:
         both = H.new_zeros(counts.borders, HV, V + K, K)
         both[:, :, :V].copy_(H)
         if counts.entering:
             identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.entering, HV, K, K)
-            both[:, :, V:].index_copy_(0, places.entered, identity)
-        call.launched.fold(both, M, back=False, of=places.goes)
-        call.stage("carry").send(StateRows(both.mT, places.exits), _some(tails), sent, dtype=t.k.dtype)
-    return sent, H, M, listed(prepared)
+            both[:, :, V:].index_copy_(0, places.incoming_border, identity)
+        call.launched.fold(both, M, back=False, of=places.outgoing_seq)
+        call.stage("carry").send(
+            StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
+        )
+    return send_buffer, H, M, factors_to_list(prepared)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _Call(Forward, arguments)
+    call = OperatorCall(ForwardInputs, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
-    told, routes, H, M, factors = call.own
-    launched, prepared = call.launched, unlisted(factors)
+    gathered, routes, H, M, factors = call.inputs
+    launched, prepared = call.launched, factors_from_list(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     o, entering, states = t.v.new_empty(t.v.shape), initial.clone(), H.clone()
     if counts.tokens < o.shape[1]:
@@ -205,42 +206,42 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if launched.segments is None:
         scan()
     else:
-        outer, borders = StateRows(entering, places.came), StateRows(states.mT, places.entered)
+        outer, borders = StateRows(entering, places.incoming_seq), StateRows(states.mT, places.incoming_border)
         with fork_side_stream(o.device) as on_side:
             if counts.entering < counts.sequences:
                 # Of sequences from elsewhere these are segments without a token: what they read meanwhile goes nowhere.
                 scan(behind=False)
             with on_side:
                 if counts.entering:
-                    arrived(told)
-                    call.stage("carry").carry(told, routes, outer, borders, None, back=False, dtype=t.k.dtype)
+                    wait_gathered(gathered)
+                    call.stage("carry").carry(gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype)
                 launched.fold(states, M, back=False)
                 scan(behind=True)
     return o, final_state, entering, states
 
 
 def _maps_back(*arguments: Any) -> tuple[Any, ...]:
-    call = _Call(MapsBack, arguments)
+    call = OperatorCall(MapsBackInputs, arguments)
     t, counts, places = call.t, call.counts, call.places
-    do, leaving, between, M, kept, room = call.own
-    prepared = unlisted(kept) if kept else call.prepare(backward=True, forward=False)
+    do, leaving, between, M, kept, send_rows = call.inputs
+    prepared = factors_from_list(kept) if kept else call.prepare(backward=True, forward=False)
     c = leaving.new_empty(counts.borders, call.HV, call.V, call.K)
     if counts.borders:
         call.launched.summary_bwd(t.q, t.k, prepared, do, leaving, c)
-    sent = call.room(room, counts.entering)
+    send_buffer = call.send_buffer(send_rows, counts.entering)
     if counts.entering:
         folded = c.clone()
-        call.launched.fold(folded, M, back=True, of=places.came)
-        call.stage("carry").send(StateRows(folded.mT, places.entered), None, sent, dtype=t.k.dtype)
-        sent[: counts.entering, ..., call.V :].copy_(between.mT)
-    return sent, c, [] if kept else listed(prepared)
+        call.launched.fold(folded, M, back=True, of=places.incoming_seq)
+        call.stage("carry").send(StateRows(folded.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype)
+        send_buffer[: counts.entering, ..., call.V :].copy_(between.mT)
+    return send_buffer, c, [] if kept else factors_to_list(prepared)
 
 
 def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Call(ScanBack, arguments)
+    call = OperatorCall(ScanBackInputs, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
-    told, routes, tails, do, leaving, states, M, c, factors, need = call.own
-    launched, prepared = call.launched, unlisted(factors)
+    gathered, routes, tails, do, leaving, states, M, c, factors, need = call.inputs
+    launched, prepared = call.launched, factors_from_list(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     final, gradients = leaving.clone(), c.clone()
     dS0 = initial.new_empty(initial.shape if need else 0)
@@ -257,125 +258,125 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if launched.segments is None:
         scan_bwd()
     else:
-        outer, borders = StateRows(final, places.goes), StateRows(gradients.mT, places.exits)
+        outer, borders = StateRows(final, places.outgoing_seq), StateRows(gradients.mT, places.outgoing_border)
         with fork_side_stream(do.device) as on_side:
             scan_bwd(half="forward")
             with on_side:
                 if counts.leaving:
-                    arrived(told)
+                    wait_gathered(gathered)
                     carry = call.stage("carry").carry
-                    carry(told, routes, outer, borders, _some(tails), back=True, dtype=t.k.dtype)
+                    carry(gathered, routes, outer, borders, none_if_empty(tails), back=True, dtype=t.k.dtype)
                 launched.fold(gradients, M, back=True)
                 scan_bwd(half="reverse")
     return dS0, *pairs
 
 
 def _tokens_back(*arguments: Any) -> list[Tensor]:
-    call = _Call(TokensBack, arguments)
-    given = _wanted(call.t, call.options, call.own)
-    borders, dS0 = TokenBorders.of(call.own.states, call.own.tokens), given.room(INITIAL_STATE)
-    return given.rounded(token_gradients(call.launched, given, call.own.do, borders, dS0))
+    call = OperatorCall(TokensBackInputs, arguments)
+    given = _wanted(call.t, call.options, call.inputs)
+    borders, dS0 = TokenBorders.of(call.inputs.states, call.inputs.tokens), given.empty_grad(INITIAL_STATE)
+    return given.to_input_dtypes(token_gradients(call.launched, given, call.inputs.do, borders, dS0))
 
 
-def _some(x: Tensor) -> Tensor | None:
+def none_if_empty(x: Tensor) -> Tensor | None:
     """x, unless it has no elements."""
     return x if x.numel() else None
 
 
-def _at_borders(t: DeltaTensors, counts: Counts) -> list[Tensor]:
+def _at_borders(t: DeltaTensors, counts: SegmentCounts) -> list[Tensor]:
     """Unwritten H and M."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return [t.q.new_empty(counts.borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
 
 
-def _wanted(t: DeltaTensors, options: DeltaOptions, own: TokensBack) -> DeltaGradient:
+def _wanted(t: DeltaTensors, options: DeltaOptions, inputs: TokensBackInputs) -> DeltaBackwardInputs:
     """The gradients that `_tokens_back` is asked for."""
-    needs = [*own.needs]
+    needs = [*inputs.needs]
     needs[INITIAL_STATE] = False
-    return DeltaGradient(t, options, [], own.do, None, needs)
+    return DeltaBackwardInputs(t, options, [], inputs.do, None, needs)
 
 
 # --- from metadata alone ---------------------------------------------------------------------------------------------
 
 
 def _maps_fake(*arguments: Any) -> tuple[Any, ...]:
-    t, counts, own, options = _read(Maps, arguments)
+    t, counts, inputs, options = _read(MapsInputs, arguments)
     H, M = _at_borders(t, counts)
     factors = _factors(t, options, counts, backward=options.save and options.keep_factors)
-    return _room(t, own.room), H, M, factors
+    return _empty_send_buffer(t, inputs.send_rows), H, M, factors
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    t, _, own, options = _read(Forward, arguments)
+    t, _, inputs, options = _read(ForwardInputs, arguments)
     entering: Tensor = t.initial_state  # type: ignore[assignment]
     final_state = entering.new_empty(entering.shape if options.final_state else 0)
-    return t.v.new_empty(t.v.shape), final_state, entering.new_empty(entering.shape), torch.empty_like(own.H)
+    return t.v.new_empty(t.v.shape), final_state, entering.new_empty(entering.shape), torch.empty_like(inputs.H)
 
 
 def _maps_back_fake(*arguments: Any) -> tuple[Any, ...]:
-    t, counts, own, options = _read(MapsBack, arguments)
+    t, counts, inputs, options = _read(MapsBackInputs, arguments)
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
-    factors = [] if own.kept else _factors(t, options, counts, backward=True, forward=False)
-    return _room(t, own.room), own.leaving.new_empty(counts.borders, HV, V, K), factors
+    factors = [] if inputs.kept else _factors(t, options, counts, backward=True, forward=False)
+    return _empty_send_buffer(t, inputs.send_rows), inputs.leaving.new_empty(counts.borders, HV, V, K), factors
 
 
 def _scan_back_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    t, counts, own, options = _read(ScanBack, arguments)
+    t, counts, inputs, options = _read(ScanBackInputs, arguments)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
-    grid = ShareSegments.of(arguments[TENSORS], counts).grid(options.chunk_size, t.v.shape[1])
+    grid = RankSegments.of(arguments[TENSORS], counts).grid(options.chunk_size, t.v.shape[1])
     pairs = table.kernel_module("scan_bwd", options.backend).border_pairs(t.q, t.v, grid)
-    return initial.new_empty(initial.shape if own.need else 0), *pairs
+    return initial.new_empty(initial.shape if inputs.need else 0), *pairs
 
 
 def _tokens_back_fake(*arguments: Any) -> list[Tensor]:
-    t, _, own, options = _read(TokensBack, arguments)
-    given = _wanted(t, options, own)
-    return given.rounded(given.rooms())
+    t, _, inputs, options = _read(TokensBackInputs, arguments)
+    given = _wanted(t, options, inputs)
+    return given.to_input_dtypes(given.empty_grads())
 
 
-def _room(t: DeltaTensors, rows: int) -> Tensor:
+def _empty_send_buffer(t: DeltaTensors, rows: int) -> Tensor:
     """Unwritten, for [H | M] of so many pieces."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return t.q.new_empty(rows, HV, K, V + K, dtype=torch.float32)
 
 
 def _factors(
-    t: DeltaTensors, options: DeltaOptions, counts: Counts, *, backward: bool, forward: bool = True
+    t: DeltaTensors, options: DeltaOptions, counts: SegmentCounts, *, backward: bool, forward: bool = True
 ) -> list[Tensor]:
     prepare = table.kernel_module("prepare", options.backend)
     tiles, folded, C = counts.tiles * t.v.shape[2], prepare.reads_folded(t.g), options.chunk_size
-    return listed(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=backward, forward=forward))
+    return factors_to_list(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=backward, forward=forward))
 
 
 _SHARE = f"{TENSORS_SCHEMA}, Tensor table, int[] counts"
 
 _maps_op = register(
-    f"delta_share_maps({_SHARE}, Tensor tails, int room, {DELTA_SCHEMA}) "
-    "-> (Tensor sent, Tensor H, Tensor M, Tensor[] factors)",
+    f"delta_rank_maps({_SHARE}, Tensor tails, int send_rows, {DELTA_SCHEMA}) "
+    "-> (Tensor send_buffer, Tensor H, Tensor M, Tensor[] factors)",
     _maps,
     _maps_fake,
 )
 _forward_op = register(
-    f"delta_share_fwd({_SHARE}, Tensor told, Tensor routes, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
+    f"delta_rank_fwd({_SHARE}, Tensor gathered, Tensor routes, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
     "-> (Tensor o, Tensor final_state, Tensor entering, Tensor states)",
     _forward,
     _forward_fake,
 )
 _maps_back_op = register(
-    f"delta_share_maps_bwd({_SHARE}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int room, "
-    f"{DELTA_SCHEMA}) -> (Tensor sent, Tensor c, Tensor[] factors)",
+    f"delta_rank_maps_bwd({_SHARE}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
+    f"{DELTA_SCHEMA}) -> (Tensor send_buffer, Tensor c, Tensor[] factors)",
     _maps_back,
     _maps_back_fake,
 )
 _scan_back_op = register(
-    f"delta_share_scan_bwd({_SHARE}, Tensor told, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
+    f"delta_rank_scan_bwd({_SHARE}, Tensor gathered, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
     f"Tensor states, Tensor M, Tensor c, Tensor[] factors, bool need, {DELTA_SCHEMA}) "
     "-> (Tensor dS0, Tensor states, Tensor tokens)",
     _scan_back,
     _scan_back_fake,
 )
 _tokens_back_op = register(
-    f"delta_share_gradients({_SHARE}, Tensor do, Tensor states, Tensor tokens, bool[] needs, {DELTA_SCHEMA}) "
+    f"delta_rank_gradients({_SHARE}, Tensor do, Tensor states, Tensor tokens, bool[] needs, {DELTA_SCHEMA}) "
     "-> Tensor[]",
     _tokens_back,
     _tokens_back_fake,

@@ -7,40 +7,40 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wyfold.autograd.delta_records import DeltaTensors
-from wyfold.context_parallel.rank_segments import Counts
+from wyfold.context_parallel.rank_segments import SegmentCounts
 from wyfold.runtime.options import DeltaOptions
 
 
-class Maps(NamedTuple):
+class MapsInputs(NamedTuple):
     """What `maps` is given.
 
     Attributes:
         tails: [leaving, HV, K, V + K] H and M of the tokens behind a piece's last full chunk; of no elements if no
             piece has any.
-        room: Rows that every rank sends.
+        send_rows: Rows that every rank sends.
     """
 
     tails: Tensor
-    room: int
+    send_rows: int
 
 
-class Forward(NamedTuple):
+class ForwardInputs(NamedTuple):
     """What `forward` is given.
 
     Attributes:
-        told: What all ranks sent, maybe under way.
-        routes: `chains.arriving`, on the device.
+        gathered: What all ranks send_buffer, maybe under way.
+        routes: `chains.forward_routes`, on the device.
         H, M, factors: From `maps`.
     """
 
-    told: Tensor
+    gathered: Tensor
     routes: Tensor
     H: Tensor
     M: Tensor
     factors: list[Tensor]
 
 
-class MapsBack(NamedTuple):
+class MapsBackInputs(NamedTuple):
     """What `maps_back` is given.
 
     Attributes:
@@ -49,7 +49,7 @@ class MapsBack(NamedTuple):
         between: [entering, HV, K, K] maps of the pieces that began elsewhere.
         M: From `maps`.
         kept: Factors, if they were kept.
-        room: Rows that every rank sends.
+        send_rows: Rows that every rank sends.
     """
 
     do: Tensor
@@ -57,22 +57,22 @@ class MapsBack(NamedTuple):
     between: Tensor
     M: Tensor
     kept: list[Tensor]
-    room: int
+    send_rows: int
 
 
-class ScanBack(NamedTuple):
+class ScanBackInputs(NamedTuple):
     """What `scan_back` is given.
 
     Attributes:
-        told: What all ranks sent, maybe under way.
-        routes: `chains.returning`, on the device.
+        gathered: What all ranks send_buffer, maybe under way.
+        routes: `chains.backward_routes`, on the device.
         tails, do, leaving, M: As above.
         states: From `forward`.
         c, factors: From `maps_back`.
         need: Whether the gradient of the initial states is wanted.
     """
 
-    told: Tensor
+    gathered: Tensor
     routes: Tensor
     tails: Tensor
     do: Tensor
@@ -84,7 +84,7 @@ class ScanBack(NamedTuple):
     need: bool
 
 
-class TokensBack(NamedTuple):
+class TokensBackInputs(NamedTuple):
     """What `tokens_back` is given.
 
     Attributes:
@@ -99,7 +99,7 @@ class TokensBack(NamedTuple):
     needs: list[bool]
 
 
-class Where(NamedTuple):
+class PiecesCall(NamedTuple):
     """A call of all pieces as sequences of one buffer.
 
     Attributes:
@@ -111,25 +111,25 @@ class Where(NamedTuple):
     t: DeltaTensors
     options: DeltaOptions
     table: Tensor
-    counts: Counts
+    counts: SegmentCounts
 
 
-class Mapped(NamedTuple):
+class MapsResult(NamedTuple):
     """What `maps` finds.
 
     Attributes:
-        sent: [room, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row, and zeros.
+        send_buffer: [send_rows, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row, and zeros.
         H, M: [borders, HV, V, K] and [borders, HV, K, K] of the segment that ends at each border.
         factors: `Prepared`, listed.
     """
 
-    sent: Tensor
+    send_buffer: Tensor
     H: Tensor
     M: Tensor
     factors: list[Tensor]
 
 
-class Scanned(NamedTuple):
+class ForwardResult(NamedTuple):
     """What `forward` finds.
 
     Attributes:

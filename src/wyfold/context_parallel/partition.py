@@ -44,15 +44,15 @@ class Piece:
     entering: int = -1
 
 
-class Handed(NamedTuple):
+class Handover(NamedTuple):
     """State on its way from a piece to the one behind it."""
 
-    giver: Piece
-    taker: Piece
+    source: Piece
+    target: Piece
 
 
 @dataclass(frozen=True)
-class Shares:
+class Partition:
     """The cut of one global buffer.
 
     Attributes:
@@ -77,9 +77,9 @@ class Shares:
         """How many a rank owns."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
-    def handed(self, depth: int) -> list[Handed]:
+    def handovers(self, depth: int) -> list[Handover]:
         """Hand-overs from the pieces of a depth, 0 being a sequence's first, to the pieces behind them."""
-        return [Handed(*chain[depth : depth + 2]) for chain in self.chains if len(chain) > depth + 1]
+        return [Handover(*chain[depth : depth + 2]) for chain in self.chains if len(chain) > depth + 1]
 
     def wave(self, rank: int, depth: int) -> list[Piece]:
         """A rank's pieces of a depth, in the order of its tokens."""
@@ -89,7 +89,7 @@ class Shares:
         return sorted(found, key=lambda piece: piece.number)
 
 
-def owned(layout: str, total: int, world: int) -> list[list[Range]]:
+def owned_ranges(layout: str, total: int, world: int) -> list[list[Range]]:
     """Ranges of every rank under a named layout.
 
     contiguous: rank r owns the r-th of `world` parts; zigzag: the r-th and the r-th from the end of 2 * `world` parts.
@@ -104,7 +104,7 @@ def owned(layout: str, total: int, world: int) -> list[list[Range]]:
     return [[part(r, 2 * world), part(2 * world - 1 - r, 2 * world)] for r in range(world)]
 
 
-def cut(boundaries: Sequence[int], total: int, ranges: Sequence[Sequence[Range]]) -> Shares:
+def partition_sequences(boundaries: Sequence[int], total: int, ranges: Sequence[Sequence[Range]]) -> Partition:
     """Pieces and chains of a packed buffer.
 
     A sequence without tokens belongs to who owns the token at its place, or, at the buffer's end, the last token; to
@@ -137,7 +137,7 @@ def cut(boundaries: Sequence[int], total: int, ranges: Sequence[Sequence[Range]]
                 chains.setdefault(piece.sequence, []).append(piece)
     ordered = tuple(tuple(sorted(chain, key=lambda piece: piece.done)) for _, chain in sorted(chains.items()))
     crossing = [piece for chain in ordered for piece in chain]
-    return Shares(
+    return Partition(
         total,
         joined,
         tuple(pieces),

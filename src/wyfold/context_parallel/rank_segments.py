@@ -23,7 +23,7 @@ from wyfold.context_parallel.partition import Piece
 from wyfold.runtime.chunk_layout import ChunkGrid, Cut, Segments
 
 
-class Counts(NamedTuple):
+class SegmentCounts(NamedTuple):
     """Lengths of the lists below, and what else is known on the host.
 
     Attributes:
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     tokens: int
 
 
-class ShareSegments(NamedTuple):
+class RankSegments(NamedTuple):
     """The segments of a rank's pieces, of all rows, one after another.
 
     Attributes:
@@ -59,29 +59,29 @@ class ShareSegments(NamedTuple):
         grid_cu, grid_first, grid_sequence: Of the pieces' own chunks, `ChunkGrid`'s.
     """
 
-    counts: Counts
+    counts: SegmentCounts
     cu: Tensor
     chunk: Tensor
     sequence: Tensor
     first: Tensor
     leading: Tensor
     divided: Tensor
-    entered: Tensor
-    came: Tensor
-    exits: Tensor
-    goes: Tensor
+    incoming_border: Tensor
+    incoming_seq: Tensor
+    outgoing_border: Tensor
+    outgoing_seq: Tensor
     grid_cu: Tensor
     grid_first: Tensor
     grid_sequence: Tensor
 
     @classmethod
-    def of(cls, table: Tensor, counts: Sequence[int]) -> ShareSegments:
-        """From what `listed` gives, its numbers on the device of the call."""
+    def of(cls, table: Tensor, counts: Sequence[int]) -> RankSegments:
+        """From what `segment_tables` gives, its numbers on the device of the call."""
         N, segments, borders, divided, entering, leaving, _, tiles, _ = counts
         ends = entering, entering, leaving, leaving
         sizes = segments + 1, segments, segments, N + 1, borders, divided, *ends, N + 2, N + 1, tiles
         found = table.split([size + size % 2 for size in sizes])
-        return cls(Counts(*counts), *(x[:size] if size % 2 else x for x, size in zip(found, sizes, strict=True)))
+        return cls(SegmentCounts(*counts), *(x[:size] if size % 2 else x for x, size in zip(found, sizes, strict=True)))
 
     def grid(self, chunk_size: int, tokens: int) -> ChunkGrid:
         """Of the pieces, in a buffer of so many tokens."""
@@ -96,8 +96,10 @@ class ShareSegments(NamedTuple):
         return Segments(buffer, N, borders, *places, likely=count)
 
 
-def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cut: Cut) -> tuple[list[int], Counts]:
-    """The numbers of `ShareSegments`, one list after another, each of an even length, and their counts.
+def segment_tables(
+    pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cut: Cut
+) -> tuple[list[int], SegmentCounts]:
+    """The numbers of `RankSegments`, one list after another, each of an even length, and their counts.
 
     Args:
         pieces: The rank's.
@@ -111,8 +113,8 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
     first: list[int] = []
     leading: list[int] = []
     divided: list[int] = []
-    entered: dict[tuple[int, int], tuple[int, int]] = {}
-    exits: dict[tuple[int, int], tuple[int, int]] = {}
+    incoming_border: dict[tuple[int, int], tuple[int, int]] = {}
+    outgoing_border: dict[tuple[int, int], tuple[int, int]] = {}
     grid_cu: list[int] = []
     grid_first: list[int] = []
     grid_sequence: list[int] = []
@@ -137,14 +139,18 @@ def listed(pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cu
             if borders:
                 divided.append(n)
             if not piece.first:
-                entered[piece.entering, row] = borders[0] - n, n
+                incoming_border[piece.entering, row] = borders[0] - n, n
             if not piece.last:
-                exits[piece.leaving, row] = borders[-1] - n, n
+                outgoing_border[piece.leaving, row] = borders[-1] - n, n
     N = len(first)
     grid_sequence += [N] * -(-(batch * tokens - end) // chunk_size)
     tiles = chunks, len(grid_sequence)
-    counts = Counts(N, len(sequence), len(leading), len(divided), len(entered), len(exits), *tiles, end)
-    edges = [[found[key][which] for key in sorted(found)] for found in (entered, exits) for which in (0, 1)]
+    counts = SegmentCounts(
+        N, len(sequence), len(leading), len(divided), len(incoming_border), len(outgoing_border), *tiles, end
+    )
+    edges = [
+        [found[key][which] for key in sorted(found)] for found in (incoming_border, outgoing_border) for which in (0, 1)
+    ]
     tables = [*cu, end], chunk, sequence, [*first, len(sequence)], leading, divided, *edges
     tables = *tables, [*grid_cu, end, batch * tokens], [*grid_first, chunks], grid_sequence
     # Each begins at a multiple of 16 bytes: kernels for tables that do not are other kernels, to be compiled.

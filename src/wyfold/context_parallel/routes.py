@@ -10,27 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from wyfold.context_parallel.partition import Piece, Shares
+from wyfold.context_parallel.partition import Partition, Piece
 
 
-def arriving(shares: Shares, rank: int) -> list[int]:
+def forward_routes(partition: Partition, rank: int) -> list[int]:
     """Routes of the states that enter a rank's pieces, in the order of `Piece.entering`.
 
     Returns:
         Where each route begins in this very list, and where the last one ends; then the routes: numbers of rows, of
-        which each rank told as many as there is room for.
+        which each rank told as many as there is send_rows for.
     """
-    return _routes(shares.chains, rank, shares.most_leaving, lambda piece: (piece.leaving, piece.entering))
+    return _routes(partition.chains, rank, partition.most_leaving, lambda piece: (piece.leaving, piece.entering))
 
 
-def returning(shares: Shares, rank: int) -> list[int]:
+def backward_routes(partition: Partition, rank: int) -> list[int]:
     """Routes of the gradients of the states that leave a rank's pieces, in the order of `Piece.leaving`; likewise."""
-    chains = (reversed(chain) for chain in shares.chains)
-    return _routes(chains, rank, shares.most_entering, lambda piece: (piece.entering, piece.leaving))
+    chains = (reversed(chain) for chain in partition.chains)
+    return _routes(chains, rank, partition.most_entering, lambda piece: (piece.entering, piece.leaving))
 
 
 def _routes(
-    chains: Iterable[Iterable[Piece]], rank: int, room: int, numbers: Callable[[Piece], tuple[int, int]]
+    chains: Iterable[Iterable[Piece]], rank: int, send_rows: int, numbers: Callable[[Piece], tuple[int, int]]
 ) -> list[int]:
     """`numbers`: of a piece, its row among those its rank tells, and its place among those that state comes to."""
     found: dict[int, list[int]] = {}
@@ -40,7 +40,7 @@ def _routes(
             row, place = numbers(piece)
             if piece.rank == rank and before:
                 found[place] = list(before)
-            before.append(piece.rank * room + row)
+            before.append(piece.rank * send_rows + row)
     routes = [found[place] for place in sorted(found)]
     starts = [len(routes) + 1]
     for route in routes:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.ttt import run, run_backward
-from wyfold.autograd.ttt_records import DIFFERENTIABLE, TENSORS, TTTOptions, TTTResult, TTTTensors, turned
+from wyfold.autograd.ttt_records import DIFFERENTIABLE, TENSORS, TTTOptions, TTTResult, TTTTensors, transpose_if_v_first
 from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.partition import Handed, Piece
+from wyfold.context_parallel.partition import Handover, Piece
 from wyfold.kernels.ttt import State
 from wyfold.runtime.torch_ops import apply, once_differentiable
 from wyfold.tile.index.eager import wide
@@ -31,27 +31,27 @@ from wyfold.tile.index.eager import wide
 TOKENS = ("q", "k", "v", "eta", "eta_col")
 
 
-def ttt_across(tensors: TTTTensors, options: TTTOptions, context: ContextParallel) -> TTTResult:
+def ttt_across_ranks(tensors: TTTTensors, options: TTTOptions, context: ContextParallel) -> TTTResult:
     """Output and states of one call whose sequences go on over the ranks of a context.
 
     Initial states are those of the sequences that begin here, final states of those that end here.
     """
-    o, state, bias = apply(options.operator, TTTAcross, *tensors, options, context)
+    o, state, bias = apply(options.operator, TTTAcrossRanks, *tensors, options, context)
     none = o.new_empty(0)
     return TTTResult(o, state, bias, none, none, none)
 
 
-class TTTAcross(torch.autograd.Function):
+class TTTAcrossRanks(torch.autograd.Function):
     """Waves of pieces, and hand-overs between them."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *given, options, context = arguments
         t = TTTTensors(*given)
-        call = _Call(t, options, context)
+        call = TTTRankCall(t, options, context)
         states, o, kept = call.begun(), t.v.new_zeros(t.v.shape), []
         left = call.states()
-        told: Tensor | None = None
+        gathered: Tensor | None = None
         for wave in call.waves():
             if wave.pieces:
                 result, saved = run(call.tensors_of(wave, states), call.inside)
@@ -59,17 +59,17 @@ class TTTAcross(torch.autograd.Function):
                 for whole, part in zip(left, (result.state, result.bias), strict=True):
                     whole[wave.states] = part
                 kept.append(saved)
-            told = call.hand(wave.forward, left, told, forward=True)
-            for handed, S, c in call.handed(wave.forward, told, forward=True):
-                states.S[call.rows(handed.taker)], states.c[call.rows(handed.taker)] = S, c
-        o = after(o, told)
+            gathered = call.hand(wave.forward, left, gathered, forward=True)
+            for handover, S, c in call.received(wave.forward, gathered, forward=True):
+                states.S[call.rows(handover.target)], states.c[call.rows(handover.target)] = S, c
+        o = after(o, gathered)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.kept = options, context, [len(saved) for saved in kept]
         ctx.save_for_backward(*given, *states, *(x for saved in kept for x in saved))
         if not options.final_state:
             return o, o.new_empty(0), o.new_empty(0)
-        ended = context.ending(call.B, t.q.device)
-        S, c = turned(left.S[ended], options), left.c[ended]
+        ended = context.ending_pieces(call.B, t.q.device)
+        S, c = transpose_if_v_first(left.S[ended], options), left.c[ended]
         return o, S.to(options.state_dtype), c.to(options.state_dtype)
 
     @staticmethod
@@ -78,11 +78,13 @@ class TTTAcross(torch.autograd.Function):
         given = list(ctx.saved_tensors)  # once: checkpointing refuses a second unpacking
         t, (S, c, *saved) = TTTTensors(*given[:TENSORS]), given[TENSORS:]
         states = State(S, c)
-        call = _Call(t, ctx.options, ctx.context)
+        call = TTTRankCall(t, ctx.options, ctx.context)
         dleft, dentered = call.states(), call.states()
-        ended = ctx.context.ending(call.B, t.q.device)
+        ended = ctx.context.ending_pieces(call.B, t.q.device)
         if ctx.options.final_state:
-            for whole, part in zip(dleft, (None if dS is None else turned(dS, ctx.options), dc), strict=True):
+            for whole, part in zip(
+                dleft, (None if dS is None else transpose_if_v_first(dS, ctx.options), dc), strict=True
+            ):
                 if part is not None:
                     whole[ended] = part.to(whole.dtype)
         found: list[Tensor | None] = [None if x is None else x.new_zeros(x.shape) for x in t[:DIFFERENTIABLE]]
@@ -90,11 +92,11 @@ class TTTAcross(torch.autograd.Function):
         for count in ctx.kept:
             kept.append(saved[:count])
             saved = saved[count:]
-        told: Tensor | None = after(dleft.S[:0], do, dS, dc)
+        gathered: Tensor | None = after(dleft.S[:0], do, dS, dc)
         for wave in reversed(call.waves()):
-            told = call.hand(wave.forward, dentered, told, forward=False)
-            for handed, matrix, bias in call.handed(wave.forward, told, forward=False):
-                dleft.S[call.rows(handed.giver)], dleft.c[call.rows(handed.giver)] = matrix, bias
+            gathered = call.hand(wave.forward, dentered, gathered, forward=False)
+            for handover, matrix, bias in call.received(wave.forward, gathered, forward=False):
+                dleft.S[call.rows(handover.source)], dleft.c[call.rows(handover.source)] = matrix, bias
             if not wave.pieces:
                 continue
             d_out = None if do is None else wave.take(do)
@@ -106,10 +108,10 @@ class TTTAcross(torch.autograd.Function):
                 elif dx is not None and name in ("w", "b"):
                     dx += part
             dentered.S[wave.states], dentered.c[wave.states] = gradients[-2:]
-        found = [None if dx is None else after(dx, told) for dx in found]
-        begun = ctx.context.beginning(call.B, t.q.device)
+        found = [None if dx is None else after(dx, gathered) for dx in found]
+        begun = ctx.context.starting_pieces(call.B, t.q.device)
         if t.state is not None:
-            found[-2] = turned(dentered.S[begun], ctx.options).to(t.state.dtype)
+            found[-2] = transpose_if_v_first(dentered.S[begun], ctx.options).to(t.state.dtype)
         if t.bias is not None:
             found[-1] = dentered.c[begun].to(t.bias.dtype)
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
@@ -132,7 +134,7 @@ class _Wave(NamedTuple):
     states: Tensor
     tokens: Tensor | None
     cu_seqlens: Tensor | None
-    forward: list[Handed]
+    forward: list[Handover]
 
     def take(self, x: Tensor) -> Tensor:
         """Their tokens of [B, T, ...]."""
@@ -148,7 +150,7 @@ class _Wave(NamedTuple):
             out.view(-1, *out.shape[2:]).index_copy_(0, self.tokens, x[0].to(out.dtype))
 
 
-class _Call(NamedTuple):
+class TTTRankCall(NamedTuple):
     """One rank's part of a call.
 
     Attributes:
@@ -179,9 +181,9 @@ class _Call(NamedTuple):
 
     def begun(self) -> State:
         """States entering every piece, so far as the caller gave them."""
-        t, found, first = self.tensors, self.states(), self.context.beginning(self.B, self.tensors.q.device)
+        t, found, first = self.tensors, self.states(), self.context.starting_pieces(self.B, self.tensors.q.device)
         if t.state is not None:
-            found.S[first] = turned(t.state, self.options).to(found.S.dtype)
+            found.S[first] = transpose_if_v_first(t.state, self.options).to(found.S.dtype)
         if t.bias is not None:
             found.c[first] = t.bias.to(found.c.dtype)
         return found
@@ -192,11 +194,11 @@ class _Call(NamedTuple):
 
     def waves(self) -> list[_Wave]:
         """One for every depth that any rank has."""
-        shares, rank, device = self.context.shares, self.context.rank, self.tensors.q.device
+        partition, rank, device = self.context.partition, self.context.rank, self.tensors.q.device
         T, count = self.tensors.v.shape[1], len(self.context.pieces)
         found = []
-        for depth in range(shares.depth + 1):
-            pieces = shares.wave(rank, depth)
+        for depth in range(partition.depth + 1):
+            pieces = partition.wave(rank, depth)
             placed = [(row, piece) for row in range(self.B) for piece in pieces]
             numbers = [row * count + piece.number for row, piece in placed]
             states = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -206,7 +208,7 @@ class _Call(NamedTuple):
                 lengths = torch.tensor([0, *(piece.length for _, piece in placed)])
                 runs = [torch.arange(start, start + piece.length) for start, (_, piece) in zip(starts, placed)]
                 tokens, cu = torch.cat(runs).to(device), lengths.cumsum(0).to(device)
-            found.append(_Wave(pieces, states, tokens, cu, shares.handed(depth)))
+            found.append(_Wave(pieces, states, tokens, cu, partition.handovers(depth)))
         return found
 
     def tensors_of(self, wave: _Wave, states: State) -> TTTTensors:
@@ -217,38 +219,40 @@ class _Call(NamedTuple):
         tokens = t._replace(q=wave.take(t.q), k=wave.take(t.k), v=wave.take(t.v), eta=wave.take(t.eta), eta_col=col)
         return tokens._replace(state=S, bias=c, cu_seqlens=wave.cu_seqlens)
 
-    def hand(self, handed: Sequence[Handed], states: State, before: Tensor | None, *, forward: bool) -> Tensor | None:
+    def hand(
+        self, handovers: Sequence[Handover], states: State, before: Tensor | None, *, forward: bool
+    ) -> Tensor | None:
         """What all ranks hand on, or back, of the states of all pieces: [world, places, B, HV, D + 1, D], c under S.
 
         One collective, after the one `before`, if anything is handed at all; otherwise that.
         """
-        if not handed:
+        if not handovers:
             return before
         HV, D = self.tensors.v.shape[2:]
-        placed = _placed(handed, forward)
-        sent = states.S.new_zeros(1 + max(place for _, _, place in placed), self.B, HV, D + 1, D)
-        for giver, _, place in placed:
-            if giver.rank == self.context.rank:
-                sent[place] = torch.cat([states.S[self.rows(giver)], states.c[self.rows(giver)]], dim=2)
-        return self.context.gather(after(sent, before))
+        placed = _placed(handovers, forward)
+        send_buffer = states.S.new_zeros(1 + max(place for _, _, place in placed), self.B, HV, D + 1, D)
+        for source, _, place in placed:
+            if source.rank == self.context.rank:
+                send_buffer[place] = torch.cat([states.S[self.rows(source)], states.c[self.rows(source)]], dim=2)
+        return self.context.all_gather(after(send_buffer, before))
 
-    def handed(
-        self, handed: Sequence[Handed], told: Tensor | None, *, forward: bool
-    ) -> Iterator[tuple[Handed, Tensor, Tensor]]:
-        """Of what `hand` was told, what is this rank's: whose it is, and [B, HV, ..] of both states."""
-        for one, (giver, taker, place) in zip(handed, _placed(handed, forward), strict=True):
-            if told is not None and taker.rank == self.context.rank:
-                S, c = told[giver.rank, place].split([told.shape[-1], 1], dim=2)
+    def received(
+        self, handovers: Sequence[Handover], gathered: Tensor | None, *, forward: bool
+    ) -> Iterator[tuple[Handover, Tensor, Tensor]]:
+        """Of what `hand` was gathered, what is this rank's: whose it is, and [B, HV, ..] of both states."""
+        for one, (source, target, place) in zip(handovers, _placed(handovers, forward), strict=True):
+            if gathered is not None and target.rank == self.context.rank:
+                S, c = gathered[source.rank, place].split([gathered.shape[-1], 1], dim=2)
                 yield one, S, c
 
 
-def _placed(handed: Sequence[Handed], forward: bool) -> list[tuple[Piece, Piece, int]]:
-    """Who gives, who takes, and the place of it among what the giver's rank sends."""
+def _placed(handovers: Sequence[Handover], forward: bool) -> list[tuple[Piece, Piece, int]]:
+    """Who gives, who takes, and the place of it among what the source's rank sends."""
     counts: dict[int, int] = {}
     found = []
-    for one in handed:
-        giver, taker = (one.giver, one.taker) if forward else (one.taker, one.giver)
-        place = counts.get(giver.rank, 0)
-        counts[giver.rank] = place + 1
-        found.append((giver, taker, place))
+    for one in handovers:
+        source, target = (one.source, one.target) if forward else (one.target, one.source)
+        place = counts.get(source.rank, 0)
+        counts[source.rank] = place + 1
+        found.append((source, target, place))
     return found

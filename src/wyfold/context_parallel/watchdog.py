@@ -84,10 +84,10 @@ class Watch:
     """
 
     def __init__(self, mesh_or_group: object, *, silence_s: float = 60):
-        self.group = collectives.group_of("Watch", mesh_or_group)
+        self.group = collectives.process_group("Watch", mesh_or_group)
         if not silence_s > 0:
             raise ValueError(f"Watch: silence_s must be positive, got {silence_s}")
-        self.rank, self.world = collectives.place_in(self.group)
+        self.rank, self.world = collectives.rank_and_size(self.group)
         self.silence_s, self.lost = silence_s, ""
         self._word, self._leaving, self._lock = _HERE, threading.Event(), threading.Lock()
         self._failed = ""

@@ -52,9 +52,9 @@ def kkt(k: Shape, beta: Shape, g: Shape | None, cu_seqlens: Shape | None, chunk_
 FORMULAS: dict[str, tuple[Callable[..., int], int]] = {
     "delta_fwd": (delta, 1),
     "delta_bwd": (delta, 2),
-    "delta_share_fwd": (delta, 1),
-    "delta_share_scan_bwd": (delta, 1),
-    "delta_share_gradients": (delta, 1),
+    "delta_rank_fwd": (delta, 1),
+    "delta_rank_scan_bwd": (delta, 1),
+    "delta_rank_gradients": (delta, 1),
     "ttt_fwd": (ttt, 1),
     "ttt_bwd": (ttt, 2),
     "causal_conv1d_fwd": (conv, 1),

@@ -105,7 +105,7 @@ def plan(
     kept: tuple[str, ...] = (),
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
-    box_copies: tuple[str, ...] = (),
+    tma_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
     keys: Callable[[], StageKeys] = tuple,
     sizes: StageKeys = (),
@@ -150,7 +150,7 @@ def plan(
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
-        copied = copies + kernel_copies + (box_copies if in_gluon else ())
+        copied = copies + kernel_copies + (tma_copies if in_gluon else ())
         found = dataclasses.replace(found, copies=tuple(dict.fromkeys(copied)))
     found = settle(found)
     if chosen == "triton" and device.type == "cuda":

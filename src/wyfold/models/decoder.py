@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         ranks_agree("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels), module=kind)
         if torch.compiler.is_compiling():
             return self._hidden(ids, None, None, cp_context)
-        with cp_context.compared():
+        with cp_context.skip_comparison():
             return self._hidden(ids, None, None, cp_context)
 
     def _alike_on_ranks(self, ids: Tensor, labels: Tensor | None) -> dict[str, object]:
@@ -507,5 +507,5 @@ def _cross_entropy(
     total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     counted = (labels != IGNORED).sum()
     if cp_context is not None:
-        counted = cp_context.gather(counted).sum()
+        counted = cp_context.all_gather(counted).sum()
     return total / counted.clamp(min=1)

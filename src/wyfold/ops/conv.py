@@ -8,7 +8,7 @@ from torch import Tensor
 from wyfold.autograd.conv import Conv, ConvTensors
 from wyfold.autograd.serving_conv import one_row
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.conv import ConvAcross
+from wyfold.context_parallel.conv import ConvAcrossRanks
 from wyfold.kernels import table
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.ops.rank_agreement import check_share, ranks_agree
@@ -90,7 +90,7 @@ def causal_conv1d(
         else:
             chosen = ranks_agree(_NAME, cp_context, x, make_plan, lambda _: _alike_on_ranks(given, activation))
             y, final_state = apply(
-                _NAME, ConvAcross, *given, output_final_state, activation is not None, chosen, cp_context
+                _NAME, ConvAcrossRanks, *given, output_final_state, activation is not None, chosen, cp_context
             )
         return y, final_state if output_final_state else None
 
@@ -158,7 +158,7 @@ def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | Non
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
     """What the ranks of a call tell each other, one line for each direction."""
-    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
+    counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
     size = f"{sizes['D']} x {sizes['W'] - 1} from each rank"
     return tuple(f"all-gather {way} of {count * sizes['B']} x {size}" for way, count in counts.items() if count)
 

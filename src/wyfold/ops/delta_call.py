@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wyfold.autograd.delta import delta
 from wyfold.autograd.delta_records import DeltaTensors
-from wyfold.context_parallel.delta import delta_across
+from wyfold.context_parallel.delta import delta_across_ranks
 from wyfold.ops.chunking import known_short
 from wyfold.ops.delta_arguments import ChunkFlags, DeltaCall, Flags, GateFlags
 from wyfold.ops.delta_plan import make_plan
@@ -70,7 +70,9 @@ def _call_delta(call: DeltaCall) -> Results:
     q, k, v = in_autocast_dtype(q, k, v)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     tensors = DeltaTensors(q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu)
-    o, final_state, states = delta(tensors, options) if context is None else delta_across(tensors, options, context)
+    o, final_state, states = (
+        delta(tensors, options) if context is None else delta_across_ranks(tensors, options, context)
+    )
     final = final_state if flags.output_final_state else None
     return (o, final, states) if flags.return_intermediate_states else (o, final)
 

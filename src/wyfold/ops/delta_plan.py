@@ -9,9 +9,9 @@ from torch import Tensor
 
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_eager import chunks_per_part
-from wyfold.autograd.row_alignment import box_copies, copied
+from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.delta import summarised
+from wyfold.context_parallel.delta import summarized_by_kernels
 from wyfold.kernels import table
 from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
 from wyfold.ops.delta_arguments import DeltaCall
@@ -94,8 +94,10 @@ def _plan(
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),
         sizes=() if recurrent else launch_sizes(q, chunk_size),
-        box_copies=box_copies(q, k, v) if explaining() and not recurrent else (),
-        kernel_copies=copied(q=q, k=k, g=g if call.gate.channel else None) if explaining() and not recurrent else (),
+        tma_copies=tma_copies(q, k, v) if explaining() and not recurrent else (),
+        kernel_copies=alignment_copies(q=q, k=k, g=g if call.gate.channel else None)
+        if explaining() and not recurrent
+        else (),
         keys=keys,
     )
 
@@ -144,13 +146,13 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
 
 def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:
     """Whether there is anything to tell, and kernels find what this rank has to."""
-    return bool(context.shares.chains) and summarised(context, sizes["B"], sizes["K"], sizes["V"])
+    return bool(context.partition.chains) and summarized_by_kernels(context, sizes["B"], sizes["K"], sizes["V"])
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
     """What the ranks of a call tell each other, one line for each direction."""
     B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
-    counts = {"forward": context.shares.most_leaving, "backward": context.shares.most_entering}
+    counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
     return tuple(
         f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
         for direction, count in counts.items()

@@ -29,7 +29,7 @@ def ranks_agree(
     describe: Callable[[Planned], Mapping[str, object]] | None = None,
     module: Hashable = None,
 ) -> Planned:
-    """What `make_plan` says, once all ranks are known to do the same (`ContextParallel.agreed`).
+    """What `make_plan` says, once all ranks are known to do the same (`ContextParallel.ranks_agree`).
 
     Args:
         op: Operator's name.
@@ -47,11 +47,11 @@ def ranks_agree(
     """
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     found = context_of(op, context)
-    return found.agreed(op, device, make_plan, describe, kind=_kind(found, x, module))
+    return found.ranks_agree(op, device, make_plan, describe, kind=_kind(found, x, module))
 
 
 def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:
-    """`kind` of `ContextParallel.agreed`.
+    """`kind` of `ContextParallel.ranks_agree`.
 
     Left out is what differs only where x is wrong: T, the width and dtype of a module's input, and B beside boundaries.
     """

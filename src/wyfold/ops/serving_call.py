@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.autograd.row_alignment import box_copies, copied
-from wyfold.autograd.serving_delta import Serving, serve
+from wyfold.autograd.row_alignment import alignment_copies, tma_copies
+from wyfold.autograd.serving_delta import DeltaServing, serve
 from wyfold.kernels import table
 from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
@@ -102,7 +102,7 @@ def _call_served(
         between = between.flatten()
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     serve(
-        Serving(
+        DeltaServing(
             q, k, v, g, beta, gate.A_log, gate.dt_bias, cu, slots.pool, source, slots.output_state_indices,
             slots.has_initial_state, slots.num_accepted_tokens, slots.checkpoint_pool, between, o, slots.each,
             slots.pad_slot_id,
@@ -197,8 +197,8 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),
-        kernel_copies=copied(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
-        box_copies=box_copies(q, k, v) if chunked and explaining() else (),
+        kernel_copies=alignment_copies(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
+        tma_copies=tma_copies(q, k, v) if chunked and explaining() else (),
         keys=keys,
     )
     return DeltaOptions(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
-from wyfold.autograd.row_alignment import aligned, copied
-from wyfold.autograd.workspace import Part
+from wyfold.autograd.row_alignment import aligned, alignment_copies
+from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
@@ -168,7 +168,7 @@ def chunk_scaled_dot_kkt(
         def key(it: Any) -> str:
             return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
 
-        copies = copied(k=k, g=g) if channel and explaining() else ()
+        copies = alignment_copies(k=k, g=g) if channel and explaining() else ()
         plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), stored), key, copies)
         return stored, plan.backend
 
@@ -251,7 +251,7 @@ def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype
     return workspace.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
 
 
-def _parts(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int) -> list[Part]:
+def _parts(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, per_part: int) -> list[WorkspacePart]:
     B, T = x.shape[:2]
     return workspace.parts(B, T, None if cu is None else legal_boundaries(op, cu, T), chunk_size, per_part)
 

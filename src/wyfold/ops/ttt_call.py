@@ -11,7 +11,7 @@ from wyfold.autograd import workspace
 from wyfold.autograd.ttt import chunks_per_part, ttt
 from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.ttt import ttt_across
+from wyfold.context_parallel.ttt import ttt_across_ranks
 from wyfold.kernels import table
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.ops.rank_agreement import ranks_agree
@@ -36,7 +36,7 @@ def call_ttt(call: TTTCall) -> TTTResult:
     options = ranks_agree(
         call.op, call.context, call.q, make_plan, lambda options: _alike_on_ranks(_tensors(call), options)
     )
-    return ttt_across(_tensors(call), options, call.context)
+    return ttt_across_ranks(_tensors(call), options, call.context)
 
 
 def _plan_key(call: TTTCall) -> tuple[Any, ...] | None:
@@ -91,7 +91,7 @@ def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
 
 def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
     """What the ranks of a call hand on, one line for each direction."""
-    depth, (B, _, HV, D) = context.shares.depth, v.shape
+    depth, (B, _, HV, D) = context.partition.depth, v.shape
     size = f"{B} x {HV} x {D + 1} x {D} for each sequence handed on"
     return tuple(f"{depth} all-gathers {way} of {size}" for way in ("forward", "backward")) if depth else ()
 

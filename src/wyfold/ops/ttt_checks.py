@@ -103,7 +103,7 @@ def check_tokens(
 def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
     """The number of sequences that begin here."""
     check_share(op, context, "q", q, cu)
-    for piece in (piece for chain in context.shares.chains for piece in chain[:-1]):
+    for piece in (piece for chain in context.partition.chains for piece in chain[:-1]):
         end = piece.done + piece.length
         if chunk_size in CHUNK_SIZES and end % chunk_size:
             raise ValueError(

@@ -86,7 +86,7 @@ class Side:
         return {
             name: context.unshard(x)
             if name.removeprefix("d") in TOKEN_ARGUMENTS
-            else collectives.total(x, context.group)
+            else collectives.sum_over_ranks(x, context.group)
             for name, x in found.items()
         }
 

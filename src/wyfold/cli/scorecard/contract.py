@@ -318,7 +318,7 @@ def registered() -> set[str]:
     compiler's arguments, and is gone when the graph is lowered (tests/reports/test_second_derivatives.py).
     """
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()} - {"wyfold::once"}
-    return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_share_")}
+    return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_rank_")}
 
 
 def real_operators(scope: Scope) -> Finding:
