@@ -93,14 +93,14 @@ def kernels(
 
 @pytest.mark.long
 @pytest.mark.parametrize("op, names", KERNELS.items())
-def test_boxes_addresses_strides_and_packed(op: str, names: tuple[str, ...]):
-    boxes, strides = kernels(op, 128, names), kernels(op, 100, names, strided=True)
+def test_descriptors_pointers_strides_and_packed(op: str, names: tuple[str, ...]):
+    descriptors, strides = kernels(op, 128, names), kernels(op, 100, names, strided=True)
     packed = kernels(op, 100, names, cu=(0, 30, 100))
     for name in names:
-        assert boxes[name][0].total() > 100
-        assert boxes[name] == packed[name], name
+        assert descriptors[name][0].total() > 100
+        assert descriptors[name] == packed[name], name
         if "scan" not in name:
-            assert boxes[name] == strides[name], name
+            assert descriptors[name] == strides[name], name
 
 
 def factors(op: str, given: dict[str, torch.Tensor], **options: object) -> tuple[collections.Counter[str], ...]:

@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.tile.index.gluon import barrier, shared, tma_load, tma_store
-from wyfold.tile.index.triton import tile_boxes
+from wyfold.tile.index.gluon import barrier, gluon_descriptors, tma_load, tma_store
+from wyfold.tile.index.triton import tile_descriptor
 
 # --- shipped kernels without one of their synchronisations -----------------------------------------------------------
 
@@ -243,7 +243,7 @@ def ending(fault: str, machine: Machine) -> str:
     """How a run of the pipeline ends: the message of the fault, "wrong numbers", or "" if it is right."""
     x = torch.randint(-4, 5, (TILES, N, N)).bfloat16()
     out, last = torch.full((TILES, N, N), torch.nan), torch.full((N, N), torch.nan)
-    given = *shared([tile_boxes(y, N, N) for y in (x, out)]), last
+    given = *gluon_descriptors([tile_descriptor(y, N, N) for y in (x, out)]), last
     try:
         machine.launch(accumulate, 1, *given, TILES=TILES, STAGES=STAGES, N=N, FAULT=fault, num_warps=4)
     except Fault as error:

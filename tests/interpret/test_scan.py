@@ -89,7 +89,7 @@ def draw(device: torch.device) -> Callable[..., Drawn]:
     return drawn
 
 
-def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def scans(a: Drawn, folded: bool, *, use_tma: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Everything that the two stages write; padding tiles of a packed batch left out."""
     made = []
 
@@ -98,9 +98,9 @@ def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatc
         return found
 
     for stage in (forward, backward):
-        original = index.token_boxes
-        monkeypatch.setattr(stage, "copies_boxes", lambda device: boxes)
-        monkeypatch.setattr(stage, "token_boxes", lambda *x, original=original: taken(original(*x)))
+        original = index.token_descriptor
+        monkeypatch.setattr(stage, "has_tma", lambda device: use_tma)
+        monkeypatch.setattr(stage, "token_descriptor", lambda *x, original=original: taken(original(*x)))
     grid, (K, V) = a.grid, (a.q.shape[3], a.v.shape[3])
     key = launch_key(a.q.dtype, K, V, OPTIONS.chunk_size, gate_kind(a.g), folded)
     o, final, dS0 = a.v.new_full(a.v.shape, 7), a.initial_state.clone(), a.initial_state.clone()
@@ -111,7 +111,7 @@ def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatc
     borders = backward.token_borders(a.q, a.v, grid)
     given = a.q, a.k, a.v, prepared, a.initial_state, a.do, a.dST, grid, OPTIONS, key, dS0, borders
     backward.scan_bwd(*given)
-    assert all(made) and bool(made) == boxes, "the tensors of these tests can be boxes"
+    assert all(made) and bool(made) == use_tma, "the tensors of these tests can have descriptors"
     tiles = (grid.chunks if a.cu is None else int(grid.first[-1])) * a.v.shape[2]
     return {"o": o, "final": final, "states": states, "dS0": dS0} | {
         name: x[:tiles] for name, x in borders._asdict().items()
@@ -120,14 +120,14 @@ def scans(a: Drawn, folded: bool, *, boxes: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
-def test_boxes_and_addresses_give_the_same_bits(rule, folded, cut, draw, monkeypatch):
+def test_descriptors_and_pointers_give_the_same_bits(rule, folded, cut, draw, monkeypatch):
     shape = Shape(2, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 32)
     a = draw(rule, shape, cut, torch.bfloat16 if cut is None else torch.float32)
-    boxes = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
-    addresses = scans(a, folded, boxes=False, monkeypatch=monkeypatch)
-    for name in boxes:
-        assert boxes[name].isfinite().all(), name
-        assert torch.equal(boxes[name], addresses[name]), name
+    descriptors = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
+    pointers = scans(a, folded, use_tma=False, monkeypatch=monkeypatch)
+    for name in descriptors:
+        assert descriptors[name].isfinite().all(), name
+        assert torch.equal(descriptors[name], pointers[name]), name
 
 
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule"])
@@ -156,15 +156,15 @@ def test_directions_read_beta_where_they_want_it(rule, draw):
 POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "narrow": (torch.bfloat16, True)}
 
 
-@pytest.mark.parametrize("boxes", [True, False], ids=["boxes", "addresses"])
+@pytest.mark.parametrize("use_tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize("cut", [None, (0, 5, 9, 9, 30, 46)], ids=["dense", "packed"])
 @pytest.mark.parametrize("pool_of", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
-def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, cut, boxes, draw, monkeypatch):
+def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, cut, use_tma, draw, monkeypatch):
     """Bit for bit what `enter`, the scan of states side by side, and `leave` make, states on the way too."""
     stored, v_first = pool_of
     a = draw(rule, Shape(5, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 16), cut, torch.bfloat16)
-    monkeypatch.setattr(forward, "copies_boxes", lambda device: boxes)
+    monkeypatch.setattr(forward, "has_tma", lambda device: use_tma)
     grid, (K, V), device, HV = a.grid, (a.q.shape[3], a.v.shape[3]), a.q.device, a.v.shape[2]
     key = launch_key(a.q.dtype, K, V, OPTIONS.chunk_size, gate_kind(a.g), folded)
     cleared = a.v.new_full(a.v.shape, 7)
@@ -217,8 +217,8 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
     o = torch.empty_like(a.v)
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
     heights = []
-    for words in ("", " low_occupancy"):
-        monkeypatch.setattr(forward, "with_occupancy_hint", lambda key, *_, words=words: key + words)
+    for words in ("", " few"):
+        monkeypatch.setattr(forward, "crowd", lambda key, *_, words=words: key + words)
         heights.append(forward.tuned("scan.triton", key + words, a.q.device).blocks["BV"])
         o, final = torch.empty_like(a.v), torch.empty_like(a.initial_state)
         forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, options, key, o, final, None, None)
@@ -231,11 +231,11 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
 def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
     """The second of four sequences is NaN, and lies in the boxes of the first one's last chunk."""
     a = draw(rule, Shape(1, 70, 1, 1, 16, 16), (0, 21, 30, 30, 66))
-    clean = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    clean = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
     for x in (a.q, a.k, a.v, a.do, a.beta, a.g):
         if x is not None:
             x[:, 21:30] = float("nan")
-    spoiled = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    spoiled = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
     others = [0, 2, 3]
     kept = torch.tensor([t for t in range(66) if not 21 <= t < 30], device=a.q.device)
     assert spoiled["o"][:, 21:30].isnan().all()
@@ -252,7 +252,7 @@ def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
 def test_a_sequences_rows_past_its_end_stay_as_they_are(rule, folded, draw, monkeypatch, guarded):
     a = draw(rule, Shape(1, 40, 1, 1, 16, 16), (0, 21))
     a = replace(a, **{name: guarded(getattr(a, name)) for name in ("q", "k", "v", "do", "beta")})
-    found = scans(a, folded, boxes=True, monkeypatch=monkeypatch)
+    found = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
     assert (found["o"][:, 21:] == 0).all(), "zeros, by prepare"
     assert found["o"][:, :21].isfinite().all()
 
@@ -267,7 +267,7 @@ class TestWhatCanBeABox:
 
     def matrix(self, x: Tensor) -> Tensor | None:
         """What a descriptor's boxes are cut from."""
-        found = index.token_boxes(x, 8, 16)
+        found = index.token_descriptor(x, 8, 16)
         return None if found is None else found.base.as_strided(found.shape, found.strides, found.base.storage_offset())
 
     @pytest.mark.parametrize("part", ["all", "a slice of heads", "heads apart", "one row, heads first"])
@@ -300,14 +300,14 @@ class TestWhatCanBeABox:
             "half a width": lambda: self.tokens(B, T, H, 24),
             "no tokens": lambda: self.tokens(B, 0, H, W),
         }[refused]()
-        assert index.token_boxes(x, 8, 16) is None
+        assert index.token_descriptor(x, 8, 16) is None
 
     def test_tiles(self):
         tiles = self.tokens(4, 32, 16)
-        found = index.tile_boxes(tiles, 16, 16)
+        found = index.tile_descriptor(tiles, 16, 16)
         assert list(found.shape) == [128, 16] and list(found.block_shape) == [16, 16]
-        assert index.tile_boxes(tiles, 24, 16) is None, "a box would reach into the next tile"
-        assert index.tile_boxes(self.tokens(4, 32, 6), 16, 6) is None
-        assert index.tile_boxes(self.tokens(0, 32, 16), 16, 16) is None
-        assert index.number_boxes(self.tokens(4, 24), 24) is None
-        assert index.number_boxes(self.tokens(4, 32), 32) is not None
+        assert index.tile_descriptor(tiles, 24, 16) is None, "a box would reach into the next tile"
+        assert index.tile_descriptor(self.tokens(4, 32, 6), 16, 6) is None
+        assert index.tile_descriptor(self.tokens(0, 32, 16), 16, 16) is None
+        assert index.vector_descriptor(self.tokens(4, 24), 24) is None
+        assert index.vector_descriptor(self.tokens(4, 32), 32) is not None

@@ -17,7 +17,7 @@ def vector_aligned(x: Tensor) -> bool:
 
 
 def readable_by_tma(x: Tensor) -> bool:
-    """Whether the copy engine reads rows of x [B, T, H, K] as they lie (`tile.index.triton.token_boxes`)."""
+    """Whether the copy engine reads rows of x [B, T, H, K] as they lie (`tile.index.triton.token_descriptor`)."""
     T, (s_b, s_t, _, s_k) = x.shape[1], x.stride()
     contiguous_for_tma = x.shape[0] == 1 or s_b == T * s_t
     return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _first(x) % 16 == 0 and contiguous_for_tma

@@ -32,28 +32,28 @@ from wyfold.tile.decay.triton import (
 )
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
+    all_or_none,
     chunk_span,
-    copies_boxes,
-    every_box,
-    fetch_tile,
-    fetch_tokens,
+    has_tma,
     load_strength,
     load_sub_chunks,
     load_tile,
+    load_tile_block,
     load_tile_sub_chunks,
+    load_token_block,
     load_tokens,
     prefetch_tile,
     prefetch_tokens,
-    send_tokens,
     store_sub_chunks,
     store_tile,
+    store_token_block,
     store_token_scalars,
     store_token_sub_chunks,
     store_tokens,
     strength_bwd,
     strides,
-    tile_boxes,
-    token_boxes,
+    tile_descriptor,
+    token_descriptor,
 )
 
 
@@ -98,16 +98,16 @@ def gradients(
         near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
     if HV > H or options.qk_l2norm:
         wide = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
-    copied = copies_boxes(q.device)
-    boxes = _boxes(borders, C, BK, BV) if copied else None
+    copied = has_tma(q.device)
+    descriptors = _descriptors(borders, C, BK, BV) if copied else None
     rows = tokens = sent = None
     if copied and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0:
-        tokens = _token_boxes((do,), C, BV)
+        tokens = _token_descriptors((do,), C, BV)
         if wide is None:
-            sent = _token_boxes((out.q, out.k, out.v), C, BK, BK, BV)
+            sent = _token_descriptors((out.q, out.k, out.v), C, BK, BK, BV)
         if g is None and not options.qk_l2norm:
             # Sums along rows of q and k lie in registers as the rows do, and that differs with how they came.
-            rows = _token_boxes((q, k), C, BK, BK)
+            rows = _token_descriptors((q, k), C, BK, BK)
     (x_do,), (x_q, x_k), (x_dq, x_dk, x_dv) = tokens or (do,), rows or (q, k), sent or (out.q, out.k, out.v)
     launch_kernel(
         wyfold_gradients_triton,
@@ -124,7 +124,7 @@ def gradients(
         dt_bias,
         x_do,
         do.stride(),
-        *(boxes or borders),
+        *(descriptors or borders),
         borders.S,
         borders.dS,
         x_dq,
@@ -167,9 +167,9 @@ def gradients(
         CLAMPED=options.clamp != 0,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
-        COPIED=boxes is not None,
-        BOXED=rows is not None,
-        DO_BOXED=tokens is not None,
+        USE_TMA_TILES=descriptors is not None,
+        USE_TMA=rows is not None,
+        USE_TMA_DO=tokens is not None,
         SENT=sent is not None,
         # Measured to help under a channel gate; without a gate never tried by itself (docs/facts/hopper.md, H200-6).
         AHEAD=g is not None and not interpreting(),
@@ -190,15 +190,17 @@ def gradients_key(key: str, q: Tensor, v: Tensor) -> str:
     return f"{key} GR{v.shape[2] // q.shape[2]}"
 
 
-def _token_boxes(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:
+def _token_descriptors(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:
     """Boxes of whole chunks of tokens, or None if one cannot be: a chunk that a sequence does not fill has no box."""
-    return every_box(given, [None if x is None else token_boxes(x, C, n) for x, n in zip(given, columns, strict=True)])
+    return all_or_none(
+        given, [None if x is None else token_descriptor(x, C, n) for x, n in zip(given, columns, strict=True)]
+    )
 
 
-def _boxes(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
+def _descriptors(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     states, rows = [(x, BV, BK) for x in (borders.S, borders.dS)], [(x, C, BV) for x in (borders.e, borders.X)]
-    return every_box(borders, [tile_boxes(*box) for box in states + rows])
+    return all_or_none(borders, [tile_descriptor(*descriptor) for descriptor in states + rows])
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
@@ -263,9 +265,9 @@ def wyfold_gradients_triton(
     CLAMPED: tl.constexpr,
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
-    COPIED: tl.constexpr,
-    BOXED: tl.constexpr,
-    DO_BOXED: tl.constexpr,
+    USE_TMA_TILES: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    USE_TMA_DO: tl.constexpr,
     SENT: tl.constexpr,
     AHEAD: tl.constexpr,
     OP: tl.constexpr,
@@ -346,9 +348,9 @@ def wyfold_gradients_triton(
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
         for i_v in range(NV):
-            b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-            b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, DO_BOXED, DO_BOXED)
+            b_e = load_tile_block(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+            b_X = load_tile_block(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+            b_do = load_token_block(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
             if CHANNEL:
@@ -358,7 +360,7 @@ def wyfold_gradients_triton(
                 b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if x_dv is not None:
                 b_dv = b_X.to(tl.float32) * (b_beta * unit)[:, None]
-                send_tokens(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, T, b_dv, V, BT, BV, SENT)
+                store_token_block(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, T, b_dv, V, BT, BV, SENT)
         if p_dbeta is not None:
             if OP == tl.bfloat16:  # which products do not round
                 b_dbeta = tl.sum(tl.where(earlier | later, 0.0, b_dJ), axis=1)
@@ -393,11 +395,11 @@ def wyfold_gradients_triton(
             b_dq, b_dk, b_dk_write = zeros, zeros, zeros
             b_carried, b_SdS = tl.zeros((BK,), tl.float32), tl.zeros((BV, BV), tl.float32)
             for i_v in range(NV):
-                b_S = fetch_tile(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
-                b_dS = fetch_tile(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, COPIED)
-                b_e = fetch_tile(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-                b_X = fetch_tile(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, COPIED)
-                b_do = fetch_tokens(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, DO_BOXED, DO_BOXED)
+                b_S = load_tile_block(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
+                b_dS = load_tile_block(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
+                b_e = load_tile_block(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+                b_X = load_tile_block(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+                b_do = load_token_block(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
@@ -437,8 +439,8 @@ def wyfold_gradients_triton(
                     GATE, K, BT, BK,
                 )  # fmt: skip
             else:
-                b_q = fetch_tokens(x_q, s_q, b, t, i_h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
-                b_k = fetch_tokens(x_k, s_k, b, t, i_h, i_k * BK, rows, T, K, BT, BK, BOXED, BOXED)
+                b_q = load_token_block(x_q, s_q, b, t, i_h, i_k * BK, rows, T, K, BT, BK, USE_TMA, USE_TMA)
+                b_k = load_token_block(x_k, s_k, b, t, i_h, i_k * BK, rows, T, K, BT, BK, USE_TMA, USE_TMA)
                 if SCALAR:
                     if NORM:
                         b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
@@ -470,9 +472,9 @@ def wyfold_gradients_triton(
                     store_token_sub_chunks(x_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, opaque_zero, K, BT, BK, NEAR)
             else:
                 if x_dq is not None:
-                    send_tokens(x_dq, s_dq, b, t, i_h, i_k * BK, rows, T, b_dq, K, BT, BK, SENT)
+                    store_token_block(x_dq, s_dq, b, t, i_h, i_k * BK, rows, T, b_dq, K, BT, BK, SENT)
                 if x_dk is not None:
-                    send_tokens(x_dk, s_dk, b, t, i_h, i_k * BK, rows, T, b_dk, K, BT, BK, SENT)
+                    store_token_block(x_dk, s_dk, b, t, i_h, i_k * BK, rows, T, b_dk, K, BT, BK, SENT)
         if SCALAR:
             if OP == tl.bfloat16:
                 # As a row of a tile: Triton 3.6 fails to compile, for sm_100, a sum of one dimension out of a product.

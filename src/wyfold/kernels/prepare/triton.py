@@ -30,19 +30,19 @@ from wyfold.tile.decay.triton import (
 )
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
+    all_or_none,
     chunk_span,
-    copies_boxes,
-    every_box,
-    fetch_tokens,
+    has_tma,
     load_strength,
     load_sub_chunks,
+    load_token_block,
     load_tokens,
     store_sub_chunks,
     store_tile,
     store_tokens,
     store_upper,
     strides,
-    token_boxes,
+    token_descriptor,
 )
 from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
 from wyfold.tile.norm.triton import reciprocal_norm
@@ -100,8 +100,8 @@ def prepare(
     # With a channel gate sub-chunks are loaded. A chunk that a sequence does not fill has no box; and sums along rows
     # lie in registers as the rows do, which differs with how they came.
     plain = not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0
-    if plain and copies_boxes(q.device):
-        rows = every_box((q, k), [token_boxes(x, C, whole) for x in (q, k)])
+    if plain and has_tma(q.device):
+        rows = all_or_none((q, k), [token_descriptor(x, C, whole) for x in (q, k)])
     x_q, x_k = rows or (q, k)
     launch_kernel(
         wyfold_prepare_triton,
@@ -142,7 +142,7 @@ def prepare(
         BE=BE,
         BV=tile_width(V),
         PACKED=grid.cu is not None,
-        BOXED=rows is not None,
+        USE_TMA=rows is not None,
         GATE=gate,
         CHANNEL=channel,
         ACTIVATION=options.activation,
@@ -232,7 +232,7 @@ def wyfold_prepare_triton(
     BE: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    BOXED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     GATE: tl.constexpr,
     CHANNEL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -294,8 +294,8 @@ def wyfold_prepare_triton(
         # Goes to no product of tiles.
         b_J = tl.trans(b_JT)
     else:
-        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, BOXED, BOXED)
+        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
         _, b_g = load_gate(
             p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
         )

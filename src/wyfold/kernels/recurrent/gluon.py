@@ -25,7 +25,7 @@ from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
 from wyfold.tile.index.triton import load_token_number, strides
 from wyfold.tile.norm.triton import normalised, vector_sum
-from wyfold.tile.state.gluon import fetch_state, key_sums, own_columns, store_written
+from wyfold.tile.state.gluon import copy_state_async, key_sums, own_columns, store_written
 
 
 def recurrent(
@@ -170,7 +170,7 @@ def wyfold_recurrent_gluon(
     there = slot > pad
     if p_given is not None:
         there = gl.load(p_given + i_n) != 0
-    held = fetch_state(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), there, K, V, BV)
+    held = copy_state_async(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), there, K, V, BV)
 
     # Of q, k and gate every warp has all, so that their sums need none of the others.
     LINE: gl.constexpr = gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0])

@@ -50,24 +50,24 @@ from wyfold.tile.index.gluon import (
     clear_lower,
     clear_rows,
     clear_tokens,
+    gluon_descriptors,
     quarters,
-    shared,
     tma_load,
     tma_load_upper,
     tma_store,
 )
 from wyfold.tile.index.triton import (
-    boxable,
-    boxes_or_refusal,
-    every_box,
-    number_boxes,
+    all_or_none,
+    require_descriptors,
     segment_place,
     sequence_span,
     slot_place,
     strides,
-    tile_boxes,
-    token_boxes,
-    upper_boxes,
+    tile_descriptor,
+    tma_readable,
+    token_descriptor,
+    upper_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.state.gluon import state_offsets
 
@@ -115,13 +115,13 @@ def scan(
     config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     if prepared.q is None:
-        q, k = boxable(q, C, K), boxable(k, C, K)
-    v, out_rows = boxable(v, C, BV // parts), boxable(o, C, BV // parts)
-    boxes = boxes_or_refusal("scan", _boxes(q, k, v, prepared, out_rows, C, BV // parts))
+        q, k = tma_readable(q, C, K), tma_readable(k, C, K)
+    v, out_rows = tma_readable(v, C, BV // parts), tma_readable(o, C, BV // parts)
+    descriptors = require_descriptors("scan", _descriptors(q, k, v, prepared, out_rows, C, BV // parts))
     launch_kernel(
         wyfold_scan_gluon,
         count * HV * (V // BV),
-        *boxes,
+        *descriptors,
         v.stride(2),
         q.stride(2),
         k.stride(2),
@@ -162,24 +162,24 @@ def scan(
         o.copy_(out_rows)
 
 
-def _boxes(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
+def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
     rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
     K, channel = q.shape[3], q_tiles is not None
     write, F = (W, FB) if E is None else (E, F)
     given = q, k, v, rows, total, write, F, o
     found = (
-        tile_boxes(q_tiles, C, K) if q_tiles is not None else token_boxes(q, C, K),
-        tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
-        token_boxes(v, C, BW),
-        number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K) if channel else total,
-        None if write is None else tile_boxes(write, C, K) if write is E else upper_boxes(write),
-        None if F is None else upper_boxes(F),
-        token_boxes(o, C, BW),
+        tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
+        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
+        token_descriptor(v, C, BW),
+        vector_descriptor(rows.flatten(1), 4 * C),
+        vector_descriptor(total, K) if channel else total,
+        None if write is None else tile_descriptor(write, C, K) if write is E else upper_descriptor(write),
+        None if F is None else upper_descriptor(F),
+        token_descriptor(o, C, BW),
     )
-    boxes = every_box(given, found)
-    return None if boxes is None else shared(boxes)
+    descriptors = all_or_none(given, found)
+    return None if descriptors is None else gluon_descriptors(descriptors)
 
 
 class Smem(NamedTuple):

@@ -30,21 +30,21 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
-    copies_boxes,
-    every_box,
-    fetch_numbers,
-    fetch_rows,
-    fetch_tile,
-    fetch_tokens,
+    all_or_none,
+    has_tma,
+    load_row_factors,
+    load_tile_block,
+    load_token_block,
     load_upper,
-    number_boxes,
+    load_vector,
     segment_place,
     sequence_span,
     slot_place,
     store_tokens,
     strides,
-    tile_boxes,
-    token_boxes,
+    tile_descriptor,
+    token_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
 
@@ -101,8 +101,8 @@ def scan(
     factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     # A box of wider outputs would take shared memory that the tiles have.
-    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) and o.dtype == v.dtype else None
-    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = boxes or where
+    descriptors = _descriptors(where, C, BK, BV) if has_tma(q.device) and o.dtype == v.dtype else None
+    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = descriptors or where
     launch_kernel(
         wyfold_scan_triton,
         count * HV * -(-V // BV),
@@ -151,7 +151,7 @@ def scan(
         PACKED=grid.cu is not None,
         CHANNEL=channel,
         FOLDED=folded,
-        TMA=boxes is not None,
+        USE_TMA=descriptors is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
@@ -159,23 +159,23 @@ def scan(
     )
 
 
-def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     q, k, v, rows, total, E, W, F, o = given
     channel = q.ndim == 3
     found = (
-        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
-        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
-        token_boxes(v, C, BV),
-        tile_boxes(rows, 4, C),
-        number_boxes(total, BK) if channel else total,
-        None if E is None else tile_boxes(E, C, BK),
+        tile_descriptor(q, C, BK) if channel else token_descriptor(q, C, BK),
+        tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
+        token_descriptor(v, C, BV),
+        tile_descriptor(rows, 4, C),
+        vector_descriptor(total, BK) if channel else total,
+        None if E is None else tile_descriptor(E, C, BK),
         # Triangular tiles are in quarters, and go by address.
         W,
         F,
-        token_boxes(o, C, BV),
+        token_descriptor(o, C, BV),
     )
-    return every_box(given, found)
+    return all_or_none(given, found)
 
 
 class SlotArguments(NamedTuple):
@@ -271,7 +271,7 @@ def wyfold_scan_triton(
     PACKED: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -302,7 +302,7 @@ def wyfold_scan_triton(
                 store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
             length = length * 0
     steps = (length // BT).to(tl.int32)
-    if not TMA:
+    if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
 
     if p_sequence is not None:
@@ -321,19 +321,19 @@ def wyfold_scan_triton(
         b_S = _step(
             b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
             i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
-            K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+            K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
         )  # fmt: skip
         total = next_total
         if p_states is not None:
             if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
                 i_state = (i + 1) // every - 1 + tl.load(p_first_state + i_n)
                 store_state(p_states, s_states, i_state, i_hv, column, b_S, K, V, BK, BV)
-    if TMA:
+    if USE_TMA:
         if steps * BT < length:
             b_S = _step(
                 b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
                 i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
             )  # fmt: skip
     if p_ST is not None:
         if ends:
@@ -374,36 +374,36 @@ def _step(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write a chunk's output; returns the state leaving it. FULL: all its rows are tokens."""
     if CHANNEL:
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
-        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
-        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
+        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_q = load_tile_block(x_q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+    b_v = load_token_block(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
     b_FT = load_upper(p_F, i_tile, BT)
 
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     # After the product, which needs the most registers: these numbers would be as many again.
-    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:
         b_R = b_R * b_beta[None, :]
     b_y = b_R.to(OP)
     b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
-    if TMA and FULL:
+    if USE_TMA and FULL:
         x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
     else:
         store_tokens(p_o, s_o, b, t, i_hv, column, rows, tl.trans(b_o), V, BT, BV)
     if FOLDED:
-        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         return advance(b_S, total, b_y, b_E, OP, PRECISION)
     else:
         b_WT = load_upper(p_W, i_tile, BT)

@@ -49,23 +49,23 @@ from wyfold.tile.index.gluon import (
     barrier,
     clear_lower,
     clear_rows,
+    gluon_descriptors,
     quarters,
-    shared,
     tma_load,
     tma_load_upper,
     tma_store,
 )
 from wyfold.tile.index.triton import (
-    boxable,
-    boxes_or_refusal,
-    every_box,
-    number_boxes,
+    all_or_none,
+    require_descriptors,
     segment_place,
     sequence_span,
     strides,
-    tile_boxes,
-    token_boxes,
-    upper_boxes,
+    tile_descriptor,
+    tma_readable,
+    token_descriptor,
+    upper_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.inverse.triton import divisor
 
@@ -111,13 +111,13 @@ def scan_bwd(
     halves, going_back = programs(half, grid.sequences)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     if prepared.q is None:
-        q, k = boxable(q, C, K), boxable(k, C, K)
-    v, do = boxable(v, C, BV // parts), boxable(do, C, BV // parts)
-    boxes = boxes_or_refusal("scan_bwd", _boxes(q, k, v, prepared, do, found, C, BV // parts))
+        q, k = tma_readable(q, C, K), tma_readable(k, C, K)
+    v, do = tma_readable(v, C, BV // parts), tma_readable(do, C, BV // parts)
+    descriptors = require_descriptors("scan_bwd", _descriptors(q, k, v, prepared, do, found, C, BV // parts))
     launch_kernel(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
-        *boxes,
+        *descriptors,
         q.stride(2),
         k.stride(2),
         v.stride(2),
@@ -158,7 +158,7 @@ def scan_bwd(
     )
 
 
-def _boxes(
+def _descriptors(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, found: TokenBorders, C: int, BW: int
 ) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
@@ -167,25 +167,25 @@ def _boxes(
     if W is None:
         return None
     given = q, k, v, do, rows, total, E, F, W, *found
-    boxes = every_box(
+    descriptors = all_or_none(
         given,
         (
-            tile_boxes(q_tiles, C, K) if q_tiles is not None else token_boxes(q, C, K),
-            tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
-            token_boxes(v, C, BW),
-            token_boxes(do, C, BW),
-            number_boxes(rows.flatten(1), 4 * C),
-            number_boxes(total, K) if channel else total,
-            None if E is None else tile_boxes(E, C, K),
-            None if F is None else upper_boxes(F),
-            upper_boxes(W),
-            tile_boxes(found.S, BW, K),
-            tile_boxes(found.dS, BW, K),
-            tile_boxes(found.e, C, BW),
-            tile_boxes(found.X, C, BW),
+            tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
+            tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
+            token_descriptor(v, C, BW),
+            token_descriptor(do, C, BW),
+            vector_descriptor(rows.flatten(1), 4 * C),
+            vector_descriptor(total, K) if channel else total,
+            None if E is None else tile_descriptor(E, C, K),
+            None if F is None else upper_descriptor(F),
+            upper_descriptor(W),
+            tile_descriptor(found.S, BW, K),
+            tile_descriptor(found.dS, BW, K),
+            tile_descriptor(found.e, C, BW),
+            tile_descriptor(found.X, C, BW),
         ),
     )
-    return None if boxes is None else shared(boxes)
+    return None if descriptors is None else gluon_descriptors(descriptors)
 
 
 class Smem(NamedTuple):

@@ -29,20 +29,20 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
 from wyfold.tile.index.triton import (
-    copies_boxes,
-    every_box,
-    fetch_numbers,
-    fetch_rows,
-    fetch_tile,
-    fetch_tokens,
+    all_or_none,
+    has_tma,
+    load_row_factors,
+    load_tile_block,
+    load_token_block,
     load_upper,
-    number_boxes,
+    load_vector,
     segment_place,
-    send_tile,
     sequence_span,
+    store_tile_block,
     strides,
-    tile_boxes,
-    token_boxes,
+    tile_descriptor,
+    token_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
@@ -91,8 +91,8 @@ def scan_bwd(
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *found
-    boxes = _boxes(where, C, BK, BV) if copies_boxes(q.device) else None
-    x_q, x_k, x_v, x_do, *x_tiles = boxes or where
+    descriptors = _descriptors(where, C, BK, BV) if has_tma(q.device) else None
+    x_q, x_k, x_v, x_do, *x_tiles = descriptors or where
     launch_kernel(
         wyfold_scan_bwd_triton,
         halves * grid.sequences * HV * -(-V // BV),
@@ -135,7 +135,7 @@ def scan_bwd(
         PACKED=grid.cu is not None,
         CHANNEL=channel,
         FOLDED=prepared.E is not None,
-        TMA=boxes is not None,
+        USE_TMA=descriptors is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
@@ -168,27 +168,27 @@ def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
     return with_occupancy_hint(key, 2 * sequences * HV * -(-V // 128), v.device)
 
 
-def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     q, k, v, do, rows, total, E, F, W, S, dS, e, X = given
     channel = q.ndim == 3
     found = (
-        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
-        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
-        token_boxes(v, C, BV),
-        token_boxes(do, C, BV),
-        tile_boxes(rows, 4, C),
-        number_boxes(total, BK) if channel else total,
-        None if E is None else tile_boxes(E, C, BK),
+        tile_descriptor(q, C, BK) if channel else token_descriptor(q, C, BK),
+        tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
+        token_descriptor(v, C, BV),
+        token_descriptor(do, C, BV),
+        tile_descriptor(rows, 4, C),
+        vector_descriptor(total, BK) if channel else total,
+        None if E is None else tile_descriptor(E, C, BK),
         # Triangular tiles are in quarters, and go by address.
         F,
         W,
-        tile_boxes(S, BV, BK),
-        tile_boxes(dS, BV, BK),
-        tile_boxes(e, C, BV),
-        tile_boxes(X, C, BV),
+        tile_descriptor(S, BV, BK),
+        tile_descriptor(dS, BV, BK),
+        tile_descriptor(e, C, BV),
+        tile_descriptor(X, C, BV),
     )
-    return every_box(given, found)
+    return all_or_none(given, found)
 
 
 @triton.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
@@ -240,7 +240,7 @@ def wyfold_scan_bwd_triton(
     PACKED: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -257,7 +257,7 @@ def wyfold_scan_bwd_triton(
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
     steps = (length // BT).to(tl.int32)
-    if not TMA:
+    if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
     total = 0.0
     begins, ends, i_border = True, True, i_n
@@ -270,14 +270,14 @@ def wyfold_scan_bwd_triton(
         )  # fmt: skip
         unit = tl.where(length > 0, unit, 1.0)  # through no token a gradient passes as it is
         b_dS *= 1.0 / unit
-        if TMA:
+        if USE_TMA:
             if steps * BT < length:
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
                     b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
-                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
                 )  # fmt: skip
         if not CHANNEL:
             total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
@@ -289,7 +289,7 @@ def wyfold_scan_bwd_triton(
             b_dS = _reverse_step(
                 b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
             )  # fmt: skip
             total = next_total
         b_dS *= unit
@@ -311,15 +311,15 @@ def wyfold_scan_bwd_triton(
             b_S = _forward_step(
                 b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
             )  # fmt: skip
             total = next_total
-        if TMA:
+        if USE_TMA:
             if steps * BT < length:
                 _forward_step(
                     b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T,
-                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
                 )  # fmt: skip
 
 
@@ -356,7 +356,7 @@ def _reverse_step(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -366,21 +366,21 @@ def _reverse_step(
     scale: Of what do brings, in units.
     """
     if CHANNEL:
-        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
-        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_q = load_tile_block(x_q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-    b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+    b_do = load_token_block(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
     b_FT = load_upper(p_F, i_tile, BT)
 
-    send_tile(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, TMA)
+    store_tile_block(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, USE_TMA)
     if FOLDED:
-        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
     else:
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
     b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
@@ -391,10 +391,10 @@ def _reverse_step(
         b_divisor = divisor(b_beta)
         b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
         b_X += b_dR * (1.0 / b_divisor)[None, :]
-    send_tile(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, TMA)
+    store_tile_block(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, USE_TMA)
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
     return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
 
 
@@ -427,31 +427,31 @@ def _forward_step(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
     if CHANNEL:
-        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
     else:
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-    b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+    b_v = load_token_block(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
     b_WT = load_upper(p_W, i_tile, BT)
 
-    send_tile(x_S, i_tile, column, 0, b_S, V, K, BV, BK, TMA)
+    store_tile_block(x_S, i_tile, column, 0, b_S, V, K, BV, BK, USE_TMA)
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_in_k, _, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:
         b_e = mm_unit_diagonal(b_R, None, b_WT, OP, PRECISION)
     else:
         b_e = mm(b_R, b_WT, None, OP, PRECISION)
-    send_tile(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, TMA)
+    store_tile_block(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, USE_TMA)
     if FOLDED:
-        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         return advance(b_S, total, b_R * b_beta[None, :], b_E, OP, PRECISION)
     else:
         return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)

@@ -22,19 +22,19 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
-    copies_boxes,
-    every_box,
-    fetch_numbers,
-    fetch_rows,
-    fetch_tile,
-    fetch_tokens,
+    all_or_none,
+    has_tma,
+    load_row_factors,
+    load_tile_block,
+    load_token_block,
     load_upper,
-    number_boxes,
+    load_vector,
     segment_place,
     sequence_span,
     strides,
-    tile_boxes,
-    token_boxes,
+    tile_descriptor,
+    token_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
@@ -68,8 +68,8 @@ def summary(
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.k is not None, prepared.E is not None
     where = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
-    boxes = _boxes(where, C, BK, BV) if copies_boxes(k.device) else None
-    x_k, x_v, *x_tiles = boxes or where
+    descriptors = _descriptors(where, C, BK, BV) if has_tma(k.device) else None
+    x_k, x_v, *x_tiles = descriptors or where
     launch_kernel(
         wyfold_summary_triton,
         segments.borders * HV * (-(-V // BV) + -(-K // BV)),
@@ -100,7 +100,7 @@ def summary(
         BV=BV,
         CHANNEL=channel,
         FOLDED=folded,
-        TMA=boxes is not None,
+        USE_TMA=descriptors is not None,
         OP=operand(k.dtype),
         PRECISION=precision(k.dtype),
         STAGES=config.stages,
@@ -108,19 +108,19 @@ def summary(
     )
 
 
-def _boxes(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     k, v, rows, total, E, W = given
     channel = k.ndim == 3
     found = (
-        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
-        token_boxes(v, C, BV),
-        tile_boxes(rows, 4, C),
-        number_boxes(total, BK) if channel else total,
-        None if E is None else tile_boxes(E, C, BK),
+        tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
+        token_descriptor(v, C, BV),
+        tile_descriptor(rows, 4, C),
+        vector_descriptor(total, BK) if channel else total,
+        None if E is None else tile_descriptor(E, C, BK),
         W,
     )
-    return every_box(given, found)
+    return all_or_none(given, found)
 
 
 def summary_bwd(
@@ -158,8 +158,8 @@ def summary_bwd(
         prepared.F,
         None if folded else prepared.W,
     )
-    boxes = _boxes_back(where, C, BK, BV) if copies_boxes(q.device) else None
-    x_q, x_k, x_do, *x_tiles = boxes or where
+    descriptors = _reverse_descriptors(where, C, BK, BV) if has_tma(q.device) else None
+    x_q, x_k, x_do, *x_tiles = descriptors or where
     launch_kernel(
         wyfold_summary_bwd_triton,
         segments.borders * HV * -(-V // BV),
@@ -191,7 +191,7 @@ def summary_bwd(
         BV=BV,
         CHANNEL=channel,
         FOLDED=folded,
-        TMA=boxes is not None,
+        USE_TMA=descriptors is not None,
         OP=operand(q.dtype),
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
@@ -199,21 +199,21 @@ def summary_bwd(
     )
 
 
-def _boxes_back(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
+def _reverse_descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """All of them as boxes, or None if one cannot be."""
     q, k, do, rows, total, E, F, W = given
     channel = q.ndim == 3
     found = (
-        tile_boxes(q, C, BK) if channel else token_boxes(q, C, BK),
-        tile_boxes(k, C, BK) if channel else token_boxes(k, C, BK),
-        token_boxes(do, C, BV),
-        tile_boxes(rows, 4, C),
-        number_boxes(total, BK) if channel else total,
-        None if E is None else tile_boxes(E, C, BK),
+        tile_descriptor(q, C, BK) if channel else token_descriptor(q, C, BK),
+        tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
+        token_descriptor(do, C, BV),
+        tile_descriptor(rows, 4, C),
+        vector_descriptor(total, BK) if channel else total,
+        None if E is None else tile_descriptor(E, C, BK),
         F,
         W,
     )
-    return every_box(given, found)
+    return all_or_none(given, found)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -248,7 +248,7 @@ def wyfold_summary_triton(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -280,7 +280,7 @@ def wyfold_summary_triton(
                 b_S = _step(
                     b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
                     i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
-                    K, V, BT, BK, BV, True, CHANNEL, FOLDED, TMA, OP, PRECISION,
+                    K, V, BT, BK, BV, True, CHANNEL, FOLDED, USE_TMA, OP, PRECISION,
                 )  # fmt: skip
                 total = next_total
             store_state(p_H, s_H, i_border, i_hv, column, b_S, K, V, BK, BV)
@@ -299,7 +299,7 @@ def wyfold_summary_triton(
                 b_S = _step(
                     b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W,
                     i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, T,
-                    K, V, BT, BK, BV, False, CHANNEL, FOLDED, TMA, OP, PRECISION,
+                    K, V, BT, BK, BV, False, CHANNEL, FOLDED, USE_TMA, OP, PRECISION,
                 )  # fmt: skip
                 total = next_total
             # For `fold`: rows of zeros all have the other sign, which no other zero has.
@@ -335,25 +335,25 @@ def _step(
     VALUES: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """State leaving a chunk, all of whose rows are tokens. VALUES: their values are written; else zeros."""
     if CHANNEL:
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
-        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
+        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, BT, T, K, BT, BK, TMA, TMA)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, BT, T, K, BT, BK, USE_TMA, USE_TMA)
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, _, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_in_k, _, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     if VALUES:
-        b_v = fetch_tokens(x_v, s_v, b, t, i_hv, column, BT, T, V, BT, BV, TMA, TMA)
+        b_v = load_token_block(x_v, s_v, b, t, i_hv, column, BT, T, V, BT, BV, USE_TMA, USE_TMA)
         b_R = residual(b_v, b_Sk, b_in_k)
     else:
         b_R = -b_Sk * b_in_k[None, :]
     if FOLDED:
-        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         return advance(b_S, total, (b_R * b_beta[None, :]).to(OP), b_E, OP, PRECISION)
     else:
         b_WT = load_upper(p_W, i_tile, BT)
@@ -395,7 +395,7 @@ def wyfold_summary_bwd_triton(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -410,7 +410,7 @@ def wyfold_summary_bwd_triton(
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
     steps = (length // BT).to(tl.int32)
-    if not TMA:
+    if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
     if (i_n < N) & (begins == 0):
         total = 0.0
@@ -418,14 +418,14 @@ def wyfold_summary_bwd_triton(
         if p_dST is not None:
             if ends:
                 b_dS = load_state(p_dST, s_dST, i_n, i_hv, column, K, V, BK, BV)
-        if TMA:
+        if USE_TMA:
             if steps * BT < length:
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
                     b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
                     i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
-                    K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, False, OP, PRECISION,
+                    K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
                 )  # fmt: skip
         if not CHANNEL:
             total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
@@ -437,7 +437,7 @@ def wyfold_summary_bwd_triton(
             b_dS = _reverse_step(
                 b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W,
                 i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, TMA, TMA, OP, PRECISION,
+                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
             )  # fmt: skip
             total = next_total
         store_state(p_c, s_c, i_border - 1, i_hv, column, b_dS, K, V, BK, BV)
@@ -474,26 +474,26 @@ def _reverse_step(
     BV: tl.constexpr,
     CHANNEL: tl.constexpr,
     FOLDED: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradient of the state entering a chunk, as in `scan_bwd`. FULL: all its rows are tokens."""
     if CHANNEL:
-        b_k = fetch_tile(x_k, i_tile, 0, 0, BT, K, BT, BK, TMA)
-        b_q = fetch_tile(x_q, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_q = load_tile_block(x_q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = fetch_tokens(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-        b_q = fetch_tokens(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, TMA, FULL)
-    b_do = fetch_tokens(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, TMA, FULL)
+        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
+    b_do = load_token_block(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
     b_FT = load_upper(p_F, i_tile, BT)
     if FOLDED:
-        b_E = fetch_tile(x_E, i_tile, 0, 0, BT, K, BT, BK, TMA)
+        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
     else:
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, b_in_q, b_out, b_beta = fetch_rows(x_rows, i_tile, BT, TMA)
+    b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
     b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
@@ -505,5 +505,5 @@ def _reverse_step(
         b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:
-        total = fetch_numbers(x_total, i_tile, K, BK, TMA)[None, :]
+        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
     return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)

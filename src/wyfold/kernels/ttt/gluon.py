@@ -44,8 +44,8 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import bf16_parts
-from wyfold.tile.index.gluon import barrier, clear_rows, shared, tma_load
-from wyfold.tile.index.triton import Boxes, sequence_span, strides, token_boxes
+from wyfold.tile.index.gluon import barrier, clear_rows, gluon_descriptors, tma_load
+from wyfold.tile.index.triton import TmaDescriptor, sequence_span, strides, token_descriptor
 from wyfold.tile.inner.triton import add_five
 from wyfold.tile.state.gluon import state_offsets
 
@@ -84,8 +84,8 @@ def ttt(
         o: Contiguous, as are the borders.
         borders: Written for `ttt_bwd`; None where no backward follows, and then nothing is kept of the walk.
     """
-    boxes = [_boxes(y) for y in (x.q, x.k, x.v)]
-    if grid.sequences == 0 or None in boxes:
+    descriptors = [_descriptors(y) for y in (x.q, x.k, x.v)]
+    if grid.sequences == 0 or None in descriptors:
         triton.ttt(x, entering, leaving, grid, chunk_size, scale, eps, o, borders)
         return
     HV, D = x.v.shape[2:]
@@ -94,8 +94,8 @@ def ttt(
     launch_kernel(
         wyfold_ttt_gluon,
         grid.sequences * HV,
-        *shared(boxes),
-        *(box.base.stride(2) for box in boxes if box is not None),
+        *gluon_descriptors(descriptors),
+        *(descriptor.base.stride(2) for descriptor in descriptors if descriptor is not None),
         x.w,
         x.w.stride(),
         x.u,
@@ -139,10 +139,12 @@ def ttt(
     )
 
 
-def _boxes(x: Tensor) -> Boxes | None:
+def _descriptors(x: Tensor) -> TmaDescriptor | None:
     """Boxes of a segment's tokens of one head, of a copy where memory is not laid out for them."""
     D = x.shape[3]
-    return token_boxes(x, SEGMENT, D) or token_boxes(x.clone(memory_format=torch.contiguous_format), SEGMENT, D)
+    return token_descriptor(x, SEGMENT, D) or token_descriptor(
+        x.clone(memory_format=torch.contiguous_format), SEGMENT, D
+    )
 
 
 class Smem(NamedTuple):

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wyfold.tile.index.triton import Boxes
+from wyfold.tile.index.triton import TmaDescriptor
 
 # Triton 3.8 and 3.7 renamed them.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -26,25 +26,25 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-class SharedBoxes(TensorDescriptor):
-    """`Boxes`, and how one lies in shared memory."""
+class GluonTmaDescriptor(TensorDescriptor):
+    """`TmaDescriptor`, and how one lies in shared memory."""
 
-    def __init__(self, boxes: Boxes, span: int):
+    def __init__(self, descriptors: TmaDescriptor, span: int):
         self.base, self.shape, self.strides, self.block_shape = (
-            boxes.base,
-            boxes.shape,
-            boxes.strides,
-            boxes.block_shape,
+            descriptors.base,
+            descriptors.shape,
+            descriptors.strides,
+            descriptors.block_shape,
         )
-        self.layout = _layout(tuple(boxes.block_shape), boxes.base.dtype, span)
+        self.layout = _layout(tuple(descriptors.block_shape), descriptors.base.dtype, span)
 
 
-def shared(boxes: Sequence[Any], span: int = 0) -> list[Any]:
+def gluon_descriptors(descriptors: Sequence[Any], span: int = 0) -> list[Any]:
     """Each box as a Gluon kernel takes it; all else as it is.
 
     Of longer rows so many bytes of all of them lie together: as many as the engine can, 128, if it is not said.
     """
-    return [SharedBoxes(x, span) if isinstance(x, Boxes) else x for x in boxes]
+    return [GluonTmaDescriptor(x, span) if isinstance(x, TmaDescriptor) else x for x in descriptors]
 
 
 @functools.cache
@@ -55,13 +55,13 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, span: int) -> gl.NVMMASh
 
 
 @gluon.jit
-def quarters(squares, box, count: gl.constexpr):
+def quarters(squares, descriptor, count: gl.constexpr):
     """So many tiles [2 n, 2 n] in shared memory as quarters [n, n]: of tile i, number 4 i + 2 of columns + of rows.
 
-    A row's halves do not lie together: `squares` has the layout of `box`, whose rows are as long as one of them.
+    A row's halves do not lie together: `squares` has the layout of `descriptor`, whose rows are as long as one of them.
     """
-    n: gl.constexpr = box.block_shape[0]
-    return squares._reinterpret(box.dtype, [4 * count, n, n], box.layout)
+    n: gl.constexpr = descriptor.block_shape[0]
+    return squares._reinterpret(descriptor.dtype, [4 * count, n, n], descriptor.layout)
 
 
 @gluon.jit
@@ -74,23 +74,23 @@ def clear_lower(parts, count: gl.constexpr):
 
 
 @gluon.jit
-def tma_load_upper(box, tile, full, parts, i):
+def tma_load_upper(descriptor, tile, full, parts, i):
     """Bring upper triangular tile `tile`, as `prepare` leaves them, to the quarters of tile i in shared memory."""
-    n: gl.constexpr = box.block_shape[0]
+    n: gl.constexpr = descriptor.block_shape[0]
     row = tile * (3 * n)
-    tma_load(box, [row, 0], full, parts.index(4 * i))
-    tma_load(box, [row + n, 0], full, parts.index(4 * i + 2))
-    tma_load(box, [row + 2 * n, 0], full, parts.index(4 * i + 3))
+    tma_load(descriptor, [row, 0], full, parts.index(4 * i))
+    tma_load(descriptor, [row + n, 0], full, parts.index(4 * i + 2))
+    tma_load(descriptor, [row + 2 * n, 0], full, parts.index(4 * i + 3))
 
 
 @gluon.jit
-def tma_store_upper(box, tile, parts, i):
+def tma_store_upper(descriptor, tile, parts, i):
     """The reverse of `tma_load_upper`."""
-    n: gl.constexpr = box.block_shape[0]
+    n: gl.constexpr = descriptor.block_shape[0]
     row = tile * (3 * n)
-    tma_store(box, [row, 0], parts.index(4 * i))
-    tma_store(box, [row + n, 0], parts.index(4 * i + 2))
-    tma_store(box, [row + 2 * n, 0], parts.index(4 * i + 3))
+    tma_store(descriptor, [row, 0], parts.index(4 * i))
+    tma_store(descriptor, [row + n, 0], parts.index(4 * i + 2))
+    tma_store(descriptor, [row + 2 * n, 0], parts.index(4 * i + 3))
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from wyfold.runtime import kernel_configs
 from wyfold.runtime.check import UnsupportedError
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 
-MOST = 2**31
+COORDINATE_LIMIT = 2**31
 """Rows or columns of a matrix, one more than a box's place can name."""
 
 
@@ -33,74 +33,78 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
     return None if x is None else x.stride()
 
 
-def copies_boxes(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     """Whether the device has the engine; an interpreter has."""
-    return _copied_on(kernel_configs.architecture(device))
+    return _architecture_has_tma(kernel_configs.architecture(device))
 
 
 @functools.cache
-def _copied_on(name: str) -> bool:
+def _architecture_has_tma(name: str) -> bool:
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
-class Boxes(TensorDescriptor):
+class TmaDescriptor(TensorDescriptor):
     """Boxes of a matrix in memory, for which the functions below have asked all that Triton's descriptor would."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
 
 
-def token_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
+def token_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None:
     """Boxes of x [B, T, H, W] as a matrix [B T, W of every head]; None where memory is not laid out for them."""
     (B, T, H, W), (s_b, s_t, s_h, s_w) = x.shape, x.stride()
     width = (H - 1) * s_h + W
     if s_w != 1 or W % columns or s_t * x.itemsize % 16 or x.data_ptr() % 16 or (B > 1 and s_b != T * s_t):
         return None
-    if not (0 < s_t and 0 < B * T < MOST and 0 < width < MOST):
+    if not (0 < s_t and 0 < B * T < COORDINATE_LIMIT and 0 < width < COORDINATE_LIMIT):
         return None
-    return Boxes(x, [B * T, width], [s_t, 1], [rows, columns])
+    return TmaDescriptor(x, [B * T, width], [s_t, 1], [rows, columns])
 
 
-def boxable(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x [B, T, H, W] if `token_boxes` has boxes of it, else a contiguous copy, which it has."""
-    if token_boxes(x, rows, columns) is not None:
+def tma_readable(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x [B, T, H, W] if `token_descriptor` has boxes of it, else a contiguous copy, which it has."""
+    if token_descriptor(x, rows, columns) is not None:
         return x
     return x.new_empty(x.shape).copy_(x)
 
 
-def tile_boxes(x: Tensor, rows: int, columns: int) -> Boxes | None:
+def tile_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None:
     """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
     tiles, R, W = x.shape
-    if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < MOST:
+    if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < COORDINATE_LIMIT:
         return None
-    return Boxes(x, [tiles * R, W], [W, 1], [rows, columns])
+    return TmaDescriptor(x, [tiles * R, W], [W, 1], [rows, columns])
 
 
-def upper_boxes(x: Tensor) -> Boxes | None:
+def upper_descriptor(x: Tensor) -> TmaDescriptor | None:
     """Boxes of a quarter of contiguous upper triangular tiles x [tiles, 3, n, n]; None as above."""
-    return tile_boxes(x.flatten(0, 1), x.shape[2], x.shape[3])
+    return tile_descriptor(x.flatten(0, 1), x.shape[2], x.shape[3])
 
 
-def number_boxes(x: Tensor, count: int) -> Boxes | None:
+def vector_descriptor(x: Tensor, count: int) -> TmaDescriptor | None:
     """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
-    if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < MOST:
+    if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < COORDINATE_LIMIT:
         return None
-    return Boxes(x, [x.numel()], [1], [count])
+    return TmaDescriptor(x, [x.numel()], [1], [count])
 
 
-def every_box(given: Sequence[Tensor | None], boxes: Sequence[Any]) -> Sequence[Any] | None:
+def all_or_none(given: Sequence[Tensor | None], descriptors: Sequence[Any]) -> Sequence[Any] | None:
     """The boxes, if each tensor that was given has one; else None, and all of them go by address."""
-    return None if any(x is not None and box is None for x, box in zip(given, boxes, strict=True)) else boxes
+    return (
+        None
+        if any(x is not None and descriptor is None for x, descriptor in zip(given, descriptors, strict=True))
+        else descriptors
+    )
 
 
-def boxes_or_refusal(stage: str, boxes: Sequence[Any] | None) -> Sequence[Any]:
+def require_descriptors(stage: str, descriptors: Sequence[Any] | None) -> Sequence[Any]:
     """The boxes; UnsupportedError where the engine cannot count what there is."""
-    if boxes is None:
+    if descriptors is None:
         raise UnsupportedError(
             f"{stage}: the copy engine counts 2^31 rows, and this call's tiles have more; split the batch",
             {"gluon": "too many chunks"},
         )
-    return boxes
+    return descriptors
 
 
 @triton.jit
@@ -293,7 +297,7 @@ def store_tokens(p, strides, b, t, h, column, rows, x, W: tl.constexpr, BT: tl.c
 
 
 @triton.jit
-def fetch_tokens(
+def load_token_block(
     x,
     strides,
     b,
@@ -305,14 +309,14 @@ def fetch_tokens(
     W: tl.constexpr,
     BT: tl.constexpr,
     BW: tl.constexpr,
-    TMA: tl.constexpr,
+    USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """`load_tokens` of a tensor of T tokens a buffer row, from a box or an address. FULL: all rows are tokens.
 
     Otherwise rows of another sequence are selected away here, before they meet anything: zero times NaN is NaN.
     """
-    if TMA:
+    if USE_TMA:
         b_x = x.load([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
         if FULL:
             return b_x
@@ -323,11 +327,23 @@ def fetch_tokens(
 
 
 @triton.jit
-def send_tokens(
-    x, strides, b, t, h, column, rows, T, b_x, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+def store_token_block(
+    x,
+    strides,
+    b,
+    t,
+    h,
+    column,
+    rows,
+    T,
+    b_x,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BW: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):
     """`store_tokens`, to a box, all of whose rows are then tokens, or an address."""
-    if TMA:
+    if USE_TMA:
         x.store([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column], b_x.to(x.dtype))
     else:
         store_tokens(x, strides, b, t, h, column, rows, b_x, W, BT, BW)
@@ -489,34 +505,43 @@ def store_upper(p, i_tile, x, BT: tl.constexpr):
 
 
 @triton.jit
-def fetch_tile(
-    p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+def load_tile_block(
+    p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr
 ):
     """`load_tile`, by the copy engine where p is a descriptor of the tiles' rows [tiles * R, W].   [BR, BW]
 
     R is then a multiple of BR: a box must not reach into the next tile.
     """
-    if TMA:
+    if USE_TMA:
         return p.load([(i_tile * R + row).to(tl.int32), column])
     else:
         return load_tile(p, i_tile, row, column, R, W, BR, BW)
 
 
 @triton.jit
-def send_tile(
-    x, i_tile, row, column, b_x, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr
+def store_tile_block(
+    x,
+    i_tile,
+    row,
+    column,
+    b_x,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BR: tl.constexpr,
+    BW: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):
     """`store_tile`, to a box or an address."""
-    if TMA:
+    if USE_TMA:
         x.store([(i_tile * R).to(tl.int32) + row, column], b_x.to(x.dtype))
     else:
         store_tile(x, i_tile, row, column, b_x, R, W, BR, BW)
 
 
 @triton.jit
-def fetch_numbers(x, i, W: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr):
+def load_vector(x, i, W: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr):
     """The i-th W numbers of a contiguous tensor, from a box or an address.   [BW]"""
-    if TMA:
+    if USE_TMA:
         return x.load([(i * W).to(tl.int32)])
     else:
         o_w = tl.arange(0, BW)
@@ -524,12 +549,12 @@ def fetch_numbers(x, i, W: tl.constexpr, BW: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def fetch_rows(x, i_tile, BT: tl.constexpr, TMA: tl.constexpr):
+def load_row_factors(x, i_tile, BT: tl.constexpr, USE_TMA: tl.constexpr):
     """What `prepare` leaves for every row of a tile: decays in for k and for q, decay out, beta.   [BT] each
 
     One box holds all four, and comes apart in registers, where no thread has to give another one a number.
     """
-    if TMA:
+    if USE_TMA:
         b_x = x.load([(i_tile * 4).to(tl.int32), 0])
         b_even, b_odd = tl.split(tl.reshape(tl.trans(b_x), (BT, 2, 2)))
         b_in_k, b_out = tl.split(b_even)

@@ -45,7 +45,7 @@ def swizzled(BV):
 
 
 @gluon.jit
-def fetch_state(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+def copy_state_async(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
     """A tile that comes from p, or zeros unless it is there: so many columns of [K, V]. To be waited for."""
     held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled(BV))
     async_copy.async_copy_global_to_shared(held, p + _lies(0, K, V, BV), mask=there)

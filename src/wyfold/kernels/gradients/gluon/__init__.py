@@ -37,7 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.gradients.gluon import channel
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_scalars, send, store_rows, store_scalars
+from wyfold.kernels.gradients.gluon.tokens import (
+    Coords,
+    exp2,
+    load_scalars,
+    store_rows,
+    store_scalars,
+    store_token_tile,
+)
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
@@ -45,8 +52,8 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
-from wyfold.tile.index.gluon import barrier, shared, tma_load
-from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
+from wyfold.tile.index.gluon import barrier, gluon_descriptors, tma_load
+from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
 
 
 def kernels_of(key: str) -> tuple[str, ...]:
@@ -88,16 +95,20 @@ def gradients(
         return
     (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
-    read_q, read_k, read_do = (x if _boxed(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do))
+    read_q, read_k, read_do = (
+        x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do)
+    )
     wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
-    to_q, to_k, to_v = (like.new_empty(like.shape) if to is None or not _boxed(to) else to for to, like in wanted)
+    to_q, to_k, to_v = (
+        like.new_empty(like.shape) if to is None or not _tma_readable(to) else to for to, like in wanted
+    )
     dA_log, ddt_bias = (
         None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
     )
     launch_kernel(
         wyfold_gradients_gluon,
         grid.chunks * HV,
-        *_boxes((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),
+        *_descriptors((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),
         *(read_q.stride(2), read_k.stride(2), read_do.stride(2)),
         *(to_q, to_k, to_v),
         *(to_q.stride(), to_k.stride(), to_v.stride()),
@@ -146,17 +157,19 @@ def gradients(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-def _boxed(x: Tensor) -> bool:
+def _tma_readable(x: Tensor) -> bool:
     """Whether memory is laid out for boxes of tokens."""
-    return token_boxes(x, 1, 64) is not None
+    return token_descriptor(x, 1, 64) is not None
 
 
-def _boxes(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
     """The kernel's first arguments: boxes of q, k, do and their gradients' like, and of tiles."""
     V = tokens[2].shape[3]
-    found = [token_boxes(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
-    found += [tile_boxes(x, V, BK) for x in (borders.S, borders.dS)] + [tile_boxes(x, C, V) for x in borders[2:]]
-    return shared(found)
+    found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
+    found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
+        tile_descriptor(x, C, V) for x in borders[2:]
+    ]
+    return gluon_descriptors(found)
 
 
 class TmaInputs(NamedTuple):
@@ -336,7 +349,7 @@ def wyfold_gradients_gluon(
     s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
     fence_async_shared()
     barrier()
-    send(x_dv, p_dv, s_dv, coords, 0, s_X, WHOLE, BT, V)
+    store_token_tile(x_dv, p_dv, s_dv, coords, 0, s_X, WHOLE, BT, V)
     mbarrier.wait(smem.tokens_here, 0)
     if not WHOLE:
         if rows < BT:
@@ -425,8 +438,8 @@ def wyfold_gradients_gluon(
         fence_async_shared()
         barrier()
         if not NORM or h == 1:
-            send(x_dq, p_dq, s_dq, coords, h * BK, q, WHOLE, BT, BK)
-            send(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
+            store_token_tile(x_dq, p_dq, s_dq, coords, h * BK, q, WHOLE, BT, BK)
+            store_token_tile(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
     if NORM:
         mbarrier.wait(smem.states_here, 0)
         again = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
@@ -437,8 +450,8 @@ def wyfold_gradients_gluon(
         k.store(dk.to(k.dtype))
         fence_async_shared()
         barrier()
-        send(x_dq, p_dq, s_dq, coords, 0, q, WHOLE, BT, BK)
-        send(x_dk, p_dk, s_dk, coords, 0, k, WHOLE, BT, BK)
+        store_token_tile(x_dq, p_dq, s_dq, coords, 0, q, WHOLE, BT, BK)
+        store_token_tile(x_dk, p_dk, s_dk, coords, 0, k, WHOLE, BT, BK)
     # Before sums among warps, whose memory may be what is still being stored from.
     tma.store_wait(pendings=0)
     barrier()

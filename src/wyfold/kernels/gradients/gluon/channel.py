@@ -43,7 +43,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.gradients.gluon.tokens import Coords, exp2, load_rows, load_scalars, send, store_rows, store_scalars
+from wyfold.kernels.gradients.gluon.tokens import (
+    Coords,
+    exp2,
+    load_rows,
+    load_scalars,
+    store_rows,
+    store_scalars,
+    store_token_tile,
+)
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
@@ -51,8 +59,8 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
-from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, shared, tma_load
-from wyfold.tile.index.triton import chunk_span, strides, tile_boxes, token_boxes
+from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, tma_load
+from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
 
 
 def gradients(
@@ -95,7 +103,7 @@ def gradients(
     launch_kernel(
         wyfold_gradients_channel_gluon,
         grid.chunks * HV * 2,
-        *_boxes([*reads, to_q, to_k, to_g], borders, C, K // 2),
+        *_descriptors([*reads, to_q, to_k, to_g], borders, C, K // 2),
         *(x.stride(2) for x in reads),
         *(to_q, to_k, out.v, to_g),
         *(to_q.stride(), to_k.stride(), strides(out.v), to_g.stride()),
@@ -156,25 +164,27 @@ def gradients(
 def _readable(x: Tensor) -> Tensor:
     """x as a box can hold it, copied if memory is laid out otherwise, or holds what no box does."""
     x = x if x.dtype in ELEMENTS else x.float()
-    return x if _boxed(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _boxed(x: Tensor) -> bool:
+def _tma_readable(x: Tensor) -> bool:
     """Whether memory is laid out for boxes of tokens."""
-    return token_boxes(x, 1, 64) is not None
+    return token_descriptor(x, 1, 64) is not None
 
 
 def _written(to: Tensor | None, like: Tensor) -> Tensor:
     """Where a gradient can leave to: its own place, or memory from which it is copied, if it is wanted."""
-    return to if to is not None and to.dtype == like.dtype and _boxed(to) else like.new_empty(like.shape)
+    return to if to is not None and to.dtype == like.dtype and _tma_readable(to) else like.new_empty(like.shape)
 
 
-def _boxes(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -> list[Any]:
     """The kernel's first arguments: boxes of q, k, do, g, of the gradients of q, k and g, and of tiles."""
     V = borders.e.shape[2]
-    found = [token_boxes(x, C, n) for x, n in zip(tokens, (BK, BK, V, BK, BK, BK, BK), strict=True)]
-    found += [tile_boxes(x, V, BK) for x in (borders.S, borders.dS)] + [tile_boxes(x, C, V) for x in borders[2:]]
-    return shared(found)
+    found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V, BK, BK, BK, BK), strict=True)]
+    found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
+        tile_descriptor(x, C, V) for x in borders[2:]
+    ]
+    return gluon_descriptors(found)
 
 
 class Gate(NamedTuple):
@@ -500,9 +510,9 @@ def wyfold_gradients_channel_gluon(
         gl.store(p_dA_log + pid, sum_A)
     fence_async_shared()
     barrier()
-    send(x_dq, p_dq, s_dq, coords, column, t_q, WHOLE, BT, BK)
-    send(x_dk, p_dk, s_dk, coords, column, t_k, WHOLE, BT, BK)
-    send(x_dg, p_dg, s_dg, coords, column, t_g, WHOLE, BT, BK)
+    store_token_tile(x_dq, p_dq, s_dq, coords, column, t_q, WHOLE, BT, BK)
+    store_token_tile(x_dk, p_dk, s_dk, coords, column, t_k, WHOLE, BT, BK)
+    store_token_tile(x_dg, p_dg, s_dg, coords, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
     bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
 

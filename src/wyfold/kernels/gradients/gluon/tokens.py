@@ -21,7 +21,9 @@ class Coords(NamedTuple):
 
 
 @gluon.jit
-def send(x_out, p_out, s_out, coords, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
+def store_token_tile(
+    x_out, p_out, s_out, coords, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr
+):
     """Let a tile leave to its tokens, by the copy engine if all of its rows are some."""
     first = (coords.h * s_out[2]).to(gl.int32) + column
     if WHOLE:

@@ -59,22 +59,22 @@ from wyfold.tile.index.gluon import (
     ELEMENTS,
     barrier,
     clear_tokens,
+    gluon_descriptors,
     quarters,
-    shared,
     tma_load,
     tma_store,
     tma_store_upper,
     token_tile,
 )
 from wyfold.tile.index.triton import (
-    Boxes,
-    boxes_or_refusal,
+    TmaDescriptor,
+    all_or_none,
     chunk_span,
-    every_box,
+    require_descriptors,
     strides,
-    tile_boxes,
-    token_boxes,
-    upper_boxes,
+    tile_descriptor,
+    token_descriptor,
+    upper_descriptor,
 )
 from wyfold.tile.inverse.gluon import invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
@@ -119,19 +119,19 @@ def prepare(
     tiles = grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
     written = found if found.W is not None else found._replace(W=found.F)
-    factors = boxes_or_refusal("prepare", every_box(written[2:7], _tile_boxes(written, C)))
+    factors = require_descriptors("prepare", all_or_none(written[2:7], _tile_descriptors(written, C)))
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
         for x in found:
             if x is not None:
                 x.zero_()
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
-    rows = every_box((q, k, g), [token_boxes(q, C, K), token_boxes(k, C, K), _gate_boxes(g, C)])
+    rows = all_or_none((q, k, g), [token_descriptor(q, C, K), token_descriptor(k, C, K), _gate_descriptor(g, C)])
     full = grid.cu is None and grid.tokens % C == 0
     launch_kernel(
         wyfold_prepare_channel_gluon,
         min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
-        *(shared(rows[:2], 2 * BK.value) + shared(rows[2:]) if rows else (q, k, g)),
+        *(gluon_descriptors(rows[:2], 2 * BK.value) + gluon_descriptors(rows[2:]) if rows else (q, k, g)),
         q.stride(),
         k.stride(),
         strides(g),
@@ -143,7 +143,7 @@ def prepare(
         o.stride(),
         found.rows,
         found.total,
-        *shared(factors, 2 * BK.value),
+        *gluon_descriptors(factors, 2 * BK.value),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -164,7 +164,7 @@ def prepare(
         BV=tile_width(V),
         PACKED=grid.cu is not None,
         FULL=full,
-        BOXED=rows is not None,
+        USE_TMA=rows is not None,
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
@@ -173,16 +173,16 @@ def prepare(
     return found
 
 
-def _tile_boxes(found: Prepared, C: int) -> list[Boxes | None]:
+def _tile_descriptors(found: Prepared, C: int) -> list[TmaDescriptor | None]:
     """Of decayed q and k, E, F and W."""
     widths = (BK.value, BK.value, found.total.shape[1])
-    tiles = [None if x is None else tile_boxes(x, C, width) for x, width in zip(found[2:5], widths, strict=True)]
-    return [*tiles, *(None if x is None else upper_boxes(x) for x in found[5:7])]
+    tiles = [None if x is None else tile_descriptor(x, C, width) for x, width in zip(found[2:5], widths, strict=True)]
+    return [*tiles, *(None if x is None else upper_descriptor(x) for x in found[5:7])]
 
 
-def _gate_boxes(x: Tensor | None, C: int) -> Boxes | None:
+def _gate_descriptor(x: Tensor | None, C: int) -> TmaDescriptor | None:
     """Boxes of all channels of a gate; None where they may not be, or hold what is not brought as it is."""
-    return None if x is None or x.dtype not in ELEMENTS else token_boxes(x, C, x.shape[3])
+    return None if x is None or x.dtype not in ELEMENTS else token_descriptor(x, C, x.shape[3])
 
 
 @gluon.jit(
@@ -228,7 +228,7 @@ def wyfold_prepare_channel_gluon(
     BV: gl.constexpr,
     PACKED: gl.constexpr,
     FULL: gl.constexpr,
-    BOXED: gl.constexpr,
+    USE_TMA: gl.constexpr,
     ACTIVATION: gl.constexpr,
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
@@ -252,7 +252,7 @@ def wyfold_prepare_channel_gluon(
 
     pid = gl.program_id(0)
     # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
-    PLACED: gl.constexpr = FULL and BOXED
+    PLACED: gl.constexpr = FULL and USE_TMA
     if not PLACED:
         i_n, _, b, t, rows = chunk_span(
             (pid // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
@@ -275,7 +275,7 @@ def wyfold_prepare_channel_gluon(
     come = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_pieces = keys._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
     q_pieces = queries._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
-    if BOXED:
+    if USE_TMA:
         G = come_in if x_g.dtype == gl.float32 else come_in._reinterpret(x_g.dtype, [BT, K], WIDE)
         mbarrier.init(come_g, count=1)
         mbarrier.init(come, count=1)
@@ -311,7 +311,7 @@ def wyfold_prepare_channel_gluon(
             if LOGIT:
                 beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
 
-        if BOXED:
+        if USE_TMA:
             mbarrier.wait(come_g, phase)
         else:
             barrier()
@@ -343,7 +343,7 @@ def wyfold_prepare_channel_gluon(
         gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
         gl.store(p_row + 3 * BT, beta)
         r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
-        if BOXED:
+        if USE_TMA:
             mbarrier.wait(come, phase)
         if NORM:
             r_k = _reciprocal_norm(k_pieces, rows, BT, NB, FULL, LB)

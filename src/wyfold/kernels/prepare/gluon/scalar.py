@@ -41,8 +41,23 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
-from wyfold.tile.index.gluon import barrier, clear_tokens, quarters, shared, tma_load, tma_store_upper, token_tile
-from wyfold.tile.index.triton import boxes_or_refusal, chunk_span, every_box, strides, token_boxes, upper_boxes
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_tokens,
+    gluon_descriptors,
+    quarters,
+    tma_load,
+    tma_store_upper,
+    token_tile,
+)
+from wyfold.tile.index.triton import (
+    all_or_none,
+    chunk_span,
+    require_descriptors,
+    strides,
+    token_descriptor,
+    upper_descriptor,
+)
 from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
 from wyfold.tile.inverse.triton import divisor
 
@@ -71,8 +86,8 @@ def prepare(
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
-    factors = boxes_or_refusal(
-        "prepare", every_box(found[5:8], [None if x is None else upper_boxes(x) for x in found[5:8]])
+    factors = require_descriptors(
+        "prepare", all_or_none(found[5:8], [None if x is None else upper_descriptor(x) for x in found[5:8]])
     )
     if clear and backward and grid.cu is not None:
         # As in the Triton launch: a registered operator must not return what happened to lie in memory.
@@ -81,11 +96,11 @@ def prepare(
                 x.zero_()
     key = launch_key(q.dtype, K, V, C, gate, folded) + (" norm" if options.qk_l2norm else "")
     config = tuned("prepare.gluon", key, q.device)
-    rows = every_box((q, k), [token_boxes(x, C, K) for x in (q, k)])
+    rows = all_or_none((q, k), [token_descriptor(x, C, K) for x in (q, k)])
     launch_kernel(
         wyfold_prepare_gluon,
         tiles,
-        *shared(rows or (q, k)),
+        *gluon_descriptors(rows or (q, k)),
         q.stride(),
         k.stride(),
         g,
@@ -99,7 +114,7 @@ def prepare(
         found.rows,
         found.total,
         found.back,
-        *shared(factors),
+        *gluon_descriptors(factors),
         grid.cu,
         grid.first,
         grid.sequence,
@@ -118,7 +133,7 @@ def prepare(
         BV=tile_width(V),
         PACKED=grid.cu is not None,
         FULL=grid.cu is None and grid.tokens % C == 0,
-        BOXED=rows is not None,
+        USE_TMA=rows is not None,
         GATE=gate,
         SCALAR=gate_flags(g)["SCALAR"],
         ACTIVATION=options.activation,
@@ -179,7 +194,7 @@ def wyfold_prepare_gluon(
     BV: gl.constexpr,
     PACKED: gl.constexpr,
     FULL: gl.constexpr,
-    BOXED: gl.constexpr,
+    USE_TMA: gl.constexpr,
     GATE: gl.constexpr,
     SCALAR: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -203,7 +218,7 @@ def wyfold_prepare_gluon(
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
     # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
-    PLACED: gl.constexpr = FULL and BOXED
+    PLACED: gl.constexpr = FULL and USE_TMA
     if not PLACED:
         i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
@@ -226,7 +241,7 @@ def wyfold_prepare_gluon(
     )
     come_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     come_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    if BOXED:
+    if USE_TMA:
         mbarrier.init(come_k, count=1)
         mbarrier.init(come_q, count=1)
         mbarrier.expect(come_k, x_k.block_type.nbytes)
@@ -259,12 +274,12 @@ def wyfold_prepare_gluon(
         x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
 
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
-    if BOXED:
+    if USE_TMA:
         mbarrier.wait(come_k, 0)
     kk = warpgroup_mma(k, k.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     if NORM:
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
-    if BOXED:
+    if USE_TMA:
         mbarrier.wait(come_q, 0)
     if NORM:  # before the second product, as there are no registers for its result beside those for these rows
         numbers.r_q.store(_reciprocal_norm(q, K, BT))

@@ -31,18 +31,26 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.dot.gluon import one_over
-from wyfold.tile.index.gluon import barrier, clear_lower, clear_rows, quarters, shared, tma_load, tma_load_upper
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_lower,
+    clear_rows,
+    gluon_descriptors,
+    quarters,
+    tma_load,
+    tma_load_upper,
+)
 from wyfold.tile.index.triton import (
-    boxable,
-    boxes_or_refusal,
-    every_box,
-    number_boxes,
+    all_or_none,
+    require_descriptors,
     segment_place,
     sequence_span,
     strides,
-    tile_boxes,
-    token_boxes,
-    upper_boxes,
+    tile_descriptor,
+    tma_readable,
+    token_descriptor,
+    upper_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.gluon import state_offsets
@@ -76,13 +84,13 @@ def summary_bwd(
     config = tuned("summary.gluon", f"{key} bwd", q.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.q is None:
-        q, k = boxable(q, grid.chunk_size, K), boxable(k, grid.chunk_size, K)
-    do = boxable(do, grid.chunk_size, BV // parts)
-    boxes = boxes_or_refusal("summary", _boxes(q, k, prepared, do, grid.chunk_size, BV // parts))
+        q, k = tma_readable(q, grid.chunk_size, K), tma_readable(k, grid.chunk_size, K)
+    do = tma_readable(do, grid.chunk_size, BV // parts)
+    descriptors = require_descriptors("summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts))
     launch_kernel(
         wyfold_summary_bwd_gluon,
         segments.borders * HV * (V // BV),
-        *boxes,
+        *descriptors,
         q.stride(2),
         k.stride(2),
         do.stride(2),
@@ -112,22 +120,22 @@ def summary_bwd(
     )
 
 
-def _boxes(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int) -> list[Any] | None:
+def _descriptors(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     given = q, k, do, rows, total, F, E if E is not None else W
     found = (
-        tile_boxes(q_tiles, C, K) if q_tiles is not None else token_boxes(q, C, K),
-        tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
-        token_boxes(do, C, BW),
-        number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K) if channel else total,
-        None if F is None else upper_boxes(F),
-        tile_boxes(E, C, K) if E is not None else None if W is None else upper_boxes(W),
+        tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
+        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
+        token_descriptor(do, C, BW),
+        vector_descriptor(rows.flatten(1), 4 * C),
+        vector_descriptor(total, K) if channel else total,
+        None if F is None else upper_descriptor(F),
+        tile_descriptor(E, C, K) if E is not None else None if W is None else upper_descriptor(W),
     )
-    boxes = every_box(given, found)
-    return None if boxes is None else shared(boxes)
+    descriptors = all_or_none(given, found)
+    return None if descriptors is None else gluon_descriptors(descriptors)
 
 
 class Smem(NamedTuple):

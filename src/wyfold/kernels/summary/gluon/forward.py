@@ -31,18 +31,18 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, clear_lower, quarters, shared, tma_load, tma_load_upper
+from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, quarters, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
-    boxable,
-    boxes_or_refusal,
-    every_box,
-    number_boxes,
+    all_or_none,
+    require_descriptors,
     segment_place,
     sequence_span,
     strides,
-    tile_boxes,
-    token_boxes,
-    upper_boxes,
+    tile_descriptor,
+    tma_readable,
+    token_descriptor,
+    upper_descriptor,
+    vector_descriptor,
 )
 from wyfold.tile.state.gluon import state_offsets
 
@@ -75,13 +75,13 @@ def summary(
     config = tuned("summary.gluon", f"{key} fwd", k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.k is None:
-        k = boxable(k, grid.chunk_size, K)
-    v = boxable(v, grid.chunk_size, BV // parts)
-    boxes = boxes_or_refusal("summary", _boxes(k, v, prepared, grid.chunk_size, BV // parts))
+        k = tma_readable(k, grid.chunk_size, K)
+    v = tma_readable(v, grid.chunk_size, BV // parts)
+    descriptors = require_descriptors("summary", _descriptors(k, v, prepared, grid.chunk_size, BV // parts))
     launch_kernel(
         wyfold_summary_gluon,
         segments.borders * HV * (V // BV + K // BV),
-        *boxes,
+        *descriptors,
         v.stride(2),
         k.stride(2),
         initial_state,
@@ -111,21 +111,21 @@ def summary(
     )
 
 
-def _boxes(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
+def _descriptors(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
     rows, total, _, k_tiles, E, _, W = prepared[:7]
     K, channel = k.shape[3], k_tiles is not None
     write = E if E is not None else W
     given = k, v, rows, total, write
     found = (
-        tile_boxes(k_tiles, C, K) if k_tiles is not None else token_boxes(k, C, K),
-        token_boxes(v, C, BW),
-        number_boxes(rows.flatten(1), 4 * C),
-        number_boxes(total, K) if channel else total,
-        None if write is None else tile_boxes(write, C, K) if write is E else upper_boxes(write),
+        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
+        token_descriptor(v, C, BW),
+        vector_descriptor(rows.flatten(1), 4 * C),
+        vector_descriptor(total, K) if channel else total,
+        None if write is None else tile_descriptor(write, C, K) if write is E else upper_descriptor(write),
     )
-    boxes = every_box(given, found)
-    return None if boxes is None else shared(boxes)
+    descriptors = all_or_none(given, found)
+    return None if descriptors is None else gluon_descriptors(descriptors)
 
 
 class Smem(NamedTuple):
