@@ -1,4 +1,4 @@
-"""The site has a page for every public operator, and the parts of it that are computed are right."""
+"""The site has a page for every public operator, and its computed parts are right."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,10 @@ from wyfold import layers
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
-pages = pytest.importorskip("tools.pages", reason="what the command line draws with is not installed")
-speed = pytest.importorskip("tools.speed", reason="what the command line draws with is not installed")
+pages = pytest.importorskip("tools.pages", reason="matplotlib is not installed")
+speed = pytest.importorskip("tools.speed", reason="matplotlib is not installed")
 
-ASKED_IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # whose own help is enough
+IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # pages mention them; `help` documents them
 FACT = re.compile(r"^## <a id=\"([a-z0-9-]+)\"></a>([A-Z0-9-]+): ", re.MULTILINE)
 OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
 
@@ -24,34 +24,48 @@ def test_every_public_name_is_documented():
     written = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     documented = set(re.findall(r"^::: wyfold\.([\w.]+)$", written, flags=re.MULTILINE))
     modules = {name for name in wyfold.__all__ if isinstance(getattr(wyfold, name), ModuleType)}
-    assert set(wyfold.__all__) - modules - ASKED_IN_PROSE - OTHER_NAMES <= documented
+    assert set(wyfold.__all__) - modules - IN_PROSE - OTHER_NAMES <= documented
     mixers = {f"layers.{name}" for name in layers.__all__}
     assert {"layers.DeltaNet", "layers.GatedDeltaNet", "layers.KimiDeltaAttention", "layers.TTTLinear"} <= mixers
     unknown = {name for name in documented if not name.startswith(("layers.", "models."))} - set(wyfold.__all__)
     assert not unknown
 
 
-def test_every_page_is_on_the_map_and_every_picture_is_drawn():
+def test_every_page_is_in_the_navigation_and_every_plot_is_drawn():
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:: |- )([\w/]+\.md)$", listed, flags=re.MULTILINE))
     own = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     own = {page for page in own if not page.startswith("generated/")}
-    computed = {f"generated/{name}.md" for name in ("support", "performance", "contributing", "changelog")}
+    computed = {f"generated/{name}.md" for name in ("support", "performance", *pages.COPIED)}
     assert named == own | computed
     written = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in own)
     assert set(re.findall(r"generated/(\w+)\.svg", written)) == {plot.__name__ for plot in pages.PLOTS}
 
 
-def test_the_tables_hold_what_the_results_say():
+def test_the_tables_have_the_stored_results():
     support, performance = pages.support(), pages.performance()
-    assert "| `chunk_kda` | 0.00 |" in support and "NVIDIA H200" in support
+    assert "| `chunk_kda` | 0% |" in support and "NVIDIA H200" in support
     assert "fails" not in support
     assert performance.count("| `wyfold.chunk_delta_rule` |") >= 2
-    assert all(line.count("|") == 9 for line in performance.splitlines() if line.startswith("|"))
+    runs = performance.partition("## Every stored run")[2]
+    assert all(line.count("|") == 9 for line in runs.splitlines() if line.startswith("    |"))
 
 
-def test_links_are_turned_to_the_site():
-    assert pages.turned("[a](docs/facts/cpu.md) [b](docs/results/)") == "[a](../facts/cpu.md) [b](performance.md)"
+def test_links_of_copied_files_resolve_on_the_site():
+    links = "[a](docs/facts/cpu.md) [b](docs/results/) [c](SECURITY.md#reporting)"
+    assert pages.site_links(links) == "[a](../facts/cpu.md) [b](performance.md) [c](security.md#reporting)"
+
+
+def test_links_between_pages_resolve_in_a_clone():
+    broken = []
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")]:
+        if "generated" in page.parts:
+            continue
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+            if "generated/" not in link and not (page.parent / link).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
 
 
 def test_every_cited_fact_exists_on_the_page_that_is_named():

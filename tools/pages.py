@@ -1,8 +1,8 @@
-"""Writes the parts of the site that are computed: docs/generated, before `mkdocs build`.
+"""Write the computed parts of the site into docs/generated, before `mkdocs build`.
 
-Plots come from the operators themselves, in float64 on the CPU; tables of support and performance from the results
-that `wyfold verify` and `wyfold bench` have stored in docs/results; CONTRIBUTING and CHANGELOG are copied with their
-links turned to the site's.
+Plots are computed by the operators in float64 on the CPU. The accuracy and performance tables come from the results of
+`wyfold verify` and `wyfold bench` in docs/results. CONTRIBUTING, SECURITY and CHANGELOG are copied, with links that
+resolve on the site.
 """
 
 import json
@@ -13,7 +13,9 @@ from typing import Any
 
 import matplotlib
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tools import speed
 
 import wyfold
 from wyfold.cli import main
@@ -22,14 +24,20 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUT = DOCS / "generated"
 SIZE = (7, 3.2)
+COPIED = ("changelog", "contributing", "security")
 
 
 def unit(*shape: int) -> torch.Tensor:
     return wyfold.l2norm(torch.randn(*shape, dtype=torch.float64))
 
 
+def beside(axes: Axes) -> None:
+    """Put the legend to the right of the plot, where it covers no data."""
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
 def delta_rule(figure: Figure) -> None:
-    """Pairs of a random key and value are stored and all read back."""
+    """Error of reading back all stored pairs of a random key and value, by their number."""
     K, V, counts = 64, 16, list(range(4, 129, 4))
     errors: dict[str, list[float]] = {"delta rule": [], "outer products alone": []}
     for count in counts:
@@ -42,12 +50,12 @@ def delta_rule(figure: Figure) -> None:
     axes = figure.subplots()
     for name, values in errors.items():
         axes.plot(counts, values, label=name)
-    axes.set(xlabel="pairs stored, K = 64", ylabel="relative error of all that are read back", ylim=(0, None))
-    axes.legend()
+    axes.set(xlabel="pairs stored, K = 64", ylabel="relative error of the values read", ylim=(0, None))
+    beside(axes)
 
 
 def gated_delta_rule(figure: Figure) -> None:
-    """One write, then tokens with nothing to write."""
+    """One write, then tokens that write nothing: what is left of it, by decay."""
     axes = figure.subplots()
     T, key = 200, unit(1, 1, 1, 16)
     for g in (0.0, -0.005, -0.02, -0.1):
@@ -57,8 +65,8 @@ def gated_delta_rule(figure: Figure) -> None:
         k = key.expand(1, T, 1, 16)
         o, _ = wyfold.chunk_gated_delta_rule(k, k, torch.ones_like(k), gates, beta, scale=1.0)
         axes.plot(o[0, :, 0, 0], label=f"g = {g:g}")
-    axes.set(xlabel="tokens since the write", ylabel="what its key reads")
-    axes.legend()
+    axes.set(xlabel="tokens since the write", ylabel="value read with its key")
+    beside(axes)
 
 
 def kda(figure: Figure) -> None:
@@ -74,24 +82,24 @@ def kda(figure: Figure) -> None:
         beta[:, 0] = 1
         o, _ = wyfold.chunk_kda(k, k, torch.ones_like(k), g, beta, scale=1.0)
         axes.plot(o[0, :, 0, 0], label=f"channel {channel}: g = {pace:g}")
-    axes.set(xlabel="tokens since the write", ylabel="what its key reads")
-    axes.legend()
+    axes.set(xlabel="tokens since the write", ylabel="value read with its key")
+    beside(axes)
 
 
 def ttt_linear(figure: Figure) -> None:
-    """The inner loss, before each step, over 32 pairs that come again and again."""
+    """The inner loss before each step, over 32 pairs that repeat."""
     axes = figure.subplots()
     D, period, rounds = 16, 32, 12
     k = unit(1, period, 1, D).repeat(1, rounds, 1, 1)
     v = k + torch.randn(1, period, 1, D, dtype=torch.float64).repeat(1, rounds, 1, 1)
     w, b = torch.ones(1, D, dtype=torch.float64), torch.zeros(1, D, dtype=torch.float64)
-    # Where the norm's input is zero its slope is that of eps: weights begin random, as a model's do.
+    # The slope of the norm at an input of zero is set by eps, so the weights start random, as in a model.
     first_weights = torch.randn(1, 1, D, D, dtype=torch.float64)
     for eta in (0.02, 0.1, 0.3):
         losses, states = [], {"initial_state": first_weights}
         for begin in range(0, period * rounds, 16):
             rows = slice(begin, begin + 16)
-            # Read with k, of size 0 steps: what the state of the mini-batch's start predicts.
+            # Steps of size 0 read the prediction of the state that entered the mini-batch.
             zero = torch.zeros(1, 16, 1, dtype=torch.float64)
             pairs = (k[:, rows], k[:, rows], v[:, rows], w, b)
             o, *_ = wyfold.chunk_ttt_linear(*pairs, zero, scale=1.0, residual="q", **states)
@@ -100,8 +108,8 @@ def ttt_linear(figure: Figure) -> None:
             _, S, c = wyfold.chunk_ttt_linear(*pairs, step, output_final_state=True, **states)
             states = {"initial_state": S, "initial_state_bias": c}
         axes.plot([16 * n for n in range(len(losses))], losses, label=f"eta = {eta:g}")
-    axes.set(xlabel="tokens read; the same 32 again and again", ylabel="mean squared error", ylim=(0, None))
-    axes.legend()
+    axes.set(xlabel="tokens read; the same 32 repeat", ylabel="mean squared error", ylim=(0, None))
+    beside(axes)
 
 
 def conv(figure: Figure) -> None:
@@ -114,11 +122,11 @@ def conv(figure: Figure) -> None:
     for channel in range(3):
         axes.plot(y[0, :, channel], "o-", label=f"weight {weight[channel].tolist()}")
     axes.set(xlabel="token; the input is one at token 1", ylabel="output")
-    axes.legend()
+    beside(axes)
 
 
 def norms_and_gates(figure: Figure) -> None:
-    """Both gates over their raw input."""
+    """Decay of both gates, over their raw input."""
     axes = figure.subplots()
     raw = torch.linspace(-8, 8, 200, dtype=torch.float64)
     for rate in (1.0, 4.0):
@@ -129,11 +137,11 @@ def norms_and_gates(figure: Figure) -> None:
     bounded = wyfold.fused_kda_gate(raw.view(1, -1, 1, 1).expand(1, 200, 1, 8).contiguous(), lower_bound=-5.0)
     axes.plot(raw, bounded[0, :, 0, 0].exp(), label="bounded by -5")
     axes.set(xlabel="raw projection", ylabel="decay exp(g) of one token")
-    axes.legend()
+    beside(axes)
 
 
 def triangles(figure: Figure) -> None:
-    """A gram and its inverse."""
+    """The key gram of a chunk, and the inverse of I + L."""
     left, right = figure.subplots(1, 2)
     shared = unit(1, 1, 1, 32)
     k = wyfold.l2norm(unit(1, 32, 1, 32) + 0.7 * shared)
@@ -157,7 +165,7 @@ def parity(figure: Figure) -> None:
     axes.set(
         xticks=range(T), xticklabels=[f"{int(bit)}" for bit in bits], xlabel="input", ylabel="state", ylim=(-0.1, 1.1)
     )
-    axes.legend()
+    beside(axes)
 
 
 PLOTS: tuple[Callable[[Figure], None], ...] = (
@@ -173,24 +181,29 @@ PLOTS: tuple[Callable[[Figure], None], ...] = (
 
 
 def stored(word: str) -> list[tuple[str, dict[str, Any]]]:
-    """Results whose name has that word, newest last."""
+    """(file name, record) of the results whose name has a word, newest last."""
     files = sorted((DOCS / "results").glob(f"*{word}*.json"), key=lambda file: (file.name.split("-", 1)[1], file.name))
     return [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def machine(record: dict[str, Any]) -> str:
+    """The GPUs of a record, such as "2 x NVIDIA H200", or its processor."""
     hardware = record["hardware"]
     gpus = [gpu["name"] if isinstance(gpu, dict) else str(gpu) for gpu in hardware.get("gpus", [])]
-    return ", ".join(gpus) or hardware["processor"]
+    names = [name if gpus.count(name) == 1 else f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    return ", ".join(names) or hardware["processor"]
 
 
 def support() -> str:
-    """Every operator in every dtype, as the last stored run of `wyfold verify` found it on a CPU and on a GPU."""
+    """The page of errors: every operator in every dtype, from the newest `wyfold verify` of a CPU and of a GPU."""
     lines = [
-        "# Support",
+        "# Accuracy by operator",
         "",
-        "What `wyfold verify` found: the worst error of an output or gradient against the float64 recurrence, as a",
-        "share of what it may be. An empty cell was not run. `wyfold doctor` says what holds on another machine.",
+        "`wyfold verify` compares every output and gradient with the token loop in float64. A cell is the largest",
+        "error as a percentage of its bound ([the bounds](../numerics.md#the-rule-of-acceptance)): up to 100 % is a",
+        "pass. An empty cell was not run.",
+        "",
+        "Run `wyfold verify` for the same table of your machine, and `wyfold doctor` for the backend of each operator.",
         "",
     ]
     newest = {record["device"].partition(":")[0]: (name, record) for name, record in stored("verify-errors")}
@@ -199,12 +212,12 @@ def support() -> str:
         cells: dict[str, dict[str, str]] = {}
         for row in record["operators"]:
             worst = max(float(found["value"]) / found["target"] for found in row["tensors"].values() if found["target"])
-            cells.setdefault(row["operator"], {})[row["dtype"]] = f"{'' if row['pass'] else '**fails** '}{worst:.2f}"
+            cells.setdefault(row["operator"], {})[row["dtype"]] = f"{'' if row['pass'] else '**fails** '}{worst:.0%}"
         lines += [
             f"## {machine(record)}",
             "",
             f"torch {record['versions']['torch']}, {record['date'][:10]}, commit {str(record['commit'])[:7]}: "
-            f"[the file](../results/{name})",
+            f"[result file](../results/{name})",
             "",
             f"| operator | {' | '.join(dtypes)} |",
             f"|---|{'---|' * len(dtypes)}",
@@ -215,22 +228,39 @@ def support() -> str:
 
 
 def performance() -> str:
-    """Tables of every stored `wyfold bench`."""
+    """The page of times: the chart and table of README, then every stored `wyfold bench`, folded."""
     lines = [
         "# Performance",
         "",
-        "Stored results of `wyfold bench`: medians, the error of the same run beside each time. A number holds for its",
-        "machine, versions and commit. [All results as charts](results.html); [how they came about](../log/index.md).",
+        "![Times of Wyfold and its peers on one H200](../charts/speed-light.svg#only-light)",
+        "![Times of Wyfold and its peers on one H200](../charts/speed-dark.svg#only-dark)",
+        "",
+        "One H200, bfloat16, torch 2.11, medians. Each pair of times is from one run on the same tensors. B, T, H",
+        "and D are batch, tokens, heads (key/value) and head width.",
+        "",
+        speed.table(speed.comparisons()),
+        "",
+        "Slower than FlashQLA today, and not in the table: training GDN with several value heads for each key head.",
+        "",
+        "## Every stored run",
+        "",
+        "Medians of `wyfold bench`; the error is that of the same run. A number holds for its machine, versions and",
+        "commit. [All results as charts](results.html) opens offline; the [log](../log/index.md) has older numbers.",
         "",
     ]
     for name, record in reversed(stored("bench")):
+        subject = name.removesuffix(".json").partition("bench-")[2]
         lines += [
-            f"## {machine(record)}, {record['date'][:10]}: {name.removesuffix('.json').partition('bench-')[2]}",
+            f'??? note "{record["date"][:10]}, {machine(record)}: {subject}"',
             "",
-            f"`{record['command']}`, commit {str(record['commit'])[:7]}: [the file](../results/{name})",
+            f"    Commit {str(record['commit'])[:7]}, [result file](../results/{name}). Command:",
             "",
-            "| operator | gate | direction | B,T,H,HV,K,V | ran | median ms | worst error | MiB above the inputs |",
-            "|---|---|---|---|---|---|---|---|",
+            "    ```",
+            f"    {record['command']}",
+            "    ```",
+            "",
+            "    | operator | gate | direction | B,T,H,HV,K,V | ran | median ms | worst error | MiB above the inputs |",
+            "    |---|---|---|---|---|---|---|---|",
         ]
         for row in record["rows"]:
             if row.get("milliseconds"):
@@ -239,19 +269,21 @@ def performance() -> str:
                 time = f"{row['milliseconds']['median']:.3f}"
                 figures = [time, f"{row['worst_error']:.1e}", "" if peak is None else f"{peak:.0f}"]
                 cells = [row["op"], row["gate"], row["mode"], shape, f"`{row['ran']}`", *figures]
-                lines.append(f"| {' | '.join(cells)} |")
+                lines.append(f"    | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def turned(text: str) -> str:
-    """A file of the repository's root with the site's links."""
-    text = text.replace("](docs/results/)", "](performance.md)")
+def site_links(text: str) -> str:
+    """The text of a file in the repository's root, with links that resolve from docs/generated."""
+    for name in COPIED:
+        text = text.replace(f"]({name.upper()}.md", f"]({name}.md")
+    text = text.replace("](docs/results/)", "](performance.md)").replace("](docs/results)", "](performance.md)")
     return re.sub(r"\]\(docs/", "](../", text)
 
 
 def build() -> None:
-    """Everything below docs/generated."""
+    """Write everything in docs/generated."""
     OUT.mkdir(exist_ok=True)
     matplotlib.rcParams["svg.hashsalt"] = "wyfold"  # the same bytes for the same plot
     torch.set_num_threads(1)
@@ -259,16 +291,14 @@ def build() -> None:
         torch.manual_seed(0)
         figure = Figure(figsize=SIZE, layout="constrained")
         plot(figure)
-        figure.savefig(OUT / f"{plot.__name__}.svg", metadata={"Date": None})
+        figure.savefig(OUT / f"{plot.__name__}.svg", metadata={"Date": None}, transparent=True)
     pages = {"support": support(), "performance": performance()}
-    for name in ("contributing", "changelog"):
-        pages[name] = turned((ROOT / f"{name.upper()}.md").read_text(encoding="utf-8"))
+    for name in COPIED:
+        pages[name] = site_links((ROOT / f"{name.upper()}.md").read_text(encoding="utf-8"))
     for name, text in pages.items():
         (OUT / f"{name}.md").write_text(text, encoding="utf-8")
-    code = main(
-        ["report", str(DOCS / "results"), "--out", str(OUT / "results.html"), "--title", "Wyfold: stored results"]
-    )
-    if code:
+    results = ["report", str(DOCS / "results"), "--out", str(OUT / "results.html"), "--title", "Wyfold: stored results"]
+    if code := main(results):
         raise SystemExit(code)
 
 

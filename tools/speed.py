@@ -1,8 +1,9 @@
-"""The README's performance table and chart, from the stored results of `wyfold bench`.
+"""Write the performance table of README and its charts, from the stored results of `wyfold bench`.
 
     python tools/speed.py            # writes docs/charts/speed-{light,dark}.svg, and the table into README.md
 
-A row compares Wyfold with one peer on the same tensors in one run. `tests/test_pages.py` holds the README to it.
+A row compares Wyfold with one peer on the same tensors in one run. `tests/test_pages.py` checks that README has the
+table of the stored results.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ BEGIN, END = "<!-- speed: begin, written by tools/speed.py -->", "<!-- speed: en
 OPERATORS = {"delta_rule": "DeltaNet", "gdn": "GDN", "kda": "KDA", "ttt": "TTT-Linear"}
 PEERS = {"fla.": "fla", "flash_qla.": "FlashQLA"}
 MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-COLORS = {"light": ("#1f2328", "#0969da", "#afb8c1"), "dark": ("#e6edf3", "#4493f8", "#6e7681")}
+COLORS = {"light": ("#1f2328", "#0969da", "#80b3ec"), "dark": ("#e6edf3", "#4493f8", "#27548c")}
+"""Theme -> color of the text, of the forward's bars and of those of both directions."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One operator beside one peer, in one run.
+    """One operator and one peer, in one run.
 
     Attributes:
         operator, shape, mode: Display names.
@@ -51,7 +53,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster Wyfold is; below 1 where the peer is faster."""
+        """The peer's time over ours: below 1 where the peer is faster."""
         return self.theirs / self.ours
 
 
@@ -70,7 +72,7 @@ def comparisons() -> list[Comparison]:
             ours = next(row for row in rows if row["contender"] == "wyfold" and "," not in row["ran"])
             for peer in dict.fromkeys(PEERS.values()):
                 theirs = [row for row in rows if _peer(row["ran"]) == peer]
-                if theirs and not (peer == "fla" and key[0] == "GDN" and _hands_gdn_on(record)):
+                if theirs and not (peer == "fla" and key[0] == "GDN" and _runs_flash_qla(record)):
                     times = _times(ours, theirs)
                     found[*key, peer] = Comparison(*key, peer, *times, file.name, gpus[0]["name"])
     order = list(OPERATORS.values())
@@ -93,33 +95,37 @@ def table(rows: list[Comparison]) -> str:
 
 
 def chart(rows: list[Comparison], theme: str) -> Figure:
-    """Bars of the same rows: how many times faster than the peer."""
-    text, fast, slow = COLORS[theme]
-    figure = Figure(figsize=(8, 0.34 * len(rows) + 0.9), layout="constrained")
+    """Bars of the same rows: the ratio to the peer's time, both directions of a shape side by side."""
+    text, *colors = COLORS[theme]
+    groups = list(dict.fromkeys((row.operator, row.shape, row.peer) for row in rows))
+    figure = Figure(figsize=(6.4, 0.52 * len(groups) + 1.2), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{row.operator}, {row.shape}, {row.mode}" for row in rows]
-    places = range(len(rows))
-    axes.barh(places, [row.ratio for row in rows], color=[fast if row.ratio >= 1 else slow for row in rows], height=0.7)
-    for place, row in zip(places, rows, strict=True):
-        axes.text(row.ratio + 0.05, place, f"{row.ratio:.2f} x {row.peer}", va="center", color=text, fontsize=8)
+    for offset, mode, color in zip((-0.2, 0.2), MODES.values(), colors, strict=True):
+        shown = [row for row in rows if row.mode == mode]
+        places = [groups.index((row.operator, row.shape, row.peer)) + offset for row in shown]
+        axes.barh(places, [row.ratio for row in shown], color=color, height=0.38, label=mode)
+        for place, row in zip(places, shown, strict=True):
+            axes.text(max(row.ratio, 1) + 0.05, place, f"{row.ratio:.2f}", va="center", color=text, fontsize=9)
     axes.axvline(1, color=text, linewidth=0.8)
-    axes.set_yticks(places, labels, fontsize=8, color=text)
+    labels = [f"{operator} vs {peer}\n{shape}" for operator, shape, peer in groups]
+    axes.set_yticks(range(len(groups)), labels, fontsize=9, color=text)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(row.ratio for row in rows) * 1.2)
-    axes.set_xlabel("times faster than the peer; longer is better", fontsize=8, color=text)
-    axes.tick_params(colors=text, labelsize=8)
+    axes.set_xlim(0, max(row.ratio for row in rows) * 1.15)
+    axes.set_xlabel("times as fast as the peer; longer is better", fontsize=9, color=text)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=9, frameon=False, labelcolor=text)
+    axes.tick_params(colors=text, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(text)
     return figure
 
 
 def with_table(readme: str, rows: list[Comparison]) -> str:
-    """The README with the table between its two marks."""
+    """The text of README, with the table between its two marks."""
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(rows)}\n{END}", readme, flags=re.DOTALL)
 
 
 def write() -> None:
-    """Both charts and the README's table."""
+    """Write both charts and the table of README."""
     rows = comparisons()
     CHARTS.mkdir(exist_ok=True)
     matplotlib.rcParams["svg.hashsalt"] = "wyfold"  # the same bytes for the same chart
@@ -138,18 +144,18 @@ def _peer(ran: str) -> str | None:
 
 
 def _cells(row: Comparison) -> list[str]:
-    """Both times and their ratio, which stands out where the peer is faster."""
+    """Both times and their ratio, in bold where the peer is faster."""
     ratio = f"{row.ratio:.2f}"
     return [f"{row.ours:.3f}", f"{row.theirs:.3f}", f"**{ratio}**" if row.ratio < 1 else ratio]
 
 
-def _hands_gdn_on(record: dict[str, Any]) -> bool:
-    """Whether fla called FlashQLA's kernels for GDN, as it does wherever FlashQLA is installed."""
+def _runs_flash_qla(record: dict[str, Any]) -> bool:
+    """Whether fla ran FlashQLA's kernels for GDN, as it does where FlashQLA is installed."""
     return "flash-qla" in record["peers"]["fla"]
 
 
 def _times(ours: dict[str, Any], theirs: list[dict[str, Any]]) -> tuple[float, float]:
-    """Ours and the peer's fastest way, by the same method."""
+    """Our time and the fastest of the peer's, measured by the same method."""
     graphs = all((row.get("graph_milliseconds") or {}).get("median") for row in [ours, *theirs])
     kind = "graph_milliseconds" if graphs else "milliseconds"
     return ours[kind]["median"], min(row[kind]["median"] for row in theirs)
