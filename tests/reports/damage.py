@@ -5,12 +5,15 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import integrity
+import msgspec
+
+from wyfold.cli import integrity, schema
 
 DURATIONS = ("steps", "minutes")
 """Fields of a recipe that, changed together with the digests, make a run that is longer, and legal."""
@@ -25,30 +28,49 @@ class Variant:
         file: What was damaged, relative to the run.
         what: In words, for a table or a failure.
         signed: Whether the digests were computed again, so that only schemas and headers can find it.
+        interrupted: Whether the run is not finished, so that `train --resume` trains.
+        expected: Command -> exit status that it must have; of other commands it is left open.
     """
 
     kind: str
     file: str
     what: str
     signed: bool
+    interrupted: bool = False
+    expected: dict[str, int] = field(default_factory=dict)
+
+
+def newest(run: Path) -> Path:
+    """Newest checkpoint."""
+    return integrity.step_folders(run / "checkpoint")[-1]
 
 
 def files_of(run: Path) -> list[str]:
-    """Files of a run whose content a command reads, relative to it: those of its newest checkpoint, and its history."""
-    newest = integrity.step_folders(run / "checkpoint")[-1]
-    inside = sorted(path for path in newest.rglob("*") if path.is_file())
-    return [path.relative_to(run).as_posix() for path in (*inside, run / "metrics.jsonl")]
+    """Files of a run, relative to it, that a command reads: those of all checkpoints, its history and its result."""
+    inside = sorted(path for path in (run / "checkpoint").rglob("*") if path.is_file())
+    beside = [run / name for name in ("metrics.jsonl", "result.json") if (run / name).is_file()]
+    return [path.relative_to(run).as_posix() for path in (*inside, *beside)]
 
 
-def variants(run: Path, target: Path, count: int, seed: int) -> Iterator[tuple[Variant, Path]]:
-    """Copies of a run in the folder `target`, each damaged in another way, one at a time."""
+def variants(
+    run: Path, target: Path, count: int, seed: int, kinds: Sequence[str] = ()
+) -> Iterator[tuple[Variant, Path]]:
+    """Copies of a finished run in the folder `target`, each damaged in another way, one at a time.
+
+    Half of them are interrupted first: their last checkpoint and their result are removed.
+    """
+    kinds = kinds or tuple(KINDS)
     draw = random.Random(seed)
     for number in range(count):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(run, target)
-        kind = list(KINDS)[number % len(KINDS)]
-        file, what, signed = KINDS[kind](target, draw)
-        yield Variant(kind, file, what, signed), target
+        interrupted = number // len(kinds) % 2 == 1
+        if interrupted:
+            shutil.rmtree(newest(target))
+            (target / "result.json").unlink(missing_ok=True)
+        kind = kinds[number % len(kinds)]
+        file, what, signed, *expected = KINDS[kind](target, draw)
+        yield Variant(kind, file, what, signed, interrupted, *expected), target
 
 
 def flipped(run: Path, draw: random.Random) -> tuple[str, str, bool]:
@@ -143,19 +165,19 @@ def renamed(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 def patterns(run: Path, draw: random.Random) -> tuple[str, str, bool]:
     """A pattern of layers that is not what the tensors are of."""
-    newest = integrity.step_folders(run / "checkpoint")[-1]
+    folder = newest(run)
     word = draw.choice(["gdn*1000000000", "gdn*" + "9" * 5000, "", "mamba", "gdn " * 10_000, "kda attention", "gdn*0"])
     for file, path in (
-        (newest / "model" / "config.json", ("pattern",)),
-        (newest / "training.json", ("recipe", "layers")),
+        (folder / "model" / "config.json", ("pattern",)),
+        (folder / "training.json", ("recipe", "layers")),
     ):
         data = holder = json.loads(file.read_text())
         for key in path[:-1]:
             holder = holder[key]
         holder[path[-1]] = word
         file.write_text(json.dumps(data))
-    _sign(newest)
-    return f"checkpoint/{newest.name}/model/config.json", f"pattern {word[:20]!r} in both files", True
+    _sign(folder)
+    return f"checkpoint/{folder.name}/model/config.json", f"pattern {word[:20]!r} in both files", True
 
 
 def headers(run: Path, draw: random.Random) -> tuple[str, str, bool]:
@@ -188,7 +210,69 @@ def headers(run: Path, draw: random.Random) -> tuple[str, str, bool]:
     return name, f"{what} of {tensor}", signed
 
 
-KINDS: dict[str, Callable[[Path, random.Random], tuple[str, str, bool]]] = {
+def nulled(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, int]]:
+    """Null in the place of a field that may be missing, or may not be null."""
+    name = draw.choice(_records(run))
+    data = json.loads((run / name).read_text())
+    places = [(data["recipe"], key.name) for key in msgspec.structs.fields(schema.Settings) if not _may_be_null(key)]
+    if name == "result.json":
+        places += [(data, key) for key in ("date", "command", "accuracy_at")]
+    else:
+        fields = [key.name for key in msgspec.structs.fields(schema.Entry)]
+        places += [(data, "files"), *((entry, key) for entry in data["history"] for key in fields)]
+    holder, key = draw.choice(places)
+    holder[key] = None
+    (run / name).write_text(json.dumps(data))
+    if name == "result.json":
+        return name, f"{key} = null", False, {"generate": 0, "report": 2}
+    _sign((run / name).parent)
+    return name, f"{key} = null", True, {"generate": 2, "train --resume": 2, "report": 2}
+
+
+def dropped(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, int]]:
+    """A field that may be missing is missing."""
+    name = draw.choice(_records(run))
+    data = json.loads((run / name).read_text())
+    recipe = msgspec.structs.fields(schema.Settings)
+    defaults = {key.name: msgspec.to_builtins(key.default) for key in recipe if key.default is not msgspec.NODEFAULT}
+    kept = data["recipe"]
+    places = [(kept, key) for key, value in defaults.items() if kept[key] == _plain(value)]
+    optional = ("mfu", "accuracy_at", "last")
+    for number, entry in enumerate(data.get("history", [])):
+        places += [(number, key) for key in optional if key in entry]
+    if name == "result.json":
+        places += [(data, key) for key in ("date", "command", "commit", "accuracy_at") if key in data]
+    holder, key = draw.choice(places)
+    if isinstance(holder, int):
+        # A history is in two files, which are compared.
+        del data["history"][holder][key]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        del lines[holder][key]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        del holder[key]
+    (run / name).write_text(json.dumps(data))
+    if name != "result.json":
+        _sign((run / name).parent)
+    expected = {"generate": 0, "train --resume": 0, "report": 0}
+    return name, f"{key} missing", name != "result.json", expected
+
+
+def _records(run: Path) -> list[str]:
+    """The newest checkpoint's record, and the result where there is one."""
+    record = (newest(run) / "training.json").relative_to(run).as_posix()
+    return [record, *(["result.json"] if (run / "result.json").exists() else [])]
+
+
+def _may_be_null(key: msgspec.structs.FieldInfo) -> bool:
+    return type(None) in typing.get_args(key.type)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+KINDS: dict[str, Callable[[Path, random.Random], tuple[Any, ...]]] = {
     "flipped": flipped,
     "cut": cut,
     "lengthened": lengthened,
@@ -200,6 +284,8 @@ KINDS: dict[str, Callable[[Path, random.Random], tuple[str, str, bool]]] = {
     "renamed": renamed,
     "patterns": patterns,
     "headers": headers,
+    "nulled": nulled,
+    "dropped": dropped,
 }
 
 
@@ -254,7 +340,7 @@ def _store(run: Path, name: str, data: Any, draw: random.Random, may_sign: bool 
     (run / name).write_text(text)
     signed = may_sign and "checkpoint" in name and draw.random() < 0.6
     if signed:
-        _sign(integrity.step_folders(run / "checkpoint")[-1])
+        _sign(run / Path(*Path(name).parts[:2]))
     return signed
 
 

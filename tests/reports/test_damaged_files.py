@@ -28,7 +28,7 @@ from wyfold.cli.recipe import Recipe
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 
 SEED = 26
-FEW = 33  # three of each kind
+FEW_OF_A_KIND = 4  # two of them of an interrupted run
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
 
@@ -50,8 +50,9 @@ def commands(run, folder):
     """What is done with a damaged run: name -> words."""
     return {
         "generate": ["generate", str(folder), "--prompt", "one", "--max-bytes", "2", "--temperature", "0"],
-        "train --resume": train(run.parent / "text.txt", folder, "--resume"),
         "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
+        # Last, since it changes the run where it trains.
+        "train --resume": train(run.parent / "text.txt", folder, "--resume"),
     }
 
 
@@ -64,32 +65,65 @@ def contents(run):
     }
 
 
-@pytest.mark.parametrize("commanded", [("generate", "train --resume"), ("report",)], ids=["load", "draw"])
-def test_every_damaged_variant_is_refused_by_name_or_goes_through(commanded, run, tmp_path, capsys, request):
-    if "report" in commanded:
+@pytest.fixture(scope="module")
+def task_run(tmp_path_factory):
+    """A finished run of a task with two checkpoints, a result and every optional field in its history."""
+    folder = tmp_path_factory.mktemp("task") / "run"
+    words = ["--task", "parity", "--layers", "gdn attention", *TINY, "--steps", 4, "--eval-every", 2]
+    words += ["--save-every", 2, "--eval-lengths", 12, "--stop-at", 1, "--peak-tflops", 1, "--out", folder]
+    assert main(["train", *map(str, words)]) == 0
+    return folder
+
+
+def resumed(run, folder):
+    """What is done with a damaged run of a task, of which no text can be generated."""
+    return {
+        "report": commands(run, folder)["report"],
+        "train --resume": ["train", "--resume", "--out", str(folder)],
+    }
+
+
+@pytest.mark.parametrize("draws_page", [False, True], ids=["load", "report"])
+@pytest.mark.parametrize(
+    ("learned", "asked", "kinds"),
+    [
+        ("run", commands, tuple(damage.KINDS)),
+        ("task_run", resumed, ("retyped", "huge", "renamed", "nulled", "dropped")),
+    ],
+)
+def test_every_damaged_variant_is_refused_by_name_or_goes_through(
+    learned, asked, kinds, draws_page, tmp_path, capsys, request
+):
+    if draws_page:
         need_plotly()
-    draws = request.config.getoption("--draws")
+    draws, run = request.config.getoption("--draws"), request.getfixturevalue(learned)
     found = collections.defaultdict(list)
-    for variant, folder in damage.variants(run, tmp_path / "run", draws or FEW, SEED):
-        whole = contents(folder)
+    for variant, folder in damage.variants(run, tmp_path / "run", draws or FEW_OF_A_KIND * len(kinds), SEED, kinds):
+        whole, continued = contents(folder), damage.newest(folder).name
         history = read_or_none(folder / "metrics.jsonl")
-        for command in commanded:
-            words = commands(run, folder)[command]
+        chosen = {name: words for name, words in asked(run, folder).items() if (name == "report") == draws_page}
+        for command, words in chosen.items():
             began = time.perf_counter()
             code, said = in_process(words, capsys) if draws is None else as_process(words)
             found[variant.kind, command].append((code, time.perf_counter() - began, variant))
-            assert code in (0, 2), (variant, command, code, said)
+            # What was changed together with its digests may ask for a rate at which nothing is learned.
+            diverged = f"What is in {folder / 'checkpoint'} is from before; a smaller --lr may help" in said
+            may_diverge = command == "train --resume" and variant.signed and variant.interrupted
+            assert code in (0, 2) or (code == 1 and diverged and may_diverge), (variant, command, code, said)
+            assert code == variant.expected.get(command, code), (variant, command, code, said)
             assert "Traceback" not in said, (variant, command, said)
             if code == 2:
                 assert len(said.strip().splitlines()) == 1, (variant, command, said)
                 # What was changed together with its digests may be another run, of other settings.
                 assert str(folder) in said and ("damaged" in said or variant.signed), (variant, command, said)
                 assert read_or_none(folder / "metrics.jsonl") == history, (variant, command)
+            if code == 0 and variant.signed:
+                whole.pop(continued, None)  # a run that was made an unfinished one writes its last checkpoint again
             assert whole.items() <= contents(folder).items(), (variant, command)
         # What a digest covers, and what a file lies beside, is never taken for what it was.
-        covered = not variant.signed and not variant.file.endswith("metrics.jsonl")
-        for command in commanded if covered else ():
-            assert command == "report" or found[variant.kind, command][-1][0] == 2, (variant, command)
+        covered = not variant.signed and variant.file.startswith(f"checkpoint/{continued}/")
+        for command in chosen if covered and not draws_page else ():
+            assert found[variant.kind, command][-1][0] == 2, (variant, command)
     if draws is not None:
         with capsys.disabled():
             print_table(found)
@@ -531,6 +565,42 @@ def test_metrics_that_cannot_be_written_are_one_sentence_too(run, tmp_path):
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert f"{tmp_path / 'new' / 'metrics.jsonl'} cannot be written (File too large). What is in " in last
+
+
+REFUSED_RECIPES = {
+    "batch": (10**9, "--batch 1000000000 x --length 24: must be at most "),
+    "pairs": (5, "--pairs: the definition of parity has no such choice"),
+    "eval_lengths": ([12, 2**40], f"--eval-lengths {2**40}: must be at most "),
+    "curriculum": (2, "--curriculum: is for --task mqar, got parity"),
+}
+
+
+def with_recipe(run, copy, field):
+    """A copy of a run, interrupted after its first checkpoint, whose record asks for what is refused."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(newest(copy))
+    file = newest(copy) / "training.json"
+    record = json.loads(file.read_text())
+    record["recipe"][field] = REFUSED_RECIPES[field][0]
+    file.write_text(json.dumps(record))
+    (newest(copy) / integrity.SUMS).unlink()
+    integrity.write_sums(newest(copy))
+    return resumed(run, copy)["train --resume"]
+
+
+@pytest.mark.parametrize("field", REFUSED_RECIPES)
+def test_a_stored_recipe_that_is_refused_is_named_with_its_run(field, task_run, tmp_path, capsys):
+    """The refusal named an option that was not on the command line, and no file."""
+    code, said = in_process(with_recipe(task_run, tmp_path / "copy", field), capsys)
+    complaint = REFUSED_RECIPES[field][1]
+    assert code == 2 and f"{tmp_path / 'copy'}: the recipe of this run is refused: {complaint}" in said
+
+
+@pytest.mark.parametrize("field", ["batch", "pairs", "eval_lengths"])
+def test_a_stored_recipe_is_refused_before_torch_is_imported(field, task_run, tmp_path):
+    words = with_recipe(task_run, tmp_path / "copy", field)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and REFUSED_RECIPES[field][1] in done.stderr, done.stderr
 
 
 WITHOUT_TORCH = """

@@ -15,6 +15,7 @@ import torch
 from wyfold.cli import UsageError, curve, out_of_memory, synthetic
 from wyfold.cli.corpus import Batch, Corpus, Packs, Windows
 from wyfold.cli.recipe import Recipe
+from wyfold.cli.settings import CHOICES
 from wyfold.models import IGNORED
 
 if TYPE_CHECKING:
@@ -184,12 +185,9 @@ def lesson_of(source: Corpus | synthetic.Task, recipe: Recipe) -> Lesson:
 
 
 def task_of(name: str, *, pairs: int, vocabulary: int) -> synthetic.Task:
-    """The task of that name; what its definition does not leave open has to be left out."""
-    open_to = {"mqar": {"pairs": pairs, "vocabulary": vocabulary}, "s_niah": {"vocabulary": vocabulary}}.get(name, {})
-    for option, value in (("pairs", pairs), ("vocabulary", vocabulary)):
-        if value and option not in open_to:
-            raise UsageError(f"--{option}: the definition of {name} has no such choice")
-    return synthetic.TASKS[name](**open_to)
+    """The task of that name, with the choices that its definition leaves open."""
+    given = {"pairs": pairs, "vocabulary": vocabulary}
+    return synthetic.TASKS[name](**{option: given[option] for option, tasks in CHOICES.items() if name in tasks})
 
 
 def _training(task: synthetic.Task, recipe: Recipe) -> synthetic.Rows | synthetic.Curriculum:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,8 +111,8 @@ class Recipe:
             )
         if first["data"] != self.data:
             other = "the text of --data" if self.task is None else f"the definition of {self.task}"
-            same = "the text it was started with, " if self.task is None else ""
-            raise UsageError(f"{other} is not the one that the run in {folder} learns: give {same}or another --out")
+            same = "the text it was started with, or " if self.task is None else ""
+            raise UsageError(f"{other} is not the one that the run in {folder} learns: give {same}another --out")
 
 
 def _duration(recipe: Mapping[str, Any]) -> str:
@@ -123,6 +124,17 @@ def begun(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe that a run was started with, as its record has it; what was no option then has its first meaning."""
     found = {field.name: stored.get(field.name, field.default) for field in dataclasses.fields(Recipe)}
     return found | {"eval_lengths": tuple(found["eval_lengths"])}
+
+
+@contextmanager
+def stored_in(folder: Path | None) -> Iterator[None]:
+    """Name the run's folder in a refusal of its stored recipe; with None, options are those of the command line."""
+    try:
+        yield
+    except UsageError as error:
+        if folder is None:
+            raise
+        raise UsageError(f"{folder}: the recipe of this run is refused: {error}; give another --out") from error
 
 
 def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> Decoder:

@@ -10,6 +10,9 @@ SHORTEST = 8
 LEAST_WHOLE = 4 * SHORTEST
 """The shortest whole rows that a curriculum can begin with: a pair and its question take four tokens."""
 
+CHOICES = {"pairs": ("mqar",), "vocabulary": ("mqar", "s_niah")}
+"""Options that only the definitions of these tasks leave open."""
+
 TEXT: dict[str, Any] = {
     "layers": "gdn*3 attention",
     "depth": 4,

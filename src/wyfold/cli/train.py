@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, results, rundir, say
 from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, gate_bound, seed_number, whole
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
-from wyfold.cli.settings import LEAST_WHOLE, TASKS, TEXT, defaults
+from wyfold.cli.settings import CHOICES, LEAST_WHOLE, TASKS, TEXT, defaults
 from wyfold.runtime.choices import RECOMPUTED
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
             be resumed, an option that the source has no use for, or a curriculum that leaves no step for whole rows.
     """
     from wyfold.cli import integrity
-    from wyfold.cli.recipe import begun
+    from wyfold.cli.recipe import begun, stored_in
 
     folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
     rundir.require_run_or_empty(folder)
@@ -329,6 +329,8 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if before:
         # What only torch can tell, the text and the replicas, is compared when it is known.
         _recipe(args, before["data"], before["replicas"]).check_same(before, folder)
+        with stored_in(folder):
+            require_possible(args)
     return folder, kept
 
 
@@ -417,6 +419,24 @@ def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) ->
     left_out = [setting for setting in own if getattr(args, setting) is None]
     taken = {setting: (before or own)[setting] for setting in left_out}
     vars(args).update(taken)
+    if before is None:
+        require_possible(args)
+    if before is None and args.task == "mqar" and args.steps is not None and args.curriculum >= args.steps:
+        raise UsageError(
+            f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"
+        )
+    return [word for setting, value in taken.items() if value != own[setting] for word in _words(setting, value)]
+
+
+def require_possible(args: argparse.Namespace) -> None:
+    """Refuse choices that the task's definition does not have, and batches of more tokens than memory is made for.
+
+    Args:
+        args: Without options that were left out.
+    """
+    for option in CHOICES if args.task is not None else ():
+        if getattr(args, option) and args.task not in CHOICES[option]:
+            raise UsageError(f"--{option}: the definition of {args.task} has no such choice")
     if args.batch * args.length > MOST_TOKENS:
         raise UsageError(
             f"--batch {args.batch} x --length {args.length}: must be at most {MOST_TOKENS} together; "
@@ -425,11 +445,6 @@ def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) ->
     for length in args.eval_lengths:
         if length > MOST_TOKENS:
             raise UsageError(f"--eval-lengths {length}: must be at most {MOST_TOKENS}")
-    if before is None and args.task == "mqar" and args.steps is not None and args.curriculum >= args.steps:
-        raise UsageError(
-            f"--curriculum {args.curriculum}: must be less than --steps {args.steps}, or no step has whole rows"
-        )
-    return [word for setting, value in taken.items() if value != own[setting] for word in _words(setting, value)]
 
 
 def _words(setting: str, value: Any) -> list[str]:

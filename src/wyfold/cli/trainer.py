@@ -37,7 +37,7 @@ from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
 from wyfold.cli.objectives import lesson_of
 from wyfold.cli.prefetch import Ahead, Figures
 from wyfold.cli.progress import Display
-from wyfold.cli.recipe import Recipe, build, optimizer
+from wyfold.cli.recipe import Recipe, build, optimizer, stored_in
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
 from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
@@ -82,7 +82,9 @@ class Trainer:
         if found is not None:
             # First: what makes no sense in another recipe is not what is to be said of it.
             recipe.check_same(integrity.read_record(found)["recipe"], folder)
-        self.lesson = lesson_of(source, recipe)
+        self._stored = None if found is None else folder
+        with stored_in(self._stored):
+            self.lesson = lesson_of(source, recipe)
         asked = None if self.team.sharded else self.lesson.at(0).places
         answers = None if asked is None else asked.shape[1]
         self.peak, self.flops = peak, 0 if peak is None else mfu.step_flops(recipe, self.lesson.vocabulary, answers)
@@ -122,7 +124,8 @@ class Trainer:
     def train(self, save_every: int) -> bool:
         """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
         if not self.finished:
-            self._look(self.lesson.rehearse)
+            with stored_in(self._stored):
+                self._look(self.lesson.rehearse)
         self._rewrite_history()
         with _stop_on_signal(self), Display(self.recipe.steps, self.step, quiet=not self.team.leads) as display:
             saved = self.step
