@@ -1,4 +1,4 @@
-"""The short convolution in front of a recurrence."""
+"""Short causal convolution, applied to q, k and v before a recurrence."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def causal_conv1d(
     cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal convolution over time, one short filter per channel.
+    """Depthwise causal convolution over time, with a short filter.
 
         y[t] = act(bias + sum_{i < W} weight[:, i] x[t - W + 1 + i]) + residual[t]
 
-    Inputs before a sequence's first token come from its state, or are zero. A token's bits depend on its own and the
-    W - 1 inputs before it alone: packed equals separate, and a call cut anywhere and resumed from its state equals one.
-    Differentiable in every tensor, the final state included.
+    Inputs before a sequence's first token come from its state, or are zero. A token's bits depend only on its own input
+    and the W - 1 before it. A packed batch is therefore bit-identical to separate calls, and a call split anywhere and
+    resumed from its state to one call. Differentiable in every tensor argument, through y and the final state.
 
     Args:
         x: [B, T, D] float32, float16, bfloat16 or float64.
-        weight: [D, W] any float, W from 2 to 8. The last column meets the current token.
+        weight: [D, W] any float, W from 2 to 8. The last column multiplies the current token.
         bias: [D] any float. None: 0.
         residual: [B, T, D] any float. Added after the activation.
         initial_state: [N, D, S] any float, S >= W-1; N = B, or the number of packed sequences. The latest inputs,
@@ -51,21 +51,24 @@ def causal_conv1d(
         output_final_state: Return the latest S inputs.
         activation: None, "silu" or "swish" (the same).
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
-        cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
-            a buffer that the ranks of a group hold together, and the filter reaches over their edges. States have
-            S = W-1 then, initial ones for the sequences that begin here, final ones of those that end here. One
-            all-gather in each direction.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+            buffer split over a process group; the filter crosses its borders. States then have S = W-1: initial ones
+            for the sequences that begin on this rank, final ones of those that end on it. One all-gather in each
+            direction.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         y: [B, T, D], dtype of x. Exact zeros past the last boundary.
         final_state: [N, D, S], dtype of initial_state; without one [N, D, W-1], dtype of x. An empty sequence returns
-            its initial state bit for bit. None unless asked for.
+            its initial state bit for bit. None without `output_final_state`.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, W outside 2 to 8, or boundaries that are none.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, W is outside 2 to 8, or the boundaries are invalid.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        Short convolution of the token mixer: Gated DeltaNet, arXiv:2412.06464v3, section 3.4.
 
     Examples:
         >>> import torch, wyfold
@@ -105,7 +108,7 @@ def _make_plan(
     context: ContextParallel | None,
     backend: str | None,
 ) -> str:
-    """The backend that will run, if every check is passed."""
+    """Check the call and return the backend that will run it."""
     x, weight, bias, residual, initial_state, _ = t
     check.flag(_NAME, output_final_state=output_final_state)
     check.choice(_NAME, "activation", activation, (None, "silu", "swish"))
@@ -157,14 +160,14 @@ def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | Non
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
-    """What the ranks of a call tell each other, one line for each direction."""
+    """Descriptions of the call's collectives, one for each direction."""
     counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
     size = f"{sizes['D']} x {sizes['W'] - 1} from each rank"
     return tuple(f"all-gather {way} of {count * sizes['B']} x {size}" for way, count in counts.items() if count)
 
 
 def _alike_on_ranks(t: ConvTensors, activation: str | None) -> dict[str, object]:
-    """What must be equal on all ranks of a call."""
+    """Properties that must be equal on all ranks of a call."""
     (B, _, D), W = t.x.shape, t.weight.shape[1]
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in t)
     sizes = {"B": B, "D": D, "W": W, "dtype of x": t.x.dtype, "bias given": t.bias is not None}

@@ -38,22 +38,45 @@ def chunk_delta_rule(
     cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Delta rule over whole sequences, chunk by chunk.
+    """Delta rule over whole sequences, computed chunk by chunk.
 
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
+    Per value head, from S = initial_state or zeros. The same function as `chunk_gated_delta_rule` without a gate, with
+    the same bitwise guarantees.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
-        k: [B, T, H, K], dtype of q.
-        v: [B, T, HV, V], dtype of q.
+        k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the state
+            bounded.
+        v: [B, T, HV, V], dtype of q; value head j reads key head j // (HV // H).
         beta: [B, T, HV] any float. Write strength; None: 1.
 
-    All other arguments, results and errors: `chunk_gated_delta_rule`.
+    Arguments not listed here are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`.
+        states: Only with `return_intermediate_states`; as `chunk_gated_delta_rule` returns them.
+
+    Differentiable once in every tensor argument, through o and the final state.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or a keyword is unknown.
+        ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        DeltaNet, arXiv:2406.06484, the delta rule and its chunkwise form.
+        DeltaNet, arXiv:2406.06484: delta rule in section 2.2; chunkwise form in Eqs. (8) and (9).
+
+    Examples:
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.randn(1, 100, 2, 64) for _ in range(3))
+        >>> beta = torch.rand(1, 100, 2)
+        >>> o, state = wyfold.chunk_delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
     return call_delta(
         "chunk_delta_rule",
@@ -102,14 +125,13 @@ def fused_recurrent_delta_rule(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Result:
-    """Delta rule, token by token.
+    """Delta rule, computed token by token: the form for decoding.
 
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
-    backward starts from states every 64 tokens and rebuilds the others.
+    Same function as `chunk_delta_rule`, evaluated as the recurrence is written; last bits may differ. The backward
+    keeps a state every 64 tokens and recomputes those between.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
@@ -117,10 +139,32 @@ def fused_recurrent_delta_rule(
         v: [B, T, HV, V], dtype of q.
         beta: [B, T, HV] any float. Write strength; None: 1.
 
-    All other arguments, results and errors: `chunk_gated_delta_rule`.
+    Arguments not listed here are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`.
+        states: Only with `return_intermediate_states`; as `chunk_gated_delta_rule` returns them.
+
+    Differentiable once in every tensor argument, through o and the final state.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or a keyword is unknown.
+        ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        DeltaNet, arXiv:2406.06484.
+        DeltaNet, arXiv:2406.06484, section 2.2.
+
+    Examples:
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.randn(2, 1, 2, 64) for _ in range(3))
+        >>> state = torch.zeros(2, 2, 64, 64)
+        >>> o, state = wyfold.fused_recurrent_delta_rule(
+        ...     q, k, v, use_qk_l2norm_in_kernel=True, initial_state=state, output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([2, 1, 2, 64]), torch.Size([2, 2, 64, 64]))
     """
     return call_delta(
         "fused_recurrent_delta_rule",

@@ -1,4 +1,4 @@
-"""What a call would run, and why."""
+"""`explain`: the plan of a call, without running it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from wyfold.runtime.plan import Plan, settled_by
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """The plan of `op(*args, **kwargs)`, without running it.
+    """Plan of `op(*args, **kwargs)`, without running it.
 
     Args:
         op: A public operator of wyfold.
-        args, kwargs: Its arguments; meta tensors do.
+        args, kwargs: Its arguments; meta tensors suffice.
 
     Returns:
-        Plan with backend, launches, chunk size, parts, copies, and why other backends were refused.
+        Plan with backend, launches, chunk size, parts, copies, and the reasons against other backends.
 
     Raises:
-        TypeError, ValueError: What the call itself would raise.
+        TypeError: op is not callable, or the call itself would raise it.
+        ValueError: The call itself would raise it.
+        UnsupportedError: The call itself would raise it.
 
     Examples:
         >>> import torch, wyfold

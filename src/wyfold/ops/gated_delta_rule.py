@@ -42,76 +42,80 @@ def chunk_gated_delta_rule(
     cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Gated delta rule over whole sequences, chunk by chunk.
+    """Gated delta rule over whole sequences, computed chunk by chunk.
 
-    Token by token, from S = initial_state or zeros, per value head:
+    The result is that of this recurrence, per value head, from S = initial_state or zeros:
 
         S <- exp(g_t) S
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-    The past never depends on the future, a packed batch gives the bits of its sequences run alone, and a call split
-    at a multiple of `chunk_size` tokens, the state handed on, gives the bits of one call, but where a GPU scans a long
-    sequence in segments (`max_splits`).
+    Causal. A packed batch is bit-identical to its sequences run alone. A call split at a multiple of `chunk_size`
+    tokens, with the state passed on, is bit-identical to one call, except where a GPU scans a long sequence in
+    segments (`max_splits`).
 
-    Tokens come before heads, [B, T, H, ..]; there is no `head_first`. Head-first tensors [B, H, T, ..] are passed as
-    `x.transpose(1, 2)`, a view: nothing is copied, and the bits are those of contiguous tensors.
+    Tokens come before heads, [B, T, H, ..]; there is no `head_first`. Pass head-first tensors [B, H, T, ..] as
+    `x.transpose(1, 2)`: a view, no copy, and the same bits as contiguous tensors.
 
     Args:
-        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides:
-            kernels copy q, k and v first where their rows cannot be read as they lie (`explain` names them), and the
-            gradient of o as well, which may be expanded. Never written.
+        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides: kernels
+            first copy those of q, k, v and of o's gradient (which may be expanded) whose row alignment or strides they
+            cannot read; `explain` names the copied arguments. Never written.
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
             state bounded.
         v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).
-        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf forgets all before. None: no decay.
+        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay.
         beta: [B, T, HV] any float. Write strength in [0, 1], or [0, 2] with negative eigenvalues. None: 1.
-        scale: Multiplies q, not the state. Default K ** -0.5.
+        scale: Factor of q; the state is not scaled. None: K ** -0.5.
         initial_state: [N, HV, K, V] float32, bfloat16 or float16; N = B, or the number of packed sequences. None:
             zeros.
-        output_final_state: Whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: Rows of q and k become x (sum x^2 + 1e-6)^(-1/2). Their length must stay below 1.8e19,
-            in float64 1.3e154: beyond, the sum of squares overflows, and a row counts as 0 or is NaN, by the backend.
-        use_beta_sigmoid_in_kernel: beta arrives as a logit; its sigmoid is used.
-        allow_neg_eigval: With the sigmoid: twice it, in [0, 2].
+        output_final_state: Return the states after the last tokens.
+        use_qk_l2norm_in_kernel: Normalise rows of q and k to x (sum x^2 + 1e-6)^(-1/2). Their length must stay below
+            1.8e19 (float64: 1.3e154). Beyond it the sum of squares overflows; the row is then 0 or NaN, depending on
+            the backend.
+        use_beta_sigmoid_in_kernel: beta is a logit; its sigmoid is used.
+        allow_neg_eigval: With the sigmoid: use twice the sigmoid, in [0, 2] (arXiv:2411.12537).
         state_v_first: States are [N, HV, V, K], in and out.
-        state_dtype: Storage of returned states: float32 (default), bfloat16 or float16.
+        state_dtype: Storage of returned states: float32 (default), bfloat16 or float16. None with float64 inputs:
+            float64.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`. Empty
-            sequences are legal; rows past the last boundary are never read and their outputs and gradients are zero.
-        return_intermediate_states: Return, third, states after every `checkpoint_every` tokens of each sequence. No
-            gradient.
-        checkpoint_every: Tokens between them, default 64; a multiple of `chunk_size`.
-        batch_invariant: Forbid segments. A sequence's bits never depend on its neighbours, flag or not.
-        use_gate_in_kernel: g arrives before its activation, g = -exp(A_log) softplus(g + dt_bias).
-        A_log: [HV] any float. Log rate of the activation. None: rate 1. Its shape may be any of HV elements.
-        dt_bias: [HV] any float. Bias of the activation. None: 0.
-        chunk_size: 16, 32 or 64; None is 16 on the CPU, 32 there if K V >= 128^2; elsewhere 64, and 32 for KDA but on
-            sm_90 in bfloat16 with K = V = 128 and HV = H. Another size changes last bits, nothing else.
-        max_splits: Most segments that a sequence is cut into on a GPU, to be scanned side by side; 1: none. None: as
-            many as pay, by its own length, heads, widths and the card alone; `explain` says how many.
-        disable_recompute: Keep the chunks' factors for the backward: memory for time, same bits.
-        cu_seqlens_cpu: [N+1] the same boundaries on the CPU, where known: saves a wait on a GPU. Changes no bit.
-        cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
-            a buffer that the ranks of a group hold together. Initial states are those of the sequences that begin
-            here (`starts`), final states those of the ones that end here (`ends`); of a parameter each rank gets its
-            own share of the gradient, whose sum over ranks is the gradient. One all-gather in each direction.
-        backend: None for the table's choice; "eager", "triton" or "gluon" as a demand.
+            sequences are legal. Rows past the last boundary are never read; their outputs and gradients are zero.
+        return_intermediate_states: Also return the states after every `checkpoint_every` tokens of each sequence. They
+            have no gradient.
+        checkpoint_every: Tokens between returned states, a multiple of `chunk_size`. None: 64.
+        batch_invariant: Forbid segments. A sequence's bits never depend on its neighbours, with or without this flag.
+        use_gate_in_kernel: g is the pre-activation; the decay is -exp(A_log) softplus(g + dt_bias).
+        A_log: [HV] any float. Natural log of the rate; any shape with HV elements. None: rate 1.
+        dt_bias: [HV] any float. Bias of the pre-activation. None: 0.
+        chunk_size: 16, 32 or 64. None on the CPU: 16, or 32 if K V >= 128^2. None on a GPU: 64, but 32 for KDA, except
+            on sm_90 in bfloat16 with K = V = 128 and HV = H. The size affects last bits only.
+        max_splits: Maximal number of segments of a sequence, scanned in parallel on a GPU; 1: none. None: chosen from
+            the sequence's length, heads, widths and the card alone; `explain` reports it.
+        disable_recompute: Keep the chunks' factors for the backward: more memory, less time, same bits.
+        cu_seqlens_cpu: [N+1] copy of the boundaries on the CPU. Saves a device synchronisation; changes no bit.
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+            buffer split over a process group. Initial states are given for the sequences that begin on this rank
+            (`starts`); final states are returned for those that end on it (`ends`). Each rank gets its partial
+            gradient of a parameter; the sum over ranks is the gradient. One all-gather in each direction.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         o: [B, T, HV, V], dtype of v.
-        final_state: [N, HV, K, V] in `state_dtype`, or None. An empty sequence returns its initial state bit for bit.
-        states: Only with `return_intermediate_states`: [B, T // n, HV, K, V] after n, 2n, ... tokens; packed [T // n,
-            HV, K, V], sequence i's first row at `SequenceLayout.checkpoint_offsets(n)[i]`, unused rows 0.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`. An empty sequence returns
+            its initial state bit for bit.
+        states: Only with `return_intermediate_states`: [B, T // n, HV, K, V] after n, 2n, ... tokens; packed
+            [T // n, HV, K, V], with sequence i's first row at `SequenceLayout.checkpoint_offsets(n)[i]` and zeros in
+            unused rows.
 
-    Differentiable, once, in every tensor above, the final state included. A gradient has its argument's dtype.
+    Differentiable once in every tensor argument, through o and the final state. A gradient has its argument's dtype.
 
     Raises:
         TypeError: An argument has the wrong Python type, or a keyword is unknown.
         ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
-        UnsupportedError: The backend cannot serve the call; `.reasons` says why.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Gated DeltaNet, arXiv:2412.06464, the gated delta rule and its chunkwise form.
+        Gated DeltaNet, arXiv:2412.06464v3: Eq. (10) in section 3.1; chunkwise form in section 3.3.
 
     Examples:
         >>> import torch, wyfold
@@ -123,14 +127,13 @@ def chunk_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
 
-        From head-first tensors, and back to them:
+        Head-first tensors, in and out:
 
-        >>> arguments = [q, k, v, g, beta]
-        >>> head_first = [x.transpose(1, 2).contiguous() for x in arguments]
-        >>> again, _ = wyfold.chunk_gated_delta_rule(
+        >>> head_first = [x.transpose(1, 2).contiguous() for x in (q, k, v, g, beta)]
+        >>> o2, _ = wyfold.chunk_gated_delta_rule(
         ...     *(x.transpose(1, 2) for x in head_first), use_qk_l2norm_in_kernel=True
         ... )
-        >>> torch.equal(again, o), again.transpose(1, 2).shape
+        >>> torch.equal(o2, o), o2.transpose(1, 2).shape
         (True, torch.Size([1, 2, 100, 64]))
     """
     return call_delta(
@@ -184,15 +187,14 @@ def fused_recurrent_gated_delta_rule(
     dt_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Gated delta rule, token by token.
+    """Gated delta rule, computed token by token: the form for decoding.
 
         S <- exp(g_t) S
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
-    backward starts from states every 64 tokens and rebuilds the others.
+    Same function as `chunk_gated_delta_rule`, evaluated as the recurrence is written; last bits may differ. The
+    backward keeps a state every 64 tokens and recomputes those between.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
@@ -201,10 +203,35 @@ def fused_recurrent_gated_delta_rule(
         g: [B, T, HV] any float. Natural log of the decay per token, <= 0; None: no decay.
         beta: [B, T, HV] any float. Write strength; None: 1.
 
-    All other arguments, results and errors: `chunk_gated_delta_rule`.
+    Arguments not listed here are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`.
+        states: Only with `return_intermediate_states`; as `chunk_gated_delta_rule` returns them.
+
+    Differentiable once in every tensor argument, through o and the final state.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or a keyword is unknown.
+        ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Gated DeltaNet, arXiv:2412.06464.
+        Gated DeltaNet, arXiv:2412.06464v3, Eq. (10) in section 3.1.
+
+    Examples:
+        >>> import torch, wyfold
+        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 5, 2, 16), dim=-1) for _ in range(3))
+        >>> g, beta, state = -torch.rand(1, 5, 2), torch.rand(1, 5, 2), None
+        >>> for t in range(5):
+        ...     token = (x[:, t : t + 1] for x in (q, k, v, g, beta))
+        ...     o, state = wyfold.fused_recurrent_gated_delta_rule(
+        ...         *token, initial_state=state, output_final_state=True
+        ...     )
+        >>> whole, _ = wyfold.chunk_gated_delta_rule(q, k, v, g, beta)
+        >>> torch.allclose(o, whole[:, -1:], atol=1e-5)
+        True
     """
     return call_delta(
         "fused_recurrent_gated_delta_rule",

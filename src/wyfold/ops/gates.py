@@ -1,4 +1,4 @@
-"""From what a layer projects to what the recurrence takes: log decays and write strengths."""
+"""Gate activations: log decays and write strengths from a layer's projections."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ def fused_gdn_gate(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Log decay per value head from its pre-activation, as `chunk_gated_delta_rule` makes it with `use_gate_in_kernel`.
+    """Log decay per value head, as `chunk_gated_delta_rule` computes it with `use_gate_in_kernel`.
 
         g' = -exp(A_log) softplus(g + dt_bias)
 
-    Differentiable in every tensor. Not floored: an infinite g gives -inf, which the delta operators take as a full
-    reset.
+    Differentiable in every tensor argument. Not floored: an infinite g gives -inf, a full reset to the delta operators.
 
     Args:
         g: [..., HV] float32, float16, bfloat16 or float64. Pre-activation, any sign.
         A_log: HV elements in any shape, any float. Natural log of the rate. None: rate 1.
         dt_bias: [HV] any float. None: 0.
         output_dtype: Any float. None: float32, float64 if an input is float64.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
-        g': [..., HV] natural-log decay per token, <= 0.
+        g': [..., HV] natural log of the decay per token, <= 0.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
 
     Examples:
         >>> import torch, wyfold
@@ -55,7 +54,7 @@ def fused_gdn_gate(
         -0.6931
 
     Source:
-        Gated DeltaNet, arXiv:2412.06464.
+        Log of alpha_t in Eq. (10) of Gated DeltaNet, arXiv:2412.06464v3, with Mamba2's parameters.
     """
     op = "fused_gdn_gate"
 
@@ -77,30 +76,30 @@ def fused_kda_gate(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Log decay per key channel from its pre-activation, as `chunk_kda` makes it with `use_gate_in_kernel`.
+    """Log decay per key channel, as `chunk_kda` computes it with `use_gate_in_kernel`.
 
         g' = -exp(A_log) softplus(g + dt_bias)                      without a bound
         g' = lower_bound sigmoid(exp(A_log) (g + dt_bias))          with one
 
-    Differentiable in every tensor. Not floored: without a bound an infinite g gives -inf, which the delta operators
-    take as a full reset.
+    Differentiable in every tensor argument. Not floored: without a bound an infinite g gives -inf, a full reset to the
+    delta operators.
 
     Args:
         g: [..., HV, K] float32, float16, bfloat16 or float64. Pre-activation, any sign.
         A_log: HV elements in any shape, any float. Natural log of the rate, one for all channels of a head. None:
             rate 1.
         dt_bias: [HV, K] or [HV * K] any float. None: 0.
-        lower_bound: < 0. The strongest decay per token, natural log.
+        lower_bound: < 0. Strongest decay per token, natural log. None: unbounded.
         output_dtype: Any float. None: float32, float64 if an input is float64.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
-        g': [..., HV, K] natural-log decay per token, <= 0.
+        g': [..., HV, K] natural log of the decay per token, <= 0.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, or lower_bound >= 0.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, or lower_bound >= 0.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
 
     Examples:
         >>> import torch, wyfold
@@ -109,7 +108,7 @@ def fused_kda_gate(
         -2.5
 
     Source:
-        Kimi Linear, arXiv:2510.26692.
+        Log of alpha_t in Eq. (1) of Kimi Linear, arXiv:2510.26692; parameters in section 4.
     """
     op = "fused_kda_gate"
 
@@ -125,24 +124,27 @@ def fused_kda_gate(
 
 
 def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
-    """Write strength from its logit.
+    """Write strength beta from its logit.
 
         beta = scale sigmoid(x)
 
-    Differentiable.
+    Differentiable in x.
 
     Args:
         x: [...] float32, float16, bfloat16 or float64; any shape.
-        scale: 1, or 2 where negative eigenvalues are wanted.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        scale: 1, or 2 to allow negative eigenvalues.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         beta: [...], shape of x, float32; float64 for a float64 x.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong dtype, or a scale that is not finite.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: The dtype is wrong, or scale is not finite.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        beta_t in Eq. (10) of Gated DeltaNet, arXiv:2412.06464v3; the factor 2: arXiv:2411.12537.
 
     Examples:
         >>> import torch, wyfold
@@ -177,7 +179,7 @@ def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[to
 
 
 def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, channels: torch.Size) -> None:
-    """channels: [HV] or [HV, K]."""
+    """Check A_log and dt_bias against channels, [HV] or [HV, K]."""
     if A_log is not None and check.tensor(op, "A_log", A_log).numel() != channels[0]:
         raise ValueError(f"{op}: A_log must have HV = {channels[0]} elements, got {list(A_log.shape)}")
     if dt_bias is not None and check.tensor(op, "dt_bias", dt_bias).shape not in (channels, (channels.numel(),)):
@@ -197,7 +199,7 @@ def _gate(
     output_dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    """check_gate: refuses what is wrong with the operator's arguments but for the dtype."""
+    """Run either gate operator. `check_gate` checks all arguments except output_dtype."""
     tensors, values = (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend)
 
     def make_plan() -> tuple[torch.dtype, str]:

@@ -44,31 +44,56 @@ def chunk_kda(
     cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Kimi Delta Attention over whole sequences, chunk by chunk.
+    """Kimi Delta Attention over whole sequences, computed chunk by chunk.
 
         S <- diag(exp(g_t)) S
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-
-    With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
-    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-
-    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
-    every backend.
+    Per value head, from S = initial_state or zeros, with one decay per token and key channel. The bitwise guarantees
+    are those of `chunk_gated_delta_rule`.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
-        k: [B, T, H, K], dtype of q.
-        v: [B, T, HV, V], dtype of q.
-        g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay.
+        k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the state
+            bounded.
+        v: [B, T, HV, V], dtype of q; value head j reads key head j // (HV // H).
+        g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; -inf resets the channel.
+            None: no decay.
         beta: [B, T, HV] any float. Write strength; None: 1.
-        dt_bias: [HV, K] any float, or [HV * K]. Bias of the activation. None: 0.
+        use_gate_in_kernel: g is the pre-activation; the decay is -exp(A_log) softplus(g + dt_bias), or with a
+            `lower_bound` lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        dt_bias: [HV, K] any float, or [HV * K]. Bias of the pre-activation. None: 0.
+        safe_gate: Clamp log decays from below at `lower_bound`, which is then in [-5, 0) and defaults to -5. Clamped
+            entries get no gradient. Same in every backend.
+        lower_bound: < 0. Bound of the activation or of `safe_gate`, natural log per token. None: the softplus gate.
 
-    All other arguments, results and errors: `chunk_gated_delta_rule`.
+    Arguments not listed here are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`.
+        states: Only with `return_intermediate_states`; as `chunk_gated_delta_rule` returns them.
+
+    Differentiable once in every tensor argument, through o and the final state.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or a keyword is unknown.
+        ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Kimi Linear, arXiv:2510.26692, Kimi Delta Attention.
+        Kimi Linear, arXiv:2510.26692: Eq. (1) in section 3; chunkwise form in Eqs. (3) to (9), section 3.1.
+
+    Examples:
+        >>> import torch, wyfold
+        >>> q, k, v, g = (torch.randn(1, 100, 2, 64) for _ in range(4))
+        >>> o, state = wyfold.chunk_kda(
+        ...     q, k, v, g, torch.rand(1, 100, 2), use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound=-5.0,
+        ...     use_qk_l2norm_in_kernel=True, output_final_state=True,
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
     return call_delta(
         "chunk_kda",
@@ -123,21 +148,14 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     backend: str | None = None,
 ) -> Result:
-    """Kimi Delta Attention, token by token.
+    """Kimi Delta Attention, computed token by token: the form for decoding.
 
         S <- diag(exp(g_t)) S
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale S^T q_t
 
-
-    Means the same as the chunk form, with the arithmetic of the recurrence itself: the form for decoding. Its
-    backward starts from states every 64 tokens and rebuilds the others.
-
-    With `use_gate_in_kernel`, g = -exp(A_log) softplus(g + dt_bias), or with a `lower_bound`
-    g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-
-    `safe_gate` raises log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, without gradient, in
-    every backend.
+    Same function as `chunk_kda`, evaluated as the recurrence is written; last bits may differ. The backward keeps a
+    state every 64 tokens and recomputes those between.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
@@ -145,12 +163,34 @@ def fused_recurrent_kda(
         v: [B, T, HV, V], dtype of q.
         g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay.
         beta: [B, T, HV] any float. Write strength; None: 1.
-        dt_bias: [HV, K] any float, or [HV * K]. Bias of the activation. None: 0.
+        use_gate_in_kernel, safe_gate, lower_bound: As in `chunk_kda`.
+        dt_bias: [HV, K] any float, or [HV * K]. Bias of the pre-activation. None: 0.
 
-    All other arguments, results and errors: `chunk_gated_delta_rule`.
+    Arguments not listed here are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o: [B, T, HV, V], dtype of v.
+        final_state: [N, HV, K, V] in `state_dtype`, or None without `output_final_state`.
+        states: Only with `return_intermediate_states`; as `chunk_gated_delta_rule` returns them.
+
+    Differentiable once in every tensor argument, through o and the final state.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or a keyword is unknown.
+        ValueError: A shape, dtype, device, range or combination of options is wrong; the message names the argument.
+        UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Kimi Linear, arXiv:2510.26692.
+        Kimi Linear, arXiv:2510.26692, Eq. (1) in section 3.
+
+    Examples:
+        >>> import torch, wyfold
+        >>> q, k, v, g = (torch.randn(2, 1, 2, 64) for _ in range(4))
+        >>> o, state = wyfold.fused_recurrent_kda(
+        ...     q, k, v, -g.abs(), use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([2, 1, 2, 64]), torch.Size([2, 2, 64, 64]))
     """
     return call_delta(
         "fused_recurrent_kda",

@@ -1,4 +1,4 @@
-"""Norms over the last axis: of queries and keys to unit length, of outputs under their gate."""
+"""Norms over the last axis: l2norm of queries and keys, gated RMS norm of outputs."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from wyfold.tile.rows.eager import widest
 def l2norm(
     x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """Rows at unit length, as the delta operators make them with `use_qk_l2norm_in_kernel`.
+    """Normalise rows to unit length, as the delta operators do with `use_qk_l2norm_in_kernel`.
 
         y = x / sqrt(sum x^2 + eps)
 
-    Differentiable, eps included. A row's bits do not depend on the rows around it.
+    Differentiable in x. A row's bits do not depend on other rows.
 
     Args:
-        x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero. So does, as with
-            `torch.nn.functional.normalize`, one whose sum of squares overflows: of length 1.8e19 and more, in float64
-            1.3e154.
+        x: [..., K] float32, float16, bfloat16 or float64. A zero row stays zero. A row whose sum of squares overflows
+            (length from 1.8e19, float64 1.3e154) becomes zero, as with `torch.nn.functional.normalize`.
         eps: Added to the squared length; > 0, at least the smallest normal number of the arithmetic.
-        output_dtype: Any float. None: x's.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        output_dtype: Any float. None: dtype of x.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         y: [..., K], computed in float32 or wider and rounded once.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong dtype, an x without an axis, or an eps that is not above 0 in the arithmetic's type.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: The dtype is wrong, x has no axis, or eps is not above 0 in the arithmetic's type.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        L2 normalisation of q and k: Gated DeltaNet, arXiv:2412.06464v3, section 3.4.
 
     Examples:
         >>> import torch, wyfold
@@ -76,35 +78,39 @@ def rms_norm_gated(
     round_before_weight: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Root-mean-square norm of rows and output gate.
+    """Root-mean-square norm of rows, combined with an output gate.
 
         rms(z) = z / sqrt(mean z^2 + eps)
         y = (rms(x) weight + bias) act(g)           norm_before_gate
         y = rms(x act(g)) weight + bias             otherwise
 
-    Differentiable in every tensor. A row's bits do not depend on the rows around it.
+    Differentiable in every tensor argument. A row's bits do not depend on other rows.
 
     Args:
-        x: [..., V] float32, float16, bfloat16 or float64. The norm of a row is 0 where its sum of squares overflows: at
-            a length of 1.8e19 and more, in float64 1.3e154.
-        g: [..., V], shape of x, any float. The output gate before its activation; no decay.
+        x: [..., V] float32, float16, bfloat16 or float64. The norm of a row is 0 where its sum of squares overflows
+            (length from 1.8e19, float64 1.3e154).
+        g: [..., V], shape of x, any float. Pre-activation of the output gate; not a decay.
         weight: [V] any float.
         bias: [V] any float. None: 0.
-        activation: "swish" and "silu" are one, g sigmoid(g); "sigmoid".
+        activation: "swish" or "silu" (the same), g sigmoid(g), or "sigmoid".
         eps: Added to the mean square; > 0, at least the smallest normal number of the arithmetic.
-        norm_before_gate: Which of the two comes first.
-        round_before_weight: Round the normed row to x's dtype before the weight multiplies it, as models do that were
-            trained so. The gradient passes through unchanged.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        norm_before_gate: Normalise x before it is gated, or after.
+        round_before_weight: Round the normalised row to x's dtype before it is multiplied by the weight, for models
+            trained that way. The gradient ignores this rounding.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         y: [..., V], dtype of x, computed in float32 or wider.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, an unknown activation, or an eps that is not above 0 in
-            the arithmetic's type.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, the activation is unknown, or eps is not above 0 in the
+            arithmetic's type.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        Output norm and gate: Gated DeltaNet, arXiv:2412.06464v3, section 3.4 (swish); Kimi Linear, arXiv:2510.26692,
+        Eq. (10) (sigmoid).
 
     Examples:
         >>> import torch, wyfold
@@ -161,7 +167,7 @@ def _rows(op: str, x: Tensor) -> int:
 
 
 def _flat(x: Tensor | None) -> Any:
-    """[..., W] as [n, W], a view of what is contiguous."""
+    """[..., W] as [n, W]; a view if x is contiguous."""
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
@@ -257,7 +263,7 @@ def _rms_norm_gated_bwd(
     dtype = widest(x, g, weight, bias)
     dx, dg = (t.new_empty(t.shape) if need else None for t, need in zip((x, g), needs))
     dweight, dbias = (
-        # A kernel adds once, and so rounds once.
+        # Kernels add to these buffers once, so the parameter's dtype costs a single rounding.
         t.new_zeros(t.shape, dtype=dtype if backend == "eager" else t.dtype) if need and t is not None else None
         for t, need in zip((weight, bias), needs[2:])
     )

@@ -1,4 +1,4 @@
-"""The short convolution for serving: the latest inputs of every sequence in the slots of a pool, updated in place."""
+"""Short convolution for serving: the latest inputs of every sequence live in pool slots, updated in place."""
 
 from __future__ import annotations
 
@@ -33,43 +33,48 @@ def conv1d_update(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`causal_conv1d` of one token, or of a few drafted ones, of each of N sequences whose latest inputs lie in a pool.
+    """`causal_conv1d` of one token, or a few drafted tokens, of each of N sequences; the pool is updated in place.
+
+        y[t] = act(bias + sum_{i < W} weight[:, i] x[t - W + 1 + i])    inputs before x[0] from the pool:
 
         a = max(num_accepted_tokens[n], 1)
-        before = pool[slot, :, a - 1 : a + W - 2]                       the W - 1 inputs before the first token
-        pool[slot, :, : W - 2 + T] = before[1:], x[0], .., x[T - 1]     so the next call finds its own by the same rule
+        before = pool[slot, :, a - 1 : a + W - 2]                       the W - 1 inputs before x[0]
+        pool[slot, :, : W - 2 + T] = before[1:], x[0], .., x[T - 1]
 
-    The other half of what `decode` and `verify` do for states: a drafted token costs a column of the slot, and what was
-    not accepted is left behind by the number alone. A token has the bits that `causal_conv1d` gives it, if the pool is
-    no narrower than x. No gradient; nothing waits for the device; on a GPU it is one launch, and with cu_seqlens one
-    more.
+    The counterpart of `decode` and `verify` for the convolution. A drafted token occupies one column of the slot; the
+    next call skips rejected ones by `num_accepted_tokens`. A token has the bits of `causal_conv1d`, if the pool's dtype
+    is at least as wide as that of x. No gradient and no device synchronisation. On a GPU it is one launch, with
+    cu_seqlens two.
 
     Args:
         x: [N, D], [N, T, D], or packed [1, T, D] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
-        pool: [slots, D, S] any float, S >= W - 1, updated in place; a slot's numbers lie one after another, [S, D]
-            too: `pool.mT` of such a one. T of a dense batch is at most S - W + 2; of a longer packed sequence the
-            inputs beyond are not kept.
-        weight: [D, W] any float, W from 2 to 8. The last column meets the current token.
+        pool: [slots, D, S] any float, S >= W - 1, updated in place. Each slot is contiguous, as [D, S] or as [S, D]
+            (`pool.mT`). T of a dense batch is at most S - W + 2; the excess inputs of a longer packed sequence are not
+            kept.
+        weight: [D, W] any float, W from 2 to 8. The last column multiplies the current token.
         bias: [D] any float. None: 0.
-        state_indices: [N] int32 or int64 slot of each sequence; None: sequence n is in slot n. One that is not above
-            `pad_slot_id` or not in the pool is skipped: nothing of it is read or written but its output, which is zero.
+        state_indices: [N] int32 or int64 slot of each sequence. None: sequence n uses slot n. A sequence whose slot is
+            not above `pad_slot_id` or not in the pool is skipped: the pool is not accessed and its output is zero.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, or a `SequenceLayout`. An empty
-            sequence leaves its slot as it is.
+            sequence leaves its slot unchanged.
         activation: None, "silu" or "swish" (the same).
         has_initial_state: [N] bool. False: the inputs before the first token are zeros. None: all True.
-        num_accepted_tokens: [N] int32 or int64. How many tokens of the previous call were accepted; None: one.
-        pad_slot_id: Slots are numbers above this one.
-        out: Shape and dtype of x, overlapping no other tensor; it is written and returned.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        num_accepted_tokens: [N] int32 or int64. Number of tokens of the previous call that were accepted. None: one.
+        pad_slot_id: Indices up to and including this one mark padding rows.
+        out: Output buffer, returned: shape and dtype of x. Must not overlap other tensors.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
-        y: Shape and dtype of x, zero past the last boundary; `out` if that was given.
+        y: Shape and dtype of x, zero past the last boundary; `out` if given.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, more tokens than a slot has room for, or an argument that requires
-            a gradient.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, a slot cannot hold that many tokens, or an argument requires a
+            gradient.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        Short convolution of the token mixer: Gated DeltaNet, arXiv:2412.06464v3, section 3.4.
 
     Examples:
         >>> import torch
@@ -97,23 +102,28 @@ def conv1d_prefill(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`causal_conv1d` of any number of tokens of each sequence, from the pool and into it.
+    """`causal_conv1d` of any number of tokens of each sequence, with initial and final inputs in pool slots.
 
-    The first W - 1 entries of a slot are the inputs before the first token, and hold the latest ones afterwards; what
-    else a slot has room for becomes zero. An empty sequence's are those it came with, or zeros where
-    `has_initial_state` is False. All arguments, results and errors are those of `conv1d_update`, but that any
-    number of tokens will do.
+        y[t] = act(bias + sum_{i < W} weight[:, i] x[t - W + 1 + i])    inputs before x[0]: pool[slot, :, : W - 1]
+        pool[slot, :, : W - 1] = x[T - W + 1], .., x[T - 1]             pool[slot, :, W - 1 :] = 0
+
+    An empty sequence keeps its W - 1 inputs, or gets zeros where `has_initial_state` is False. No gradient.
 
     Args:
-        x: [B, T, D], or packed [1, T, D] with cu_seqlens.
+        x: [B, T, D], or packed [1, T, D] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
         pool, weight, bias, state_indices, cu_seqlens, activation, has_initial_state, pad_slot_id, out, backend: As in
             `conv1d_update`.
 
     Returns:
-        y: Shape and dtype of x, zero past the last boundary; `out` if that was given.
+        y: Shape and dtype of x, zero past the last boundary; `out` if given.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: As `conv1d_update`.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, or an argument requires a gradient.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        Short convolution of the token mixer: Gated DeltaNet, arXiv:2412.06464v3, section 3.4.
 
     Examples:
         >>> import torch, wyfold
@@ -128,7 +138,7 @@ def conv1d_prefill(
 
 
 class _Flags(NamedTuple):
-    """What both operators take besides the tensors that are convolved."""
+    """Arguments of both operators other than the convolved tensors."""
 
     state_indices: Tensor | None
     activation: str | None
@@ -199,7 +209,7 @@ def _plan_key(
     out: Tensor | None,
     flags: _Flags,
 ) -> tuple[Any, ...] | None:
-    """Everything that `_make_plan` looks at, by value; None if a plan must not be reused."""
+    """Cache key of everything `_make_plan` reads; None if the plan must not be reused."""
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
@@ -222,7 +232,7 @@ def _make_plan(
     *,
     drafts: bool,
 ) -> str:
-    """The backend that serves the call, if every check is passed."""
+    """Check the call and return the backend that will run it."""
     check.choice(op, "activation", flags.activation, (None, "silu", "swish"))
     check.integer(op, "pad_slot_id", flags.pad_slot_id, least=-1)
     flat = drafts and cu_seqlens is None and check.tensor(op, "x", x).ndim == 2
@@ -276,7 +286,7 @@ def _check_pool(op: str, pool: Tensor, D: int, W: int) -> None:
 
 
 def _check_rows(op: str, x: Tensor, N: int, name: str, rows: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
-    """An optional tensor of integers or flags, one per sequence."""
+    """Check an optional tensor of integers or flags, one per sequence."""
     if rows is None:
         return
     if list(check.tensor(op, name, rows).shape) != [N] or rows.dtype not in dtypes:

@@ -1,4 +1,4 @@
-"""The delta family for serving: states in the slots of a pool, updated in place, without a gradient."""
+"""The delta family for serving: states live in pool slots, updated in place, without a gradient."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def decode(
     allow_neg_eigval: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """One token of each of N sequences whose states lie in a pool; the pool is updated in place.
+    """One token of each of N sequences; their states in the pool are updated in place.
 
         S = pool[state_indices[n]]          zeros where has_initial_state[n] is False
         S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q
         pool[state_indices[n]] = S          or pool[output_state_indices[n]]
 
-    DeltaNet where g is None, GDN where it is [N, 1, HV], KDA where it is [N, 1, HV, K]. A token has the bits that
-    `fused_recurrent_*` gives it from the same float32 state. No gradient; nothing waits for the device.
+    DeltaNet if g is None, GDN if it is [N, 1, HV], KDA if it is [N, 1, HV, K]. A token has the bits of
+    `fused_recurrent_*` from the same float32 state. No gradient and no device synchronisation.
 
-    A row is skipped if its slot is not above `pad_slot_id` or not in the pool: none of its slots is read or written,
-    and its output is zero. The live slots of a call must be distinct, and none that is written one that another row
-    reads: which write comes last is not said.
+    A row is skipped if its slot is not above `pad_slot_id` or not in the pool: the pool is not accessed for it, and its
+    output is zero. The live slots of a call must be distinct, and no row may write a slot that another row reads; the
+    order of such accesses is undefined.
 
     Args:
         q: [N, 1, H, K] or [1, N, H, K] float32, float16, bfloat16, or float64 (`eager`).
@@ -58,27 +58,34 @@ def decode(
         g: [N, 1, HV] or [N, 1, HV, K], N and 1 as in q, any float, or None. Natural log of the decay, <= 0.
         beta: [N, 1, HV] any float. Write strength; None: 1.
         pool: [slots, HV, K, V], or [slots, HV, V, K] with state_v_first; float32, bfloat16 or float16. Slots and heads
-            may lie apart, the numbers of one head's state may not; on a GPU, distances that are no multiples of 16
-            numbers cost time and other last bits. Arithmetic is float32; a state is rounded as it is stored.
-        state_indices: [N] int32 or int64 slot of each row; None: row n is in slot n.
-        state_v_first: Layout of the pool. Has no default: where K = V the two look alike.
-        has_initial_state: [N] bool. False: the row starts from zeros, whatever its slot holds. None: all True.
-        output_state_indices: [N] int32 or int64 slot each state is written to; one that is no slot is not written.
-        pad_slot_id: Slots are numbers above this one.
-        out: Shape of v, overlapping no other tensor; it is written and returned. Dtype of v, or float32 beside 16 bits:
-            a float32 state may have a readout above 65,504, which float16 does not hold.
-
-    All other arguments mean what they mean to `chunk_gated_delta_rule` and `chunk_kda`.
+            may have any strides; one head's state is contiguous. On a GPU, strides that are not multiples of 16
+            elements are slower and change last bits. Arithmetic is float32; states are rounded when stored.
+        state_indices: [N] int32 or int64 slot of each row. None: row n uses slot n.
+        state_v_first: Layout of the pool. No default, because the shape does not show it where K = V.
+        has_initial_state: [N] bool. False: the row starts from zeros and ignores its slot. None: all True.
+        output_state_indices: [N] int32 or int64 slot each state is written to. None: state_indices. A state whose
+            index is not a slot is not written.
+        pad_slot_id: Indices up to and including this one mark padding rows.
+        out: Output buffer, returned: shape of v. Dtype of v, or float32 for 16-bit v: a float32 state can produce
+            outputs above 65,504, which float16 cannot represent. Must not overlap other tensors.
+        use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound: As in `chunk_gated_delta_rule` (g per head) and
+            `chunk_kda` (g per channel).
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, backend: As in
+            `chunk_gated_delta_rule`.
 
     Returns:
-        o: Shape of v; `out` if that was given.
+        o: Shape of v; `out` if given.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype, device or combination, an argument that requires a gradient, or inside
-            `checked` live slots that are not distinct, or one that is written and that another row starts from. Slots
-            that nothing is written to, those that skipped rows name to end in, may be any.
-        UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype, device or combination is wrong, or an argument requires a gradient. Inside
+            `checked` also: live slots are not distinct, or a row writes a slot that another row reads. Slots that are
+            never written, those of skipped rows, are exempt.
+        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
+
+    Source:
+        DeltaNet, arXiv:2406.06484, section 2.2; Gated DeltaNet, arXiv:2412.06464v3, Eq. (10); Kimi Linear,
+        arXiv:2510.26692, Eq. (1).
 
     Examples:
         >>> import torch
@@ -88,9 +95,6 @@ def decode(
         >>> o = serving.decode(q, k, v, None, torch.rand(3, 1, 2), pool, slots, state_v_first=False)
         >>> [bool(x.any()) for x in pool], [bool(x.any()) for x in o]
         ([True, False, False, False, False, True, False, False], [True, True, False])
-
-    Source:
-        The recurrences: arXiv:2406.06484v5, arXiv:2412.06464v3, arXiv:2510.26692.
     """
     op = "decode"
     slots = SlotFlags(
@@ -130,28 +134,43 @@ def decode_packed(
     allow_neg_eigval: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """`decode` from what a layer projects: q, k and v side by side, gate and write strength before activation.
+    """`decode` from a layer's projections: concatenated q, k and v, with raw gate and write strength.
 
-    Norm of q and k, gate activation and sigmoid happen inside, always; on a GPU all of it is one launch.
+        q, k, v = mixed_qkv split by heads;   q <- q / |q|;   k <- k / |k|
+        g = -exp(A_log) softplus(raw_g + dt_bias)           or lower_bound sigmoid(exp(A_log) (raw_g + dt_bias))
+        beta = sigmoid(raw_beta)                            twice that with allow_neg_eigval
+        S = pool[state_indices[n]]                          zeros where has_initial_state[n] is False
+        S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q
+        pool[state_indices[n]] = S                          or pool[output_state_indices[n]]
+
+    On a GPU all of it is one launch. The norm is x (sum x^2 + 1e-6)^(-1/2).
 
     Args:
-        mixed_qkv: [N, D], D = 2 H K + HV V: q, k and v of each row, after the short convolution, heads one after
-            another.
-        raw_g: [N, HV] (GDN), or [N, HV, K] or [N, HV * K] (KDA), any float. Pre-activation.
-        raw_beta: [N, HV] any float. Logit.
-        A_log: HV elements, any float, or None (rate 1).
-        dt_bias: [HV] (GDN), or [HV, K] or [HV * K] (KDA), any float, or None (0).
+        mixed_qkv: [N, D], D = 2 H K + HV V: q, k and v of each row, after the short convolution, head by head.
+        raw_g: [N, HV] (GDN), or [N, HV, K] or [N, HV * K] (KDA), any float. Pre-activation of the gate.
+        raw_beta: [N, HV] any float. Logit of the write strength.
+        A_log: HV elements, any float. Natural log of the rate. None: rate 1.
+        dt_bias: [HV] (GDN), or [HV, K] or [HV * K] (KDA), any float. None: 0.
+        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, scale, backend: As in
+            `decode`.
         heads: (H, HV).
         dims: (K, V).
-        safe_gate: Raise log gates below `lower_bound` (default -5, and then in [-5, 0)) to it, as `chunk_kda` does.
-        lower_bound: Of the bounded gate; None: the softplus gate.
-        allow_neg_eigval: Write strength is twice the sigmoid.
-        out: [N, HV, V], dtype of mixed_qkv or, of 16 bits, float32; it is written and returned.
-
-    All other arguments and errors: `decode`.
+        safe_gate: Clamp log decays from below at `lower_bound`, which is then in [-5, 0) and defaults to -5.
+        lower_bound: < 0. Bound of the bounded gate. None: the softplus gate.
+        allow_neg_eigval: Use twice the sigmoid, in [0, 2].
+        out: [N, HV, V] output buffer, returned: dtype of mixed_qkv, or float32 for 16-bit mixed_qkv.
 
     Returns:
-        o: [N, HV, V].
+        o: [N, HV, V]; `out` if given.
+
+    Raises:
+        TypeError: An argument has the wrong Python type; heads or dims is not a pair of ints.
+        ValueError: A shape, dtype, device or combination is wrong, or an argument requires a gradient. Inside
+            `checked` also: live slots are not distinct, or a row writes a slot that another row reads.
+        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464v3, Eq. (10) and section 3.4; Kimi Linear, arXiv:2510.26692, Eq. (1).
 
     Examples:
         >>> import torch
@@ -190,7 +209,7 @@ def _decode_packed(
     gate: GateFlags,
     arithmetic: Arithmetic,
 ) -> Tensor:
-    """`decode_packed` as `decode`: q, k and v are views, and the gate's kind follows from its shape."""
+    """Call `decode`'s implementation with q, k and v as views; the gate kind follows from the shape of raw_g."""
     (H, HV, K, V), out = sizes, slots.out
     width = 2 * H * K + HV * V
     if check.tensor(op, "mixed_qkv", mixed_qkv).ndim != 2 or mixed_qkv.shape[1] != width:
@@ -215,7 +234,7 @@ def _decode_packed(
     try:
         o = call_served(op, tokens, into, gate, arithmetic)
     except ValueError:
-        # Its checks name q, k, v, g and beta, which the caller did not give.
+        # The shared checks name q, k, v, g and beta; raise in the names of this operator's arguments instead.
         _check_packed(op, mixed_qkv, raw_g, raw_beta, slots, sizes, gate)
         raise
     return o[:, 0] if out is None else out
@@ -230,7 +249,7 @@ def _check_packed(
     sizes: tuple[int, int, int, int],
     gate: GateFlags,
 ) -> None:
-    """Raise what `call_served` refuses in the names of `decode_packed`'s arguments, where they differ."""
+    """Repeat the checks of `call_served` whose messages would name arguments that `decode_packed` does not have."""
     H, HV, K, V = sizes
     check.head_groups(op, H, HV, keys="q and k in heads", values="heads")
     check.width(op, "K", "dims", K)
@@ -271,32 +290,57 @@ def verify(
     allow_neg_eigval: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """A few drafted tokens of each sequence, with the state after each of them kept.
+    """Process a few drafted tokens of each sequence and keep the state after each: speculative decoding.
 
         S = pool[state_indices[n, max(num_accepted_tokens[n], 1) - 1]]
-        after token j:  pool[state_indices[n, j]] = S
+        for each token j:
+            S <- exp(g_j) S;   S <- S + beta_j k_j (v_j - S^T k_j)^T;   o_j = scale S^T q_j
+            pool[state_indices[n, j]] = S
 
-    So the call that follows starts behind the tokens that were accepted meanwhile, by their number alone: nothing is
-    rolled back or copied. From a float32 pool its results have the bits of as many single steps.
+    The next call starts from the state after the last accepted token, selected by `num_accepted_tokens`: no rollback
+    and no copy. With a float32 pool the results are bit-identical to as many single steps.
 
     Args:
         q: [N, T, H, K] with T of at most C drafted tokens, or packed [1, T, H, K] with cu_seqlens; float32, float16,
             bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
-        v: [N, T, HV, V], or packed.
-        g, beta: As `decode` takes them, with T tokens.
-        state_indices: [N, C] int32 or int64 slots of each sequence, one per drafted token. A sequence whose first slot
-            of the call is none is skipped; after a token whose slot is none nothing is written.
+        v: [N, T, HV, V], or packed [1, T, HV, V], dtype of q.
+        g: [N, T, HV] or [N, T, HV, K], or packed, any float, or None. Natural log of the decay, <= 0.
+        beta: [N, T, HV], or packed, any float. Write strength; None: 1.
+        state_indices: [N, C] int32 or int64 slots of each sequence, one per drafted token. A sequence is skipped if the
+            slot it would start from is invalid. The state after a token with an invalid slot is not written.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, of at most C tokens each, or a
             `SequenceLayout`. States after tokens beyond C are not kept.
-        num_accepted_tokens: [N] int32 or int64. How many tokens of the previous call were accepted; None and 0 start
-            from column 0, numbers above C from the last one.
-        output_state_indices: [N, C] int32 or int64. States are written there instead.
+        num_accepted_tokens: [N] int32 or int64. Number of tokens of the previous call that were accepted. None and 0
+            start from column 0, numbers above C from the last column.
+        output_state_indices: [N, C] int32 or int64 slots the states are written to. None: state_indices.
 
-    All other arguments, results and errors: `decode`.
+    Arguments not listed here are those of `decode`.
 
     Returns:
-        o: Shape of v, zero past the last boundary; `out` if that was given.
+        o: Shape of v, zero past the last boundary; `out` if given.
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype, device or combination is wrong, T exceeds C, or an argument requires a gradient.
+            Inside `checked` also: live slots are not distinct, or a sequence writes a slot that another one reads.
+        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
+
+    Source:
+        DeltaNet, arXiv:2406.06484, section 2.2; Gated DeltaNet, arXiv:2412.06464v3, Eq. (10); Kimi Linear,
+        arXiv:2510.26692, Eq. (1).
+
+    Examples:
+        >>> import torch
+        >>> from wyfold import serving
+        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(2, 3, 2, 16), dim=-1) for _ in range(3))
+        >>> pool, slots = torch.zeros(8, 2, 16, 16), torch.tensor([[0, 1, 2], [3, 4, 5]])
+        >>> o = serving.verify(q, k, v, None, None, pool, slots, state_v_first=False)
+        >>> o = serving.verify(
+        ...     q, k, v, None, None, pool, slots, state_v_first=False, num_accepted_tokens=torch.tensor([2, 3])
+        ... )
+        >>> o.shape
+        torch.Size([2, 3, 2, 16])
     """
     op = "verify"
     if check.tensor(op, "state_indices", state_indices).ndim != 2 or state_indices.shape[1] < 1:
@@ -341,33 +385,58 @@ def prefill(
     allow_neg_eigval: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Tokens of each sequence, any number of them, chunk by chunk, from the pool and into it.
+    """Process any number of tokens of each sequence chunk by chunk, with initial and final states in pool slots.
 
-    What `chunk_*` does, with initial and final states in the slots of a pool. Bit for bit from a float32 pool, where
-    `chunk_*` cuts no sequence into segments: `prefill` never does, `chunk_*` does it to long sequences of small batches
-    on a GPU unless `max_splits=1` or `batch_invariant=True` is given. Rows of one token may stand among long ones;
-    those that only decode are cheaper in `decode`.
+        S = pool[state_indices[n]]          zeros where has_initial_state[n] is False
+        for each token t:   S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S^T q_t
+        pool[state_indices[n]] = S          or pool[output_state_indices[n]]
+
+    With a float32 pool, bit-identical to `chunk_delta_rule`, `chunk_gated_delta_rule` or `chunk_kda` without segments.
+    `prefill` never uses segments; those operators use them on a GPU for long sequences of small batches, unless
+    `max_splits=1` or `batch_invariant=True`. Sequences of one token may be mixed with long ones; `decode` is faster for
+    a batch of single tokens.
 
     Args:
         q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
         v: [B, T, HV, V], dtype of q.
-        g, beta: As `decode` takes them, with T tokens.
-        state_indices: [N] int32 or int64 slot of each sequence; N is B unless packed. None: sequence n is in slot n.
+        g: [B, T, HV] or [B, T, HV, K] any float, or None. Natural log of the decay, <= 0.
+        beta: [B, T, HV] any float. Write strength; None: 1.
+        state_indices: [N] int32 or int64 slot of each sequence; N is B unless packed. None: sequence n uses slot n.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, or a `SequenceLayout`. An empty
-            sequence leaves its state as it is, or zero if it starts from zeros.
-        checkpoint_every: Store the states after so many tokens of each sequence, twice as many, and so on: a multiple
-            of the chunk (docs of `chunk_gated_delta_rule`), in checkpoint_pool.
-        checkpoint_pool: Another pool of that layout.
+            sequence leaves its state unchanged, or sets it to zero where `has_initial_state` is False.
+        checkpoint_every: Also store, in checkpoint_pool, the states after every so many tokens of each sequence. A
+            multiple of the chunk size (see `chunk_gated_delta_rule`).
+        checkpoint_pool: Pool for those states, with the layout of pool.
         checkpoint_indices: [B, T // checkpoint_every] int32 or int64 slot of each such state in checkpoint_pool; packed
-            [T // checkpoint_every], a sequence's first at `SequenceLayout.checkpoint_offsets`. One that is no slot is
-            not stored, nor is any of a skipped row. Those that are stored must be distinct: which of two that go to one
-            slot comes last is not said. `checked` looks for it.
+            [T // checkpoint_every], with a sequence's first at `SequenceLayout.checkpoint_offsets`. States with an
+            invalid slot and those of skipped sequences are not stored. Valid slots must be distinct; `checked` tests
+            it.
 
-    All other arguments, results and errors: `decode`.
+    Arguments not listed here are those of `decode`.
 
     Returns:
-        o: Shape of v, zero past the last boundary; `out` if that was given.
+        o: Shape of v, zero past the last boundary; `out` if given.
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype, device or combination is wrong, or an argument requires a gradient. Inside
+            `checked` also: live slots are not distinct, or a sequence writes a slot that another one reads.
+        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
+
+    Source:
+        Chunkwise forms: DeltaNet, arXiv:2406.06484, Eqs. (8) and (9); Gated DeltaNet, arXiv:2412.06464v3, section 3.3;
+        Kimi Linear, arXiv:2510.26692, Eqs. (3) to (9).
+
+    Examples:
+        >>> import torch, wyfold
+        >>> from wyfold import serving
+        >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 100, 2, 16), dim=-1) for _ in range(3))
+        >>> pool = torch.zeros(8, 2, 16, 16)
+        >>> o = serving.prefill(q, k, v, None, None, pool, torch.tensor([5]), state_v_first=False)
+        >>> whole, state = wyfold.chunk_delta_rule(q, k, v, output_final_state=True)
+        >>> torch.equal(o, whole), torch.equal(pool[5], state[0])
+        (True, True)
     """
     op = "prefill"
     slots = SlotFlags(

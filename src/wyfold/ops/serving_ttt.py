@@ -1,4 +1,4 @@
-"""TTT-Linear for serving: where sequences stand lies in the slots of pools, updated in place, without a gradient."""
+"""TTT-Linear for serving: sequence states live in pool slots, updated in place, without a gradient."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def ttt_decode(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """One token of each of N sequences of TTT-Linear, inside their mini-batches; the pool is updated in place.
+    """One TTT-Linear token of each of N sequences; their states in the pool are updated in place.
 
-        S, c, G, a = the pool's state, bias, grad and bias_grad at state_indices[n]
-        z = S^T k + c               p = its position
+        S, c, G, a, p = the pool's state, bias, grad, bias_grad and position at state_indices[n]
+        z = S^T k + c
         n = gradient of 1/2 |w LN(z) + b - (v - k)|^2 in z, times eta_col
         G <- G + k n^T              a <- a + n              p <- p + 1
         h = scale (S - eta G)^T q + c - eta a               o = h + w LN(h) + b
         p = chunk_size:  S <- S - eta G;   c <- c - eta a;   G, a, p <- 0
 
-    The recurrence of `fused_recurrent_ttt_linear`, which takes the prompt and returns such states; its values, not its
-    last bits. No gradient; nothing waits for the device; on a GPU two launches.
+    The recurrence of `fused_recurrent_ttt_linear`, which processes the prompt and returns such states; last bits may
+    differ. No gradient and no device synchronisation; two launches on a GPU.
 
-    A row is skipped if its slot is not above `pad_slot_id` or not in the pool: nothing of its slot is read or written,
-    and its output is zero. The live slots of a call must be distinct. A slot begins a sequence where all of it is zero.
+    A row is skipped if its slot is not above `pad_slot_id` or not in the pool: the pool is neither read nor written for
+    it, and its output is zero. The live slots of a call must be distinct. An all-zero slot starts a new sequence.
 
     Args:
         q: [N, 1, H, K] or [1, N, H, K] float32, float16, bfloat16, or float64 (`eager`).
@@ -61,23 +61,26 @@ def ttt_decode(
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
         eta: [N, 1, HV, 1] or [N, 1, HV], N and 1 as in q, any float, or a number. Step size.
-        pool: Of `state` and `grad` [slots, HV, K, V], `bias` and `bias_grad` [slots, HV, 1, V], in float32, bfloat16 or
-            float16, any strides, and `position` [slots] int32 or int64, from 0 to chunk_size - 1. Arithmetic is
-            float32; what is stored is rounded as it is stored.
-        state_indices: [N] int32 or int64 slot of each row; None: row n is in slot n.
+        pool: `TTTState` of `state` and `grad` [slots, HV, K, V], `bias` and `bias_grad` [slots, HV, 1, V], in float32,
+            bfloat16 or float16, any strides, and `position` [slots] int32 or int64, from 0 to chunk_size - 1.
+            Arithmetic is float32; values are rounded when stored.
+        state_indices: [N] int32 or int64 slot of each row. None: row n uses slot n.
         eta_col, residual, scale, eps, chunk_size: As in `chunk_ttt_linear`.
-        pad_slot_id: Slots are numbers above this one.
-        out: Shape of v, dtype of v or, of 16 bits, float32; overlapping no other tensor; it is written and returned.
-        backend: None: the table's choice. "eager", "triton", "gluon": a demand.
+        pad_slot_id: Indices up to and including this one mark padding rows.
+        out: Output buffer, returned: shape of v; dtype of v, or float32 for 16-bit v. Must not overlap other tensors.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
-        o: Shape of v; `out` if that was given.
+        o: Shape of v; `out` if given.
 
     Raises:
-        TypeError: an argument of the wrong Python type; pool is no TTTState.
-        ValueError: a wrong shape, dtype, device or combination, an argument that requires a gradient, or inside
-            `checked` live slots that are not distinct.
-        UnsupportedError: no backend, or not the demanded one, serves the device and dtypes.
+        TypeError: An argument has the wrong Python type, or pool is not a TTTState.
+        ValueError: A shape, dtype, device or combination is wrong, an argument requires a gradient, or (inside
+            `checked`) live slots are not distinct.
+        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
+
+    Source:
+        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear and mini-batch TTT.
 
     Examples:
         >>> import torch, wyfold
@@ -215,5 +218,5 @@ def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: i
 
 
 def _swap_batch_time(x: Any) -> Any:
-    """Rows before tokens; what is no such tensor is refused later, under its name."""
+    """Swap the first two dimensions of a tensor; return anything else as it is, for a later check to refuse."""
     return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

@@ -1,4 +1,4 @@
-"""The two triangular steps of a chunk as operators: the key gram, and the inverse of I plus it."""
+"""The triangular steps of the chunkwise form: the key Gram matrix of a chunk, and the inverse of I plus it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,31 @@ def solve_tril(
 
         X[r, :] = I[r, :] - sum_{s<r} A[r, s] X[s, :]
 
-    Only entries strictly below the diagonal of a chunk's real rows are read: whatever stands elsewhere, NaN included,
-    changes no bit; inside `checked` it must be zero. Row r depends on rows up to r of its chunk alone; an entry that is
-    read and not finite stays in its chunk. No gradient.
+    Only entries strictly below the diagonal of a chunk's actual rows are read. Other entries, NaN included, change no
+    bit; inside `checked` they must be zero. Row r depends only on rows up to r of its chunk, so a non-finite entry
+    never leaves its chunk. No gradient.
 
     Args:
-        A: [B, T, H, C] float32, float16, bfloat16 or float64; C = 16, 32 or 64. Row r of a chunk at its token; the
-            chunk grid starts at each sequence's first token, the last chunk may be short.
+        A: [B, T, H, C] float32, float16, bfloat16 or float64; C = 16, 32 or 64. A token holds its row of the chunk's
+            matrix. Chunks start at each sequence's first token; the last one may be short.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
-        output_dtype: Any float. None: float32, float64 for a float64 A. Arithmetic is that wide in any case.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        output_dtype: Any float. None: float32, or float64 for a float64 A. The arithmetic is always that wide.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         X: [B, T, H, C] unit lower triangular; exact zeros past a short chunk's last column and past the last boundary.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, an A that requires a gradient, or (`checked`) is not strictly lower.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, A requires a gradient, or (inside `checked`) A is not strictly
+            lower triangular.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        UT transform without its factor diag(beta): DeltaNet, arXiv:2406.06484, Eq. (10).
 
     Examples:
-        DeltaNet from its parts: one head, two chunks of 16 tokens, the state carried from one to the other.
+        DeltaNet from its parts: one head, two chunks of 16 tokens, with the state carried between them.
 
         >>> import torch, wyfold
         >>> q, k, v = (torch.nn.functional.normalize(torch.randn(1, 32, 1, 8), dim=-1) for _ in range(3))
@@ -62,8 +66,8 @@ def solve_tril(
         >>> S, outputs = torch.zeros(8, 8), []
         >>> for chunk in (slice(0, 16), slice(16, 32)):
         ...     A_c, q_c, k_c, v_c = (x[0, chunk, 0] for x in (A, q, k, v))
-        ...     u = A_c @ (beta[0, chunk] * v_c)  # written values, had the state been empty
-        ...     w = A_c @ (beta[0, chunk] * k_c)  # what they lose to each entry of the state
+        ...     u = A_c @ (beta[0, chunk] * v_c)  # values to write into a zero state
+        ...     w = A_c @ (beta[0, chunk] * k_c)  # correction per unit of the entering state
         ...     written = u - w @ S
         ...     outputs.append(q_c @ S + (q_c @ k_c.T).tril() @ written)
         ...     S = S + k_c.T @ written
@@ -109,7 +113,7 @@ def chunk_scaled_dot_kkt(
     output_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Decayed gram of the keys of every chunk, times the write strength: what `solve_tril` is given.
+    """Decayed Gram matrix of the keys of every chunk, times the write strength: the input of `solve_tril`.
 
         L[r, s] = beta_r sum_d k[r, d] k[s, d] exp(g[s+1, d] + ... + g[r, d])     s < r, else 0
 
@@ -117,24 +121,29 @@ def chunk_scaled_dot_kkt(
 
     Args:
         k: [B, T, H, K] float32, float16, bfloat16 or float64; K a multiple of 8 from 8 to 256.
-        beta: [B, T, HV] any float. Write strength, no logit. HV is a multiple of H; value head j reads key head
+        beta: [B, T, HV] any float. Write strength, not a logit. HV is a multiple of H; value head j reads key head
             j // (HV // H).
-        g: [B, T, HV] or [B, T, HV, K] any float. Natural-log decay per token, not yet summed, <= 0; -inf forgets all
-            before. None: no decay. Beside gates of channels, kernels copy k and g first where K is no multiple of 16
-            or rows cannot be read 16 bytes at a time; `explain` says so.
-        chunk_size: C, 16, 32 or 64. The grid starts at each sequence's first token.
+        g: [B, T, HV] or [B, T, HV, K] any float. Natural log of the decay per token, not cumulative, <= 0; -inf resets.
+            None: no decay. With a gate per channel, kernels first copy k and g if K is not a multiple of 16 or rows
+            are not aligned to 16 bytes; `explain` reports it.
+        chunk_size: C, 16, 32 or 64. Chunks start at each sequence's first token.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
-        output_dtype: Any float. None: float32, float64 if an input is float64.
-        backend: None for the table's choice; "eager", "triton" or "gluon" demands one.
+        output_dtype: Any float. None: float32, or float64 if an input is float64.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
-        L: [B, T, HV, chunk_size]; row r of a chunk at its token, exact zeros from column r on and past the last
-            boundary.
+        L: [B, T, HV, chunk_size]; a token holds its row of the chunk's matrix. Exact zeros from the diagonal on, and
+            past the last boundary.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: a wrong shape, dtype or device, an input that requires a gradient, or (`checked`) a positive g.
-        UnsupportedError: no backend, or not the demanded one, serves the device.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype or device is wrong, an input requires a gradient, or (inside `checked`) g is
+            positive.
+        UnsupportedError: No backend, or not the demanded one, serves the device.
+
+    Source:
+        DeltaNet, arXiv:2406.06484, Eq. (10); with decay Gated DeltaNet, arXiv:2412.06464v3, section 3.3, and Kimi
+        Linear, arXiv:2510.26692, Eq. (6).
 
     Examples:
         >>> import torch, wyfold
@@ -181,8 +190,10 @@ def chunk_scaled_dot_kkt(
 
 
 class _Constant(torch.autograd.Function):
-    """An operator without a gradient. Called by itself its tangents would be what it returns for theirs, as if it were
-    linear, and `vmap` would run it row by row; a function that has neither `jvp` nor `setup_context` refuses both.
+    """Wrapper that refuses forward-mode gradients and `vmap` for an operator without a gradient.
+
+    Called directly, the operator would treat tangents as if it were linear, and `vmap` would run it row by row. A
+    function with neither `jvp` nor `setup_context` refuses both.
     """
 
     @staticmethod
@@ -220,7 +231,12 @@ def _plan(
     key: Callable[[Any], str],
     copies: tuple[str, ...] = (),
 ) -> Plan:
-    """key: gives what the launch depends on, from the module of its kernel. copies: arguments that kernels copy."""
+    """Plan of one of the two operators.
+
+    Args:
+        key: Maps the kernel's module to the launch key.
+        copies: Names of the arguments that kernels copy first.
+    """
     N = None if cu is None else cu.shape[0] - 1
     parts = workspace.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
@@ -238,7 +254,7 @@ def _plan(
 
 
 def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, backend: str) -> ChunkGrid:
-    """Chunks of the whole call, for kernels that find their tokens themselves; does not wait for the device."""
+    """Chunks of the whole call, for kernels that compute token positions; no device synchronisation."""
     B, T = x.shape[:2]
     if cu is not None and check.readable(cu):
         legal_boundaries(op, cu, T)
@@ -247,7 +263,7 @@ def _grid(op: str, x: Tensor, cu: Tensor | None, chunk_size: int, backend: str) 
 
 
 def _chunks_per_part(chunk_size: int, heads: int, width: int, dtype: torch.dtype) -> int:
-    """Most chunks of a part: what a state is elsewhere, [heads, chunk_size, width] tiles are here."""
+    """Maximal number of chunks of a part, whose memory here is one [heads, chunk_size, width] tile per chunk."""
     return workspace.chunks_per_part(chunk_size * heads * width * dtype.itemsize)
 
 

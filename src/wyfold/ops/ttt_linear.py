@@ -1,4 +1,4 @@
-"""TTT-Linear: the state is a linear model that learns, by gradient descent, from the keys and values it reads."""
+"""TTT-Linear: the state is a linear model, trained by gradient descent on the keys and values of the sequence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from wyfold.runtime.replay_cache import replayed
 
 
 class TTTState(NamedTuple):
-    """Where every sequence stands, inside a mini-batch or at its start.
+    """Resume point of every sequence, inside a mini-batch or at the start of one.
 
     Attributes:
-        state: [N, HV, K, V] matrix the open mini-batch was entered with.
-        bias: [N, HV, 1, V] its bias.
-        grad: [N, HV, K, V] sum of k n^T over the open mini-batch's tokens; zero where `position` is. Factors
-            `eta_col` are in it.
-        bias_grad: [N, HV, 1, V] sum of n, likewise.
-        position: [N] int32 or int64. Tokens of the open mini-batch, from 0 to chunk_size - 1.
+        state: [N, HV, K, V] matrix at the start of the open mini-batch.
+        bias: [N, HV, 1, V] bias at the start of the open mini-batch.
+        grad: [N, HV, K, V] sum of k n^T over the open mini-batch's tokens, factors `eta_col` included; zero where
+            `position` is zero.
+        bias_grad: [N, HV, 1, V] sum of n over the same tokens, factors included.
+        position: [N] int32 or int64. Tokens already in the open mini-batch, from 0 to chunk_size - 1.
     """
 
     state: Tensor
@@ -57,70 +57,70 @@ def chunk_ttt_linear(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """TTT-Linear over whole sequences, mini-batch by mini-batch.
+    """TTT-Linear over whole sequences, computed mini-batch by mini-batch.
 
-    Per value head, (S0, c0) being the state that a mini-batch of `chunk_size` tokens was entered with and LN the norm
-    of a row to mean 0 and variance 1:
+    Per value head, with (S0, c0) the state at the start of a mini-batch of `chunk_size` tokens, and LN the
+    normalisation of a row to mean 0 and variance 1:
 
         n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0, times eta_col_t
         S_t = S0 - eta_t sum_{s<=t} k_s n_s^T        c_t = c0 - eta_t sum_{s<=t} n_s
         h_t = scale S_t^T q_t + c_t                  o_t = h_t + w LN(h_t) + b
 
-    Published layers step along n_s by a number of both tokens, eta_t eta_col_s, and end in o_t = q_t + w LN(h_t) + b,
-    which is residual="q".
+    Published layers use the step eta_t eta_col_s along n_s, and the output o_t = q_t + w LN(h_t) + b, which is
+    residual="q".
 
-    The last token's (S_t, c_t) enters the next mini-batch. The last mini-batch of a sequence may be short: the states
-    that are returned are those of its last token, so going on from them starts a new mini-batch;
-    `fused_recurrent_ttt_linear` goes on inside one.
+    The last token's (S_t, c_t) starts the next mini-batch. The last mini-batch of a sequence may be short: the
+    returned states are those after its last token, so a call that continues from them starts a new mini-batch.
+    `fused_recurrent_ttt_linear` continues inside one.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager. Any strides. Never written.
         k: [B, T, H, K], dtype of q.
-        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H: value head j reads query
+        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H; value head j reads query
             and key head `j // (HV // H)`. The inner model learns v - k from k.
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
-        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size of a token; it rescales the whole sum of its
-            mini-batch, it does not weigh the token; `eta_col` does.
+        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size at a token. It scales the whole sum of the
+            mini-batch, not the token's own gradient; `eta_col` does that.
         eta_col: As eta. Factor of a token's own gradient, in its mini-batch and beyond. None: 1.
-        residual: What the norm of what was read is added to: "o", itself, or "q", the query without `scale`.
-        scale: Multiplies the q that reads. None: K ** -0.5; published layers have 1.
-        eps: > 0, at least the smallest normal number of the arithmetic; added to the variances.
-        chunk_size: 16, 32 or 64. Tokens of a mini-batch, counted from each sequence's first: part of the model, not a
-            tile.
+        residual: Summand next to the norm of h: "o" adds h itself, "q" the query without `scale`.
+        scale: Factor of q in h. None: K ** -0.5; published layers use 1.
+        eps: Added to the variances; > 0, at least the smallest normal number of the arithmetic.
+        chunk_size: 16, 32 or 64. Tokens of a mini-batch, counted from each sequence's first. Part of the model, not a
+            tile size.
         initial_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]) float32, float16, bfloat16. None: zeros.
         initial_state_bias: [N, HV, 1, V], as initial_state. None: zeros. Each may be given without the other.
         output_final_state: Return the states after every sequence's last token.
         state_v_first: Matrix states are V-first, in and out.
         state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
         cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty
-            sequence returns its initial state bit for bit; rows past the last boundary are never read, their o is zero.
-        cp_context: From `wyfold.cp.build_cp_context`, in the place of cu_seqlens: the tensors are this rank's share of
-            a buffer that the ranks of a group hold together; a rank's edge must not lie inside a mini-batch. Initial
-            states are those of the sequences that begin here (`starts`), final states those of the ones that end here
-            (`ends`); of w and b each rank gets its own share of the gradient. States go from rank to rank: memory is
-            split, the time of one sequence is not.
-        disable_recompute: On eager, keep for the backward the state of every mini-batch, which it would run the forward
-            again for: memory for time, same bits. Kernels keep the states of every fourth mini-batch of 16 and two
-            tensors like v either way, since walking again would need as much memory at its most.
-        batch_invariant: A sequence's bits never depend on its neighbours, flag or not; here it changes nothing.
-        backend: None: the table's choice. "eager", "triton", "gluon": a demand.
+            sequence returns its initial state bit for bit. Rows past the last boundary are never read; their o is zero.
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+            buffer split over a process group, cut between mini-batches. Initial states are given for the sequences
+            that begin on this rank (`starts`); final states are returned for those that end on it (`ends`). Each rank
+            gets its partial gradient of w and b. States pass from rank to rank: this splits the memory of one
+            sequence, not its time.
+        disable_recompute: On eager, keep the state of every mini-batch for the backward instead of repeating the
+            forward: more memory, less time, same bits. Kernels ignore it: they keep the state of every fourth
+            mini-batch of 16 and two tensors like v, as recomputation would need the same peak memory.
+        batch_invariant: No effect: a sequence's bits never depend on its neighbours.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one.
 
     Returns:
         o: [B, T, HV, V], dtype of v.
-        final_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]), or None unless asked for.
-        final_state_bias: [N, HV, 1, V], or None unless asked for.
+        final_state: [N, HV, K, V] (with state_v_first [N, HV, V, K]), or None without `output_final_state`.
+        final_state_bias: [N, HV, 1, V], or None without `output_final_state`.
 
-    Differentiable in every tensor, once; gradients have their argument's dtype and are rounded once.
+    Differentiable once in every tensor argument. A gradient has its argument's dtype and is rounded once.
 
     Raises:
-        TypeError: an argument of the wrong Python type.
-        ValueError: shape, dtype, device or range; `cu_seqlens` with B > 1.
-        UnsupportedError: the demanded backend cannot.
-        RuntimeError: a gradient of a gradient was asked for.
+        TypeError: An argument has the wrong Python type.
+        ValueError: A shape, dtype, device or range is wrong, or `cu_seqlens` comes with B > 1.
+        UnsupportedError: No backend, or not the demanded one, can serve the call; `.reasons` explains why.
+        RuntimeError: A gradient of a gradient is requested.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620: TTT-Linear, inner mini-batches and their dual form.
+        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear, mini-batch TTT and the dual form.
 
     Examples:
         >>> import torch, wyfold
@@ -167,36 +167,39 @@ def fused_recurrent_ttt_linear(
     cu_seqlens: Tensor | SequenceLayout | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, TTTState | None]:
-    """TTT-Linear from any token to any other: the form for decoding.
+    """TTT-Linear, resumable after any token: the form for decoding.
 
-    The recurrence of `chunk_ttt_linear`, with the mini-batch that the last token falls into left open: calls that hand
-    the `TTTState` on go on from any token. They have the bits of one call where they are cut between mini-batches;
-    inside of one, sums are taken in another order and last bits differ. Sequences may stand at different positions.
+        n_t = gradient of 1/2 |w LN(z) + b - (v_t - k_t)|^2 at z = S0^T k_t + c0, times eta_col_t
+        S_t = S0 - eta_t sum_{s<=t} k_s n_s^T        c_t = c0 - eta_t sum_{s<=t} n_s
+        h_t = scale S_t^T q_t + c_t                  o_t = h_t + w LN(h_t) + b
+
+    The recurrence of `chunk_ttt_linear`. The returned `TTTState` keeps the last mini-batch open, so the next call
+    continues at any token. Calls split between mini-batches are bit-identical to one call. Split inside a mini-batch,
+    sums are taken in another order and last bits differ. Sequences may be at different positions.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager.
         k: [B, T, H, K], dtype of q.
         v: [B, T, HV, V], dtype of q; V = K.
-        w: [HV, V] any float.
-        b: [HV, V] any float.
-        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number.
+        w: [HV, V] any float. Weight of both norms.
+        b: [HV, V] any float. Bias of both norms.
+        eta: [B, T, HV, 1] or [B, T, HV] any float, or a number. Step size at a token.
         eta_col, residual, scale, eps, chunk_size, cu_seqlens, backend: As in `chunk_ttt_linear`.
-        state: Where the sequences stand; None: at their start, with zero states. A constant to the backward: no
-            gradient reaches it.
-        output_final_state: Return where the sequences stand afterwards, differentiable in this call's arguments.
+        state: Resume point of the sequences. None: their start, with zero states. The backward treats it as a constant.
+        output_final_state: Return the resume point after the last token, differentiable in this call's arguments.
 
     Returns:
         o: [B, T, HV, V], dtype of v.
-        final_state: `TTTState` with float32 states (float64 inputs: float64), or None unless asked for. An empty
-            sequence's are the given ones bit for bit.
+        final_state: `TTTState` with float32 states (float64 inputs: float64), or None without `output_final_state`. An
+            empty sequence's entries are the given ones bit for bit.
 
     Raises:
-        TypeError: an argument of the wrong Python type; state is no TTTState.
-        ValueError: shape, dtype, device or range; a position outside its mini-batch.
-        UnsupportedError: the demanded backend cannot.
+        TypeError: An argument has the wrong Python type, or state is not a TTTState.
+        ValueError: A shape, dtype, device or range is wrong, or a position lies outside its mini-batch.
+        UnsupportedError: No backend, or not the demanded one, can serve the call; `.reasons` explains why.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620.
+        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear and mini-batch TTT.
 
     Examples:
         >>> import torch, wyfold
