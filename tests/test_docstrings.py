@@ -2,8 +2,8 @@
 
 An argument's line begins `name: [B, T, H, K] ...`. Every public operator is called on meta tensors with one size per
 letter; then, one at a time, each dimension whose letter occurs elsewhere is given another size that would be legal by
-itself, and the operator must refuse it, naming itself. An argument that an operator leaves to `chunk_gated_delta_rule`
-is read there.
+itself, and the operator must refuse it, naming itself. Arguments that an operator leaves to `chunk_gated_delta_rule`
+are read there. Every operator documents its own errors and names a paper with an equation or a section.
 """
 
 import doctest
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import wyfold
+from wyfold import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +68,7 @@ def brackets(operator: Callable, section: str) -> dict[str, tuple[str, ...]]:
 
 
 def leaves_the_rest(operator: Callable) -> bool:
-    return f"All other arguments, results and errors: `{SHARED}`" in inspect.getdoc(operator)
+    return f"Arguments not listed here are those of `{SHARED}`." in inspect.getdoc(operator)
 
 
 def shapes_of(name: str) -> dict[str, tuple[str, ...]]:
@@ -122,8 +123,8 @@ def test_documented_shapes_are_accepted_and_returned(name: str):
     flags = {"output_final_state": True} if "output_final_state" in inspect.signature(operator).parameters else {}
     result = operator(**arguments(name), **flags)
     results = result if isinstance(result, tuple) else (result,)
-    documented = brackets(getattr(wyfold, SHARED) if leaves_the_rest(operator) else operator, "Returns")
-    assert documented, "no word on what it returns"
+    documented = brackets(operator, "Returns")
+    assert documented, "no shape under Returns"
     for got, (what, shape) in zip(results, documented.items(), strict=False):
         if sizable(shape) and "..." not in shape:
             assert list(got.shape) == [size(name, letter) for letter in shape], what
@@ -140,6 +141,25 @@ def test_a_letter_has_one_size(name: str, argument: str, dimension: int):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_documents_a_shape(name: str):
     assert shapes_of(name)
+
+
+def section(operator: Callable, title: str) -> str:
+    """Text of a docstring's section, or nothing."""
+    found = re.search(rf"^{title}:\n((?:    .*\n|\n)*)", inspect.getdoc(operator) + "\n", re.M)
+    return found.group(1) if found else ""
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [*(getattr(wyfold, name) for name in OPERATORS), *(getattr(serving, name) for name in serving.__all__)],
+    ids=lambda operator: operator.__name__,
+)
+def test_every_operator_documents_its_errors_and_source(operator: Callable):
+    for error in ("TypeError", "ValueError", "UnsupportedError"):
+        assert f"    {error}: " in section(operator, "Raises")
+    source = section(operator, "Source")
+    assert re.search(r"arXiv:\d{4}\.\d{5}", source)
+    assert re.search(r"Eqs?\. \(\d+\)|sections? \d", source), "no equation and no section"
 
 
 # --- examples --------------------------------------------------------------------------------------------------------

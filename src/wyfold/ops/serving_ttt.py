@@ -80,7 +80,7 @@ def ttt_decode(
         UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear and mini-batch TTT.
+        Learning to (learn at test time), arXiv:2407.04620, sections 2.4 to 2.7: mini-batch TTT, TTT-Linear.
 
     Examples:
         >>> import torch, wyfold
@@ -92,9 +92,6 @@ def ttt_decode(
         >>> o = serving.ttt_decode(q, k, v, torch.ones(H, D), torch.zeros(H, D), 0.1, pool, slots)
         >>> pool.position.tolist(), [bool(x.any()) for x in o]
         ([1, 0, 0, 0, 0, 1, 0, 0], [True, True, False])
-
-    Source:
-        Learning to (learn at test time), arXiv:2407.04620.
     """
     op = "ttt_decode"
     if not isinstance(pool, TTTState):

@@ -120,7 +120,7 @@ def chunk_ttt_linear(
         RuntimeError: A gradient of a gradient is requested.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear, mini-batch TTT and the dual form.
+        Learning to (learn at test time), arXiv:2407.04620, sections 2.4 to 2.7: mini-batch TTT, dual form, TTT-Linear.
 
     Examples:
         >>> import torch, wyfold
@@ -199,7 +199,7 @@ def fused_recurrent_ttt_linear(
         UnsupportedError: No backend, or not the demanded one, can serve the call; `.reasons` explains why.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620, section 2: TTT-Linear and mini-batch TTT.
+        Learning to (learn at test time), arXiv:2407.04620, sections 2.4 to 2.7: mini-batch TTT, TTT-Linear.
 
     Examples:
         >>> import torch, wyfold
