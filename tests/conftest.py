@@ -99,19 +99,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @functools.cache
 def interpreting() -> bool:
     """Whether this process runs kernels in Triton's interpreter."""
-    from wyfold.runtime import kernel_configs
+    from wyfold.runtime import triton_support
 
-    return kernel_configs.can_interpret()
+    return triton_support.can_interpret()
 
 
 @functools.cache
 def no_kernels() -> str:
     """Why no kernel can run in this process; empty if kernels do."""
-    from wyfold.runtime import kernel_configs
+    from wyfold.runtime import triton_support
 
     if interpreting():
         return ""
-    refusal = kernel_configs.support(torch.device("cuda")).refusal
+    refusal = triton_support.support_of(torch.device("cuda")).refusal
     return refusal and f"{refusal}, and the process was not started with TRITON_INTERPRET=1"
 
 
@@ -245,12 +245,12 @@ def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | Non
     """
     from wyfold.kernels import table
     from wyfold.ops import plan_cache
-    from wyfold.runtime import kernel_configs
+    from wyfold.runtime import triton_support
 
     calls, plan = [], table.plan
     monkeypatch.setattr(plan_cache, "_plans", {})  # no plan made for tensors on the other device
     monkeypatch.setattr(
-        kernel_configs, "support", lambda device: kernel_configs.Support("", "", "", "no kernel is wanted")
+        triton_support, "support_of", lambda device: triton_support.Support("", "", "", "no kernel is wanted")
     )
 
     def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceScanOpInterface, TensorHandle
 
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 COMPUTING = ("binary_op", "unary_op", "ternary_op", "create_fma")
 """Methods of the builder through which all elementwise arithmetic and every comparison goes."""
@@ -150,7 +150,7 @@ def get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
 
 def repair() -> None:
     """Make this process's interpreter compute in bfloat16; a second call changes nothing."""
-    kernel_configs.trust_interpreter()
+    triton_support.trust_interpreter()
     if hasattr(InterpreterBuilder.create_dot, "__wrapped__"):
         return
     InterpreterBuilder.create_fma = rounded_once(InterpreterBuilder.create_fma)

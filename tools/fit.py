@@ -105,7 +105,7 @@ class Card:
         row = kernel_configs.row(self.architecture, kernel, lookup.key)
         tried = []
         for config in candidates(kernel_configs._table(self.architecture)[kernel][row]):
-            with kernel_configs.trying(self.architecture, kernel, name, config):
+            with kernel_configs.override_row(self.architecture, kernel, name, config):
                 tried.append((self.costs(call, kernel)[lookup], config))
         best, config = min(tried, key=lambda pair: pair[0])
         print(f"{self.architecture} {kernel} {name}: {tried[0][0]} -> {best} {config}", flush=True)

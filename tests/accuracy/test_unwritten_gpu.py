@@ -12,7 +12,7 @@ import wyfold
 from wyfold import SequenceLayout
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 GATES = ("weak", "-20", "any", "strong model")
@@ -24,7 +24,7 @@ Spoilt = Callable[..., contextlib.AbstractContextManager[None]]
 @pytest.fixture
 def spoilt(card: torch.device) -> Spoilt:
     """`with spoilt()`: before every launch all shared memory of the card is filled with NaNs, or another word."""
-    if kernel_configs.architecture(card) != "sm_90":
+    if triton_support.architecture(card) != "sm_90":
         pytest.skip("a program of 224 KiB of shared memory fills a multiprocessor of sm_90 alone")
     from tests.accuracy import shared_memory
     from triton import knobs

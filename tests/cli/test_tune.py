@@ -15,7 +15,7 @@ from wyfold.cli.bench.timing import Kernel
 from wyfold.cli.tuner import Candidate, Tuner, neighbours
 from wyfold.reference.error import judge
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.plan import Launch
 
@@ -125,7 +125,7 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
     wrong = Candidate(replace(SHIPPED, warps=8), "wrong: o")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernel_configs, "support", lambda device: kernel_configs.judged("sm_90", "3.6.0"))
+    monkeypatch.setattr(triton_support, "support_of", lambda device: triton_support.support_for("sm_90", "3.6.0"))
     monkeypatch.setattr(tuning, "launches", lambda stage, case: [LAUNCH])
     words = ["tune", "scan", "--ops", "gdn", "--out", str(tmp_path)]
     for tuned, code, row in (
@@ -145,7 +145,7 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
 
 def test_the_configuration_in_trial_is_the_one_that_is_launched():
     cpu, before = torch.device("cpu"), kernel_configs.tuned("scan.triton", LAUNCH.key, torch.device("cpu"))
-    with kernel_configs.trying("sm_90", "scan.triton", LAUNCH.key, Config(16, 7)):
+    with kernel_configs.override_row("sm_90", "scan.triton", LAUNCH.key, Config(16, 7)):
         assert kernel_configs.tuned("scan.triton", LAUNCH.key, cpu) == Config(16, 7)
         assert kernel_configs.tuned("scan.triton", "fp32 K8 V8 C16 none WF", cpu) != Config(16, 7)
     assert kernel_configs.tuned("scan.triton", LAUNCH.key, cpu) == before

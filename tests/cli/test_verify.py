@@ -16,7 +16,7 @@ from wyfold.cli.scorecard.finding import Finding, Row
 from wyfold.kernels.gradients import eager as gradients_stage
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 
 SMALL = Shape(1, 40, 1, 2, 8, 8)
 FEW = ("chunk_delta_rule", "l2norm", "solve_tril")
@@ -138,8 +138,8 @@ def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch)
 
 
 def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
-    monkeypatch.setattr(kernel_configs, "support", lambda device: kernel_configs.judged("sm_90", "3.6.0"))
-    monkeypatch.setattr(kernel_configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(triton_support, "support_of", lambda device: triton_support.support_for("sm_90", "3.6.0"))
+    monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
     kernels = ("chunk_kda", "chunk_ttt_linear", "fused_recurrent_kda")
     for name in (*kernels, "fused_recurrent_ttt_linear"):

@@ -45,7 +45,7 @@ from wyfold.kernels import table
 from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime import kernel_configs, segment_rule, triton_support
 
 if importlib.util.find_spec("triton") is not None:
     from triton.runtime import driver
@@ -318,7 +318,7 @@ def pretending(architecture: str, launched: Callable[..., None], code_of: str = 
     with (
         mock.patch.object(driver, "_active", PretendDriver(code_of or architecture)),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(kernel_configs, "architecture", lambda device: architecture),
+        mock.patch.object(triton_support, "architecture", lambda device: architecture),
         mock.patch.object(table, "_device_refusal", lambda device, demand: ""),
     ):
         yield
@@ -375,7 +375,7 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
 
 def keeps_modules() -> bool:
     """Whether this Triton's passes are those that `read_once` and `accesses_laid_out_once` were written for."""
-    return kernel_configs.version().startswith(f"{RECORDED}.")
+    return triton_support.triton_version().startswith(f"{RECORDED}.")
 
 
 def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = UNNAMED) -> Any:
@@ -385,7 +385,7 @@ def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, n
     """
     from triton._C.libtriton import ir
 
-    kept = CACHE / f"{hashlib.sha256(f'{kernel_configs.version()} {source}'.encode()).hexdigest()}.{kind}"
+    kept = CACHE / f"{hashlib.sha256(f'{triton_support.triton_version()} {source}'.encode()).hexdigest()}.{kind}"
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(f".{os.getpid()}")
@@ -532,7 +532,7 @@ def allowances() -> dict[str, dict[str, dict[str, int]]]:
 def complaints(call: Call | Served | Share, architecture: str, found: list[Usage]) -> list[str]:
     """What is wrong with a call's kernels; empty if they fit."""
     recorded = allowances()
-    minor = ".".join(kernel_configs.version().split(".")[:2])
+    minor = ".".join(triton_support.triton_version().split(".")[:2])
     allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED, {}).get(architecture, {})
     wrong = []
     for u in found:
@@ -768,7 +768,7 @@ def main() -> int:
     parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
     args = parser.parse_args()
     architectures, wrong, allowed = args.architecture or list(SHARED), [], allowances()
-    minor = ".".join(kernel_configs.version().split(".")[:2])
+    minor = ".".join(triton_support.triton_version().split(".")[:2])
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
         for architecture, found in zip(
             architectures, workers.map(partial(looked_at, word=args.call, wide=not args.narrow), architectures)

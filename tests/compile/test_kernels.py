@@ -7,7 +7,7 @@ import pytest
 from tests.compile import aot
 
 import wyfold
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -160,6 +160,6 @@ def test_what_is_over_is_told(monkeypatch):
     monkeypatch.setattr(aot, "allowances", dict)
     assert len(aot.complaints(call, "sm_89", [usage])) == 5
     assert len(aot.complaints(call, "sm_90", [usage])) == 4
-    minor = ".".join(kernel_configs.version().split(".")[:2])
+    minor = ".".join(triton_support.triton_version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
     assert len(aot.complaints(call, "sm_90", [usage])) == 3

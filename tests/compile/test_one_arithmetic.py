@@ -62,7 +62,7 @@ def kernels(
 ) -> dict[str, tuple[collections.Counter[str], ...]]:
     """Of forward and backward in chunks of 64, for sm_90; `gradients` is Triton's where that is named."""
     found: dict[str, tuple[collections.Counter[str], ...]] = {}
-    offers = kernel_configs.offers
+    has_row = kernel_configs.has_row
     left_out = "gradients.gluon" if "wyfold_gradients_triton" in names else ""
 
     def look(kernel, *arguments, **options) -> None:
@@ -74,8 +74,8 @@ def kernels(
         aot.pretending("sm_90", look),
         mock.patch.object(
             kernel_configs,
-            "offers",
-            lambda where, kernel, key: kernel != left_out and offers(where, kernel, key),
+            "has_row",
+            lambda where, kernel, key: kernel != left_out and has_row(where, kernel, key),
         ),
     ):
         room = torch.zeros(1, T, 4, 3 * 128 + 8, dtype=torch.bfloat16)

@@ -129,7 +129,7 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
         return found
 
     config = kernel_configs.Config(warps, 1, {"BV": columns})
-    with kernel_configs.trying("sm_90", "recurrent.gluon", "bf16 K128 V128 KV alone", config):
+    with kernel_configs.override_row("sm_90", "recurrent.gluon", "bf16 K128 V128 KV alone", config):
         yield switch
 
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import wyfold
 from wyfold import UnsupportedError, serving
 from wyfold.kernels import table
-from wyfold.runtime import kernel_configs, replay_cache
-from wyfold.runtime.kernel_configs import judged
+from wyfold.runtime import kernel_configs, replay_cache, triton_support
 from wyfold.runtime.plan import Plan
+from wyfold.runtime.triton_support import support_for
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -24,10 +24,10 @@ def card(monkeypatch):
     """`card("sm_89", "3.7.1")`: the process has this GPU and this Triton; no warning was given yet."""
 
     def insert(architecture: str, version: str, proof: str | None = None) -> None:
-        support = judged(architecture, version)
+        support = support_for(architecture, version)
         support = support if proof is None else support._replace(proof=proof)
-        monkeypatch.setattr(kernel_configs, "support", lambda device: support)
-        monkeypatch.setattr(kernel_configs, "architecture", lambda device: architecture)
+        monkeypatch.setattr(triton_support, "support_of", lambda device: support)
+        monkeypatch.setattr(triton_support, "architecture", lambda device: architecture)
         monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
         monkeypatch.setattr(table, "_warned_architectures", [])
 
@@ -72,7 +72,9 @@ def test_float64_is_refused_with_who_does_it(card):
     assert plan(dtypes=(F64,), backend="eager").backend == "eager"
 
 
-@pytest.mark.parametrize("limit", json.loads(kernel_configs._data("support"))["beyond"], ids=lambda limit: limit["key"])
+@pytest.mark.parametrize(
+    "limit", json.loads(triton_support.config_text("support"))["beyond"], ids=lambda limit: limit["key"]
+)
 def test_what_does_not_fit_into_a_card_is_refused_with_who_does_it(limit: dict, card):
     """The sizes that support.json names, there and only there."""
     sizes = ((limit["kernel"].removesuffix(".triton"), limit["key"].replace("BK", "K") + " C16"),)
@@ -202,12 +204,12 @@ def test_tensors_elsewhere_land_on_eager_unasked(card):
 
 def test_a_demand_on_the_cpu_is_for_the_interpreter(card, monkeypatch):
     card("sm_90", "3.6.0")
-    monkeypatch.setattr(kernel_configs, "can_interpret", lambda: False)
+    monkeypatch.setattr(triton_support, "can_interpret", lambda: False)
     assert "runs on CUDA tensors" in refused(device=CPU, backend="triton")["triton"]
-    monkeypatch.setattr(kernel_configs, "can_interpret", lambda: True)
-    monkeypatch.setattr(kernel_configs, "_repaired_interpreter", False)
+    monkeypatch.setattr(triton_support, "can_interpret", lambda: True)
+    monkeypatch.setattr(triton_support, "_repaired_interpreter", False)
     assert "TRITON_INTERPRET=1" in refused(device=CPU, backend="triton")["triton"]
-    monkeypatch.setattr(kernel_configs, "_repaired_interpreter", True)
+    monkeypatch.setattr(triton_support, "_repaired_interpreter", True)
     assert plan(device=CPU, backend="triton").backend == "triton"
     assert plan(device=CPU).backend == "eager"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wyfold.ops.chunking import best_chunk_size
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ from wyfold.runtime import kernel_configs
 )
 def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
     """The card's tensors stand for themselves: only what is asked of them."""
-    monkeypatch.setattr(kernel_configs, "architecture", lambda device: architecture)
-    monkeypatch.setattr(kernel_configs, "support", lambda device: SimpleNamespace(proof="compiled"))
+    monkeypatch.setattr(triton_support, "architecture", lambda device: architecture)
+    monkeypatch.setattr(triton_support, "support_of", lambda device: SimpleNamespace(proof="compiled"))
     q, v = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
         for H, n in ((2, K), (2 * group, V))

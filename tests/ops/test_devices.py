@@ -15,7 +15,7 @@ from wyfold import UnsupportedError
 from wyfold.cli.operators import SUBJECTS
 from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 QUESTIONS = {"checked", "doctor", "explain"}
 OPERATORS = sorted(
@@ -47,7 +47,9 @@ def test_every_operator_takes_a_demand(name: str):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype, monkeypatch):
     monkeypatch.setattr(
-        kernel_configs, "support", lambda device: kernel_configs.Support("sm_00", "", "", "no kernel for such a card")
+        triton_support,
+        "support_of",
+        lambda device: triton_support.Support("sm_00", "", "", "no kernel for such a card"),
     )
     operator = getattr(wyfold, SUBJECTS[name].operator)
     arguments = SUBJECTS[name].arguments(SHAPE, dtype, 0)

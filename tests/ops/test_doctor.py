@@ -10,7 +10,7 @@ import torch
 
 import wyfold
 from wyfold.kernels import table
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 QUESTIONS = {"checked", "doctor", "explain"}
 
@@ -84,9 +84,9 @@ def test_a_card_says_what_is_known_of_the_kernels_on_it(version: str, proof: str
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card", total_memory=2**37)
     )
-    monkeypatch.setattr(kernel_configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(
-        kernel_configs, "support", lambda device: kernel_configs.judged("sm_90", version)._replace(proof=proof)
+        triton_support, "support_of", lambda device: triton_support.support_for("sm_90", version)._replace(proof=proof)
     )
     report = wyfold.doctor()
     (card,) = report.hardware["gpus"]
@@ -99,5 +99,5 @@ def test_a_card_says_what_is_known_of_the_kernels_on_it(version: str, proof: str
 
 def test_without_a_card_the_kernels_rest_on_nothing_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(kernel_configs, "support", lambda device: kernel_configs.Support("", "", "", "no card"))
+    monkeypatch.setattr(triton_support, "support_of", lambda device: triton_support.Support("", "", "", "no card"))
     assert wyfold.doctor().cells["scan"]["triton"] == "no card"

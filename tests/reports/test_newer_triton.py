@@ -13,7 +13,7 @@ import torch
 import wyfold
 from wyfold.cli import main
 from wyfold.kernels import table
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = 'pip install "torch>=2.11,<2.14", which brings Triton 3.6 or 3.7'
@@ -24,11 +24,11 @@ def triton(monkeypatch: pytest.MonkeyPatch):
     """Pretends that a Triton of this version is installed."""
 
     def forget() -> None:
-        kernel_configs.support.cache_clear()
+        triton_support.support_of.cache_clear()
         table._choose_cached.cache_clear()
 
     def install(version: str) -> None:
-        monkeypatch.setattr(kernel_configs, "version", lambda: version)
+        monkeypatch.setattr(triton_support, "triton_version", lambda: version)
         forget()
 
     yield install
@@ -39,7 +39,7 @@ def triton(monkeypatch: pytest.MonkeyPatch):
 def test_a_call_on_a_gpu_names_the_torch_to_install(version: str, triton, monkeypatch):
     triton(version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_configs, "architecture", lambda device: "sm_80")
+    monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_80")
     with pytest.raises(wyfold.UnsupportedError) as refused:
         table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
     said = str(refused.value)

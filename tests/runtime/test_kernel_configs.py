@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 import torch
 
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.kernel_configs import Config
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def rows(monkeypatch):
     """Replace every architecture's table by the given one."""
 
     def replace(table: dict[str, dict[str, dict[str, int]]]) -> None:
-        monkeypatch.setattr(kernel_configs, "_data", lambda name: json.dumps(table))
+        monkeypatch.setattr(triton_support, "config_text", lambda name: json.dumps(table))
         for cached in (kernel_configs._table, kernel_configs.row):
             cached.cache_clear()
 
@@ -72,7 +72,7 @@ def test_other_words_are_no_widths(word: str):
 
 
 def test_what_is_said_not_to_fit_names_kernels_and_architectures_there_are():
-    for limit in json.loads(kernel_configs._data("support"))["beyond"]:
+    for limit in json.loads(triton_support.config_text("support"))["beyond"]:
         assert set(limit) == {"kernel", "key", "architectures", "reason", "remedy"}
         assert limit["kernel"] in kernel_configs._table("sm_90") and set(limit["architectures"]) <= set(ARCHITECTURES)
 
@@ -95,7 +95,7 @@ def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(archit
 
 
 def test_the_interpreter_takes_the_rows_of_the_card_they_are_measured_on():
-    assert kernel_configs.architecture(CPU) == "sm_90"
+    assert triton_support.architecture(CPU) == "sm_90"
 
 
 # --- which Triton on which card --------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_the_interpreter_takes_the_rows_of_the_card_they_are_measured_on():
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_listed_pair_runs(architecture: str, version: str):
-    support = kernel_configs.judged(architecture, version)
+    support = triton_support.support_for(architecture, version)
     assert support.proof in ("verified", "compiled") and not support.refusal
     assert support.proof == "compiled" or architecture == "sm_90", "no other card was ever in reach"
 
@@ -119,7 +119,7 @@ def test_every_listed_pair_runs(architecture: str, version: str):
     ],
 )
 def test_a_version_that_nobody_tried_is_refused_with_what_to_install(architecture: str, version: str, reason: str):
-    support = kernel_configs.judged(architecture, version)
+    support = triton_support.support_for(architecture, version)
     assert not support.proof
     with pytest.raises(ValueError, match=rf'{reason}.*; pip install "torch>=2\.11,<2\.14"'):
         raise ValueError(support.refusal)
@@ -127,26 +127,26 @@ def test_a_version_that_nobody_tried_is_refused_with_what_to_install(architectur
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_103", "gfx942"])
 def test_a_card_that_nobody_compiled_for_is_refused_with_what_runs_there(architecture: str):
-    refusal = kernel_configs.judged(architecture, "3.6.0").refusal
+    refusal = triton_support.support_for(architecture, "3.6.0").refusal
     assert f"compiled for {architecture}" in refusal and "sm_80, sm_86" in refusal and 'backend="eager"' in refusal
 
 
 def test_without_a_card_there_is_nothing_to_judge(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    kernel_configs.support.cache_clear()
-    assert "no CUDA device" in kernel_configs.support(torch.device("cuda")).refusal
-    kernel_configs.support.cache_clear()
+    triton_support.support_of.cache_clear()
+    assert "no CUDA device" in triton_support.support_of(torch.device("cuda")).refusal
+    triton_support.support_of.cache_clear()
 
 
 def test_the_version_is_read_without_an_import(monkeypatch):
-    kernel_configs.version.cache_clear()
+    triton_support.triton_version.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert kernel_configs.version() == ""
-    kernel_configs.version.cache_clear()
+    assert triton_support.triton_version() == ""
+    triton_support.triton_version.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.6.0"}[name])
-    assert kernel_configs.version() == "3.6.0"
-    kernel_configs.version.cache_clear()
+    assert triton_support.triton_version() == "3.6.0"
+    triton_support.triton_version.cache_clear()
 
 
 def test_the_data_travels_with_the_package():

@@ -637,7 +637,7 @@ def launch_hook() -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_table() -> Iterator[None]:
-    with kernel_configs.trying("sm_90", "recurrent.triton", "default", kernel_configs.Config(blocks={"BV": 8})):
+    with kernel_configs.override_row("sm_90", "recurrent.triton", "default", kernel_configs.Config(blocks={"BV": 8})):
         yield
 
 

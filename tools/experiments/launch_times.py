@@ -26,7 +26,7 @@ import torch
 from tools.proofs.serving_times import _graph, _medians
 
 import wyfold
-from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime import kernel_configs, segment_rule, triton_support
 from wyfold.runtime.kernel_configs import Config
 
 ROUNDS, REPLAYS, PROFILED = 7, 3, 4
@@ -102,7 +102,7 @@ def measured(case, args):
             fixed = [blocks.pop(word, None) for word in ("warps", "stages", "registers")]
             config = Config(fixed[0], fixed[1], blocks, fixed[2])
             stack.enter_context(
-                kernel_configs.trying(kernel_configs.architecture(given[0].device), kernel, name, config)
+                kernel_configs.override_row(triton_support.architecture(given[0].device), kernel, name, config)
             )
         if args.segments:
             stack.enter_context(segment_rule.forced(args.segments))

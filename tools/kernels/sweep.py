@@ -32,7 +32,7 @@ from wyfold.cli.bench.timing import Gpu
 from wyfold.cli.catalog import OPS
 from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.kernel_configs import Config
 
 STAGES = ("prepare", "scan", "scan_bwd", "gradients")
@@ -81,7 +81,7 @@ def take(job: Job) -> None:
     prepare: Any = table.kernel_module("prepare", "triton")
     if "folded" in job:
         prepare.reads_folded = lambda g: bool(job["folded"])
-    rows = kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
+    rows = kernel_configs._table(triton_support.architecture(torch.device("cuda", 0)))
     for stage, row in job["rows"].items():
         blocks = {name: size for name, size in row.items() if name.isupper()}
         config = Config(row["warps"], row["stages"], blocks, row.get("registers"))
@@ -131,7 +131,7 @@ def checked(job: Job) -> Job:
 
 def timed(jobs: list[Job], found: list[Job]) -> None:
     """Milliseconds of every kernel of each job that is right, a launch."""
-    gpu, current = Gpu(), kernel_configs._table(kernel_configs.architecture(torch.device("cuda", 0)))
+    gpu, current = Gpu(), kernel_configs._table(triton_support.architecture(torch.device("cuda", 0)))
     shipped = {name: dict(rows) for name, rows in current.items()}
     prepare: Any = table.kernel_module("prepare", "triton")
     form, drawn = prepare.reads_folded, {}

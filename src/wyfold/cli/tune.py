@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
 
     from wyfold.cli import tuner
     from wyfold.cli.bench.cases import PINNED, Case
-    from wyfold.runtime import kernel_configs
+    from wyfold.runtime import kernel_configs, triton_support
 
     if not torch.cuda.is_available():
         raise Failure("needs a CUDA device: configurations are proved and timed on the card they are for")
     device = torch.device("cuda", torch.cuda.current_device())
-    support = kernel_configs.support(device)
+    support = triton_support.support_of(device)
     if support.refusal:
         raise Failure(support.refusal)
     if args.arch not in (None, support.architecture):

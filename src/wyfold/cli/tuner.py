@@ -17,7 +17,7 @@ from wyfold.cli.bench.timing import Gpu
 from wyfold.cli.catalog import OPS
 from wyfold.cli.operators import SUBJECTS, Arguments, measured, verdicts
 from wyfold.kernels import table
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.plan import Launch
 
@@ -57,7 +57,7 @@ class Tuner:
 
     def __init__(self, launched: Launch, case: Case, device: torch.device, rounds: int):
         self.launched, self.case, self.device, self.rounds = launched, case, device, rounds
-        self.kernel, self.architecture = f"{launched.stage}.triton", kernel_configs.architecture(device)
+        self.kernel, self.architecture = f"{launched.stage}.triton", triton_support.architecture(device)
         self.module = table.kernel_module(launched.stage, "triton")
 
     def tune(self) -> list[Candidate]:
@@ -78,7 +78,7 @@ class Tuner:
         return kernel_configs.tuned(self.kernel, self.launched.key, self.device)
 
     def trying(self, candidate: Candidate) -> Any:
-        return kernel_configs.trying(self.architecture, self.kernel, self.launched.key, candidate.config)
+        return kernel_configs.override_row(self.architecture, self.kernel, self.launched.key, candidate.config)
 
     def _compile(self, candidates: list[Candidate]) -> None:
         call = self.call(self.case)

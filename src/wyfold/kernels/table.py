@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.runtime import check, kernel_configs
+from wyfold.runtime import check, kernel_configs, triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.choices import BACKENDS
 from wyfold.runtime.plan import Launch, Plan, explaining, settle
@@ -170,7 +170,7 @@ def _with_kernels(
 
     A stage used in both directions may have two keys. The backward's key then follows the forward's.
     """
-    architecture = kernel_configs.architecture(device)
+    architecture = triton_support.architecture(device)
     backends = [selected_backend(stage, plan.backend, key, device) for stage, key in keys]
     named = zip(keys, backends, strict=True)
     rows = tuple(
@@ -214,11 +214,11 @@ def selected_backend(stage: str, backend: str, key: str, device: torch.device) -
     kernel was measured faster there. It takes the same arguments and serves every call of the key. `explain` names the
     kernel that is launched.
     """
-    if backend != "triton" or kernel_configs.interpreting() or _entry(stage, "gluon") is None:
+    if backend != "triton" or triton_support.interpreting() or _entry(stage, "gluon") is None:
         return backend
     if stage == "scan" and not {"kept", "wide"}.isdisjoint(key.split()):
         return backend  # keeps intermediate states, or writes outputs of another dtype
-    return "gluon" if kernel_configs.offers(kernel_configs.architecture(device), f"{stage}.gluon", key) else backend
+    return "gluon" if kernel_configs.has_row(triton_support.architecture(device), f"{stage}.gluon", key) else backend
 
 
 @functools.cache
@@ -318,13 +318,13 @@ _EAGER_ON_REQUEST = (
 def _device_refusal(device: torch.device, requested: str | None) -> str:
     """Reason why kernels cannot run on this device in this process; empty if they can."""
     if device.type == "cuda":
-        return kernel_configs.support(device).refusal or kernel_configs.interpreter_refusal()
+        return triton_support.support_of(device).refusal or triton_support.interpreter_refusal()
     if device.type != "cpu" or requested is None:
         return f"never chosen unasked for tensors that are not on CUDA; these are on {device.type}"
     if requested != "triton":
         return f"backend={requested!r} was asked for"
-    if kernel_configs.can_interpret():
-        return kernel_configs.interpreter_refusal()
+    if triton_support.can_interpret():
+        return triton_support.interpreter_refusal()
     return 'runs on CUDA tensors; these are on cpu, where backend="eager" runs'
 
 
@@ -333,8 +333,9 @@ def _size_refusal(device: torch.device, sizes: StageKeys) -> str:
     """Reason why kernels of these sizes do not fit the device; empty if they do."""
     if device.type != "cuda":
         return ""
-    architecture = kernel_configs.architecture(device)
-    return next(filter(None, (kernel_configs.beyond(architecture, f"{stage}.triton", key) for stage, key in sizes)), "")
+    architecture = triton_support.architecture(device)
+    limits = (kernel_configs.hardware_limit(architecture, f"{stage}.triton", key) for stage, key in sizes)
+    return next(filter(None, limits), "")
 
 
 def refusal(device: torch.device, requested: str | None) -> str:
@@ -348,7 +349,7 @@ _warned_architectures: list[str] = []
 @constant_to_compilers
 def _warn_of_unverified(device: torch.device) -> None:
     """Warn once per process that the tests have not passed on this GPU under this Triton version."""
-    support = kernel_configs.support(device)
+    support = triton_support.support_of(device)
     if support.proof == "verified" or _warned_architectures:
         return
     warnings.warn(

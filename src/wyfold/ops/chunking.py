@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.kernels import table
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import CheckedDelta
-from wyfold.runtime import check, kernel_configs, segment_rule
+from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, most_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.torch_ops import constant_to_compilers
@@ -60,10 +60,10 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
 @constant_to_compilers
 def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
     """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
-    if device.type != "cuda" or not kernel_configs.support(device).proof or dtype not in table.FLOATS:
+    if device.type != "cuda" or not triton_support.support_of(device).proof or dtype not in table.FLOATS:
         return False
-    return kernel_configs.offers(
-        kernel_configs.architecture(device), "gradients.gluon", f"{kernel_configs.dtype_word(dtype)} {widths}"
+    return kernel_configs.has_row(
+        triton_support.architecture(device), "gradients.gluon", f"{kernel_configs.dtype_word(dtype)} {widths}"
     )
 
 

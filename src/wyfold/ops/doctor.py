@@ -25,7 +25,7 @@ from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 from wyfold.runtime.check import UnsupportedError, checking_contents
 
 OLDEST_TORCH = (2, 11)
@@ -174,7 +174,7 @@ def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
-        "architecture": kernel_configs.architecture(torch.device("cuda", index)),
+        "architecture": triton_support.architecture(torch.device("cuda", index)),
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "triton": _kernels_on(torch.device("cuda", index)),
     }
@@ -186,7 +186,7 @@ def _gpus() -> list[torch.device]:
 
 def _kernels_on(device: torch.device) -> str:
     """What is known about the kernels on a GPU: verified, unverified or refused."""
-    support = kernel_configs.support(device)
+    support = triton_support.support_of(device)
     if support.refusal:
         return f"refused: {support.refusal}"
     if support.proof == "verified":
@@ -203,11 +203,11 @@ def _known_bad() -> tuple[str, ...]:
         oldest = ".".join(map(str, OLDEST_TORCH))
         found.append(f"torch {torch.__version__} is older than {oldest}, the oldest that wyfold is made for")
     # A CPU build of torch brings no Triton, and needs none.
-    if (kernel_configs.version() or torch.version.cuda) and (
-        reason := kernel_configs.unlisted(kernel_configs.version())
+    if (triton_support.triton_version() or torch.version.cuda) and (
+        reason := triton_support.version_refusal(triton_support.triton_version())
     ):
         found.append(f"every GPU kernel is refused: {reason}")
-    if refusal := kernel_configs.interpreter_refusal():
+    if refusal := triton_support.interpreter_refusal():
         found.append(refusal)
     return tuple(found)
 
@@ -215,7 +215,7 @@ def _known_bad() -> tuple[str, ...]:
 def _cells() -> dict[str, dict[str, str]]:
     """Stage -> backend -> what its results rest on."""
     kernels = (
-        "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or kernel_configs.support(torch.device("cuda")).refusal
+        "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or triton_support.support_of(torch.device("cuda")).refusal
     )
     proof = {
         "eager": "PyTorch on any device; `wyfold verify` measures it on this one",

@@ -1,25 +1,21 @@
-"""How the kernels are launched, and where they may be.
+"""Launch configurations of the kernels: tables of rows, one JSON file per GPU architecture.
 
-Configurations are data, one file per GPU architecture; nothing is timed in a user's process. Which Triton on which
-architecture was proved, or only compiled, is data as well.
+Configurations are data that was measured in advance. Nothing is timed in a user's process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.metadata
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from wyfold.runtime import triton_support
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def tuned(kernel: str, key: str, device: torch.device) -> Config:
         key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar WF".
         device: Of the tensors; the interpreter, whose tensors are on the CPU, takes sm_90's.
     """
-    where = architecture(device)
+    where = triton_support.architecture(device)
     return _table(where)[kernel][row(where, kernel, key)]
 
 
@@ -74,7 +70,7 @@ def row(architecture: str, kernel: str, key: str) -> str:
 
 
 @functools.cache
-def offers(architecture: str, kernel: str, key: str) -> bool:
+def has_row(architecture: str, kernel: str, key: str) -> bool:
     """Whether an architecture has a row of `kernel`, which may have no "default", or not be there at all, for `key`."""
     rows = shipped(architecture).get(kernel, {})
     return any(set(key.split()).issuperset(name.split()) for name in rows)
@@ -97,9 +93,9 @@ def tile_width(width: int) -> int:
 
 
 @functools.cache
-def beyond(architecture: str, kernel: str, key: str) -> str:
+def hardware_limit(architecture: str, kernel: str, key: str) -> str:
     """Why `kernel` does not fit into a GPU with this key, in the words of `configs/support.json`; empty if it does."""
-    for limit in json.loads(_data("support"))["beyond"]:
+    for limit in json.loads(triton_support.config_text("support"))["beyond"]:
         where, words = limit["architectures"], limit["key"].split()
         if kernel == limit["kernel"] and architecture in where and _words(key).issuperset(words):
             return f"{limit['reason']} on {architecture}; {limit['remedy']}"
@@ -126,37 +122,37 @@ def dtype_word(dtype: torch.dtype) -> str:
 
 def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Kernel -> row -> its fields, as an architecture's file has them."""
-    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(_data(architecture))
+    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(architecture))
     return rows
 
 
 @contextlib.contextmanager
-def trying(architecture: str, kernel: str, name: str, config: Config) -> Iterator[None]:
+def override_row(architecture: str, kernel: str, name: str, config: Config) -> Iterator[None]:
     """Within, a kernel's table has this row, in every thread."""
     rows = _table(architecture)[kernel]
     before = dict(rows)
     rows[name] = config
-    _changed()
+    _table_changed()
     try:
         yield
     finally:
         rows.clear()
         rows.update(before)
-        _changed()
+        _table_changed()
 
 
-def _changed() -> None:
-    global _changes
-    _changes += 1
+def _table_changed() -> None:
+    global _table_version
+    _table_version += 1
     row.cache_clear()
 
 
-_changes = 0
+_table_version = 0
 
 
-def changes() -> int:
+def table_version() -> int:
     """How often the tables changed in this process: what was decided by them holds while this does."""
-    return _changes
+    return _table_version
 
 
 def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, Any]]:
@@ -167,123 +163,6 @@ def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, An
         for name, kernel in vars(module).items()
         if name.startswith("wyfold_")
     }
-
-
-def interpreting() -> bool:
-    """Whether this process runs kernels in Triton's interpreter, on CPU tensors."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
-_repaired_interpreter = False
-
-
-def trust_interpreter() -> None:
-    """Allow kernels in this process's interpreter: it was repaired by the test suite (`tests/triton_bf16.py`)."""
-    global _repaired_interpreter
-    _repaired_interpreter = True
-
-
-def interpreter_refusal() -> str:
-    """Why no kernel may run in this process's interpreter; empty if it may, or if there is none."""
-    if not can_interpret() or _repaired_interpreter:
-        return ""
-    return (
-        "this process was started with TRITON_INTERPRET=1, and Triton's interpreter computes wrong numbers without an "
-        "error: bfloat16 as the integers of its bits, a fused multiply-add rounded twice. Start it without "
-        'TRITON_INTERPRET; backend="eager" runs on any device of PyTorch'
-    )
-
-
-class Support(NamedTuple):
-    """What is known about Triton on one device.
-
-    Attributes:
-        architecture: Of the GPU, such as "sm_90".
-        version: Of Triton; empty where it is not installed.
-        proof: "verified": the test suite ran on such a card with such a Triton. "compiled": the kernels were compiled
-            for it and looked at, no more. Empty: refused.
-        refusal: Why, and what to do; empty otherwise.
-    """
-
-    architecture: str
-    version: str
-    proof: str
-    refusal: str
-
-
-@functools.cache
-def support(device: torch.device) -> Support:
-    """What `configs/support.json` says of the installed Triton, which is not imported for it, on a CUDA device."""
-    if not torch.cuda.is_available():
-        return Support("", version(), "", "there is no CUDA device in this process")
-    return judged(architecture(device), version())
-
-
-@functools.cache
-def judged(architecture: str, version: str) -> Support:
-    """What `configs/support.json` says of a Triton on a GPU."""
-    known = json.loads(_data("support"))
-    cells, remedy = known["cells"], known["remedy"]
-    minor = ".".join(version.split(".")[:2])
-    listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
-    refusal = unlisted(version)
-    for bad in known["known_bad"]:  # says more than that a version is not in the table
-        if minor in bad["versions"] and architecture in bad["architectures"]:
-            refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
-    if not refusal and architecture not in cells[minor]:
-        refusal = (
-            f"no kernel was ever compiled for {architecture}; the table has {listed}; "
-            'backend="eager" runs on any device of PyTorch'
-        )
-    return Support(architecture, version, "" if refusal else cells[minor][architecture], refusal)
-
-
-@functools.cache
-def unlisted(version: str) -> str:
-    """Why there are no kernels under a Triton on any GPU, and which torch to install; empty where there are some.
-
-    Args:
-        version: Of Triton; empty where it is not installed.
-    """
-    known = json.loads(_data("support"))
-    if not version:
-        return f"Triton is not installed; {known['remedy']}"
-    if ".".join(version.split(".")[:2]) in known["cells"]:
-        return ""
-    listed = " and ".join(known["cells"])
-    here = f"Triton {version} is not in the table, which has {listed} (torch here is {torch.__version__})"
-    return f"{here}; {known['remedy']}"
-
-
-@functools.cache
-def version() -> str:
-    """Version of the installed Triton, which is not imported for it; empty where there is none."""
-    if importlib.util.find_spec("triton") is None:
-        return ""
-    return importlib.metadata.version("triton")
-
-
-def can_interpret() -> bool:
-    """`interpreting`, after an import of Triton where it is installed: it looks into its environment only then."""
-    if version():
-        importlib.import_module("triton")
-    return interpreting()
-
-
-@functools.cache
-def architecture(device: torch.device) -> str:
-    """Of a GPU, as its compiler calls it; sm_90 for the tensors of the interpreter, which are on the CPU."""
-    if device.type != "cuda":
-        return "sm_90"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-def _data(name: str) -> str:
-    return resources.files("wyfold.runtime").joinpath("configs", f"{name}.json").read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from wyfold.runtime import kernel_configs, kernel_launch, torch_ops
+from wyfold.runtime import kernel_launch, torch_ops, triton_support
 from wyfold.runtime.recorder import ALLOCATIONS, REPEATABLE, WAIT_TENSOR, OperationMode
 
 THREADS = 8
@@ -28,7 +28,7 @@ THREADS = 8
 
 def precompile_kernels(run: Callable[[], object], device: torch.device) -> None:
     """Compile what `run` would launch on a CUDA device. Whatever fails here is left for the call itself to say."""
-    if not kernel_configs.version() or _capturing(device):
+    if not triton_support.triton_version() or _capturing(device):
         return
     # Triton's mode stays on if it is interrupted while it waits, and then no later launch of the thread compiles.
     contextvars.copy_context().run(_precompile, run, device)

@@ -94,7 +94,7 @@ def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     """
     looks = tuple([None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors])
     flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
-    kind = flags, tuple(map(type, values)), tensors[0].device, looks, kernel_configs.changes()
+    kind = flags, tuple(map(type, values)), tensors[0].device, looks, kernel_configs.table_version()
     if kind not in _precompiled:
         if len(_precompiled) >= CAPACITY:
             _precompiled.clear()
@@ -122,7 +122,7 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     key: list[Any] = [
         values,
         tuple(map(type, values)),
-        kernel_configs.changes(),
+        kernel_configs.table_version(),
         torch_ops.autocast_dtype(first.device.type),
     ]
     try:

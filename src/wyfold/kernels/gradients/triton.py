@@ -12,9 +12,10 @@ from torch import Tensor
 
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import interpreting, tuned
+from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
     FLOOR,

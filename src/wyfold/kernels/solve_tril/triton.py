@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import dtype_word, interpreting, tuned
+from wyfold.runtime.kernel_configs import dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.index.triton import chunk_span
 from wyfold.tile.inverse.triton import corner, merged, substituted
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wyfold.runtime.kernel_configs import interpreting
+from wyfold.runtime.triton_support import interpreting
 
 NARROWEST = 64
 """Columns that a right operand has at least, beside 64 rows: narrower ones in 16 bits are read from outside shared

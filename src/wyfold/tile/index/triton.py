@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from wyfold.runtime import kernel_configs
+from wyfold.runtime import triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 
@@ -35,7 +35,7 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 
 def has_tma(device: torch.device) -> bool:
     """Whether the device has the engine; an interpreter has."""
-    return _architecture_has_tma(kernel_configs.architecture(device))
+    return _architecture_has_tma(triton_support.architecture(device))
 
 
 @functools.cache

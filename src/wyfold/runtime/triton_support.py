@@ -1,0 +1,134 @@
+"""Which Triton on which GPU the kernels support, from `configs/support.json`, and whether Triton interprets kernels.
+
+A pair of Triton version and GPU architecture is verified (the tests ran there), compiled only, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+
+
+class Support(NamedTuple):
+    """What is known about Triton on one device.
+
+    Attributes:
+        architecture: Of the GPU, such as "sm_90".
+        version: Of Triton; empty where it is not installed.
+        proof: "verified": the test suite ran on such a card with such a Triton. "compiled": the kernels were compiled
+            for it and looked at, no more. Empty: refused.
+        refusal: Why, and what to do; empty otherwise.
+    """
+
+    architecture: str
+    version: str
+    proof: str
+    refusal: str
+
+
+@functools.cache
+def support_of(device: torch.device) -> Support:
+    """What `configs/support.json` says of the installed Triton, which is not imported for it, on a CUDA device."""
+    if not torch.cuda.is_available():
+        return Support("", triton_version(), "", "there is no CUDA device in this process")
+    return support_for(architecture(device), triton_version())
+
+
+@functools.cache
+def support_for(architecture: str, version: str) -> Support:
+    """What `configs/support.json` says of a Triton on a GPU."""
+    known = json.loads(config_text("support"))
+    cells, remedy = known["cells"], known["remedy"]
+    minor = ".".join(version.split(".")[:2])
+    listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
+    refusal = version_refusal(version)
+    for bad in known["known_bad"]:  # says more than that a version is not in the table
+        if minor in bad["versions"] and architecture in bad["architectures"]:
+            refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
+    if not refusal and architecture not in cells[minor]:
+        refusal = (
+            f"no kernel was ever compiled for {architecture}; the table has {listed}; "
+            'backend="eager" runs on any device of PyTorch'
+        )
+    return Support(architecture, version, "" if refusal else cells[minor][architecture], refusal)
+
+
+@functools.cache
+def version_refusal(version: str) -> str:
+    """Why there are no kernels under a Triton on any GPU, and which torch to install; empty where there are some.
+
+    Args:
+        version: Of Triton; empty where it is not installed.
+    """
+    known = json.loads(config_text("support"))
+    if not version:
+        return f"Triton is not installed; {known['remedy']}"
+    if ".".join(version.split(".")[:2]) in known["cells"]:
+        return ""
+    listed = " and ".join(known["cells"])
+    here = f"Triton {version} is not in the table, which has {listed} (torch here is {torch.__version__})"
+    return f"{here}; {known['remedy']}"
+
+
+@functools.cache
+def triton_version() -> str:
+    """Version of the installed Triton, which is not imported for it; empty where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return ""
+    return importlib.metadata.version("triton")
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Of a GPU, as its compiler calls it; sm_90 for the tensors of the interpreter, which are on the CPU."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def interpreting() -> bool:
+    """Whether this process runs kernels in Triton's interpreter, on CPU tensors."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+_repaired_interpreter = False
+
+
+def trust_interpreter() -> None:
+    """Allow kernels in this process's interpreter: it was repaired by the test suite (`tests/triton_bf16.py`)."""
+    global _repaired_interpreter
+    _repaired_interpreter = True
+
+
+def interpreter_refusal() -> str:
+    """Why no kernel may run in this process's interpreter; empty if it may, or if there is none."""
+    if not can_interpret() or _repaired_interpreter:
+        return ""
+    return (
+        "this process was started with TRITON_INTERPRET=1, and Triton's interpreter computes wrong numbers without an "
+        "error: bfloat16 as the integers of its bits, a fused multiply-add rounded twice. Start it without "
+        'TRITON_INTERPRET; backend="eager" runs on any device of PyTorch'
+    )
+
+
+def can_interpret() -> bool:
+    """`interpreting`, after an import of Triton where it is installed: it looks into its environment only then."""
+    if triton_version():
+        importlib.import_module("triton")
+    return interpreting()
+
+
+def config_text(name: str) -> str:
+    return resources.files("wyfold.runtime").joinpath("configs", f"{name}.json").read_text(encoding="utf-8")
