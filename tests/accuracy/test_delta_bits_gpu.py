@@ -175,29 +175,29 @@ def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monk
 
 @pytest.mark.parametrize("B", [1, 2])
 def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
-    """By `summary` in Gluon, which Triton's does not do: for heads and segments that forget soon, late, or never."""
-    from wyfold.kernels.summary import gluon, triton
+    """Gluon's `segment_summary` skips zero maps, Triton's does not: heads and segments forget soon, late or never."""
+    from wyfold.kernels.segment_summary import gluon, triton
 
     a = placed(inputs.draw("random", "gated_delta_rule", Shape(B, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
     a["g"][:] = -torch.tensor([2.0, 0.33, 0.06, 1e-3], device=a["g"].device)
     a["g"][:, 64 * 16 : 64 * 32, 0] = -1e-3  # the second of five segments
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    summary = gluon.summary
+    summary = gluon.segment_summary
 
     def both(*arguments: Any) -> None:
         *given, H, M = arguments
         others = torch.full_like(H, torch.nan), torch.full_like(M, torch.nan)
-        triton.summary(*given, *others)
+        triton.segment_summary(*given, *others)
         summary(*arguments)
         found.append((H.clone(), M.clone(), *others))
 
-    monkeypatch.setattr(gluon, "summary", both)
+    monkeypatch.setattr(gluon, "segment_summary", both)
     replay_cache.forget()
     with segment_rule.forced(5), torch.no_grad():
         wyfold.chunk_gated_delta_rule(**a)
     replay_cache.forget()
     if not found:
-        pytest.skip("summary is not launched in Gluon on this card")
+        pytest.skip("segment_summary is not launched in Gluon on this card")
     H, M, others_H, others_M = found[-1]
     for got, other in ((H, others_H), (M, others_M)):
         assert (got - other).norm() <= 1e-2 * other.norm()

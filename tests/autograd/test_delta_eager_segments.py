@@ -124,7 +124,7 @@ def test_around_the_threshold(length: int, results, monkeypatch):
     folded, launches = [], table.kernel_module
 
     def watched(stage: str, backend: str) -> Any:
-        folded.append(stage == "fold")
+        folded.append(stage == "segment_fold")
         return launches(stage, backend)
 
     monkeypatch.setattr(table, "kernel_module", watched)
@@ -163,7 +163,7 @@ def test_what_forbids_segments(results):
     with segment_rule.forced(4):
         for options in ({"batch_invariant": True}, {"max_splits": 1}):
             plan = wyfold.explain(wyfold.chunk_kda, **a, **options)
-            assert plan.segments == 1 and not any(launch.startswith("fold ") for launch in plan.forward)
+            assert plan.segments == 1 and not any(launch.startswith("segment_fold ") for launch in plan.forward)
             assert all(torch.equal(x, whole[name]) for name, x in results(wyfold.chunk_kda, a, **options).items())
         states = results(wyfold.chunk_kda, a, (), return_intermediate_states=True, checkpoint_every=C)
         assert torch.equal(states["o"], whole["o"])

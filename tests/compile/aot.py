@@ -241,7 +241,7 @@ class Share:
     dtype: str = "bfloat16"
     K: int = 128
     V: int = 128
-    only: tuple[str, ...] = ("carry.triton",)
+    only: tuple[str, ...] = ("rank_carry.triton",)
 
     def __str__(self) -> str:
         return f"a rank's share {self.dtype} K{self.K} V{self.V}"
@@ -552,7 +552,7 @@ CARD = (("chunk_size", 64),)
 """What a card picks for the gates that all channels share; these tensors are on the CPU, which picks fewer rows."""
 
 SCANS = ("scan.triton", "scan_bwd.triton")
-SEGMENTS = ("summary.triton", "fold.triton")
+SEGMENTS = ("segment_summary.triton", "segment_fold.triton")
 """What a call has of its own: if its widths or its rows' places are unusual; if its sequence is cut."""
 
 CALLS = (
@@ -671,7 +671,7 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
             heads=32,
             wrt=("initial_state",),
             segments=4,
-            only=("summary.gluon", "fold.triton", "scan.gluon", "scan_bwd.gluon"),
+            only=("segment_summary.gluon", "segment_fold.triton", "scan.gluon", "scan_bwd.gluon"),
         ),
         Call(
             "chunk_kda",
@@ -679,7 +679,7 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
             heads=32,
             wrt=("initial_state",),
             segments=4,
-            only=("summary.gluon",),
+            only=("segment_summary.gluon",),
         ),
         Call(
             "chunk_gated_delta_rule",
@@ -687,7 +687,7 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
             options=(("chunk_size", 64),),
             wrt=("initial_state",),
             segments=4,
-            only=("summary.triton",),
+            only=("segment_summary.triton",),
         ),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),

@@ -149,8 +149,8 @@ def test_explain_names_whose_kernels_are_launched():
     call = next(call for call in aot.OWN["sm_90"] if getattr(call, "segments", 0) == 4)
     with aot.pretending("sm_90", lambda *_, **__: None), call.cut():
         plan = wyfold.explain(wyfold.chunk_gated_delta_rule, **call.arguments())
-    there = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan": "gluon"}
-    back = {"prepare": "gluon", "summary": "gluon", "fold": "triton", "scan_bwd": "gluon"}
+    there = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan": "gluon"}
+    back = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan_bwd": "gluon"}
     for launches, wanted in ((plan.forward, there), (plan.backward, back)):
         assert {f"{stage} (wyfold.kernels.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
 

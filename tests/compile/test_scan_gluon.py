@@ -26,11 +26,11 @@ def test_such_a_number_is_found(register: str, waits: bool):
 @pytest.mark.parametrize("heads, segments", [(2, 1), (96, 1), (2, 4)])
 def test_no_warp_waits_for_a_decay(heads: int, segments: int):
     call = aot.Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=heads, segments=segments)
-    names = ("scan",) if segments == 1 else ("scan", "summary", "summary_bwd")
+    names = ("scan",) if segments == 1 else ("scan", "segment_summary", "segment_summary_bwd")
     found = {}
 
     def compiling(kernel, *arguments, **options):
-        if aot.named(kernel) in ("scan.gluon", "summary.gluon"):
+        if aot.named(kernel) in ("scan.gluon", "segment_summary.gluon"):
             found[kernel.fn.__name__] = waited_for(read(aot.code(kernel, *arguments, **options)[0]))
 
     with aot.pretending("sm_90", compiling):

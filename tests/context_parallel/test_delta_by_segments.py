@@ -82,8 +82,8 @@ def test_a_rank_repeats_itself(
     carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
     assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
-    assert names.count("carry") == (rank > 0) + (rank < WORLD - 1)
-    assert names.count("send") == (rank < WORLD - 1) + (rank > 0)
+    assert names.count("rank_carry") == (rank > 0) + (rank < WORLD - 1)
+    assert names.count("rank_send") == (rank < WORLD - 1) + (rank > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

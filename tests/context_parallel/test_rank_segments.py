@@ -9,7 +9,7 @@ import torch
 from wyfold.context_parallel.partition import owned_ranges, partition_sequences
 from wyfold.context_parallel.rank_segments import RankSegments, segment_tables
 from wyfold.context_parallel.routes import backward_routes, forward_routes
-from wyfold.kernels.carry.eager import carried
+from wyfold.kernels.rank_carry.eager import carried
 from wyfold.runtime.chunk_layout import Cut, chunk_grid
 
 C = 4

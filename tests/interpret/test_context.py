@@ -134,7 +134,7 @@ def no_rows(given: None, group: dist.ProcessGroup) -> None:
     context = build_cp_context(None, group, total_tokens=40)
     q = torch.ones(0, context.tokens, 1, 16, requires_grad=True)
     flags = {"cp_context": context, "output_final_state": True, "backend": "triton", "chunk_size": C}
-    assert wyfold.explain(wyfold.chunk_kda, q, q, q, **flags).forward.count("summary") == 0
+    assert wyfold.explain(wyfold.chunk_kda, q, q, q, **flags).forward.count("segment_summary") == 0
     o, final = wyfold.chunk_kda(q, q, q, **flags)
     assert o.shape == q.shape and final.shape == (0, 1, 16, 16)
     (dq,) = torch.autograd.grad(o.sum() + final.sum(), q)
@@ -199,7 +199,7 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
     crossing = build_cp_context(torch.tensor([0, 20, 90]), group)
     apart = build_cp_context(torch.tensor([0, 45, 90]), group)
     q, wide = (torch.ones(1, crossing.tokens, 1, K) for K in (16, 256))
-    between = {"summary", "fold", "carry"}
+    between = {"segment_summary", "segment_fold", "rank_carry"}
     for x, context, summed in ((q, crossing, True), (q, apart, False), (wide, crossing, False)):
         plan = wyfold.explain(wyfold.chunk_kda, x, x, x, chunk_size=C, cp_context=context, backend="triton")
         for launches in (plan.forward, plan.backward):

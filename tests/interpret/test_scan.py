@@ -18,7 +18,7 @@ from wyfold.kernels.prepare.triton import gate_kind, launch_key, prepare  # noqa
 from wyfold.kernels.records import Slots  # noqa: E402
 from wyfold.kernels.scan import triton as forward  # noqa: E402
 from wyfold.kernels.scan_bwd import triton as backward  # noqa: E402
-from wyfold.kernels.slots import triton as copies  # noqa: E402
+from wyfold.kernels.state_pool import triton as copies  # noqa: E402
 from wyfold.reference import inputs  # noqa: E402
 from wyfold.reference.shapes import Shape  # noqa: E402
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid  # noqa: E402

@@ -43,7 +43,7 @@ def residual(arguments: dict[str, Tensor]) -> str:
 
 def load(arguments: dict[str, Tensor], table: ChunkTable, backend: str, taken: Tensor | None = None) -> MiniBatches:
     tokens = (arguments.get(name) for name in ("q", "k", "v", "w", "b", "eta", "eta_col"))
-    return stages.launches("ttt", backend).load(*tokens, table, SCALE, taken, residual(arguments))
+    return stages.kernel_module("ttt", backend).load(*tokens, table, SCALE, taken, residual(arguments))
 
 
 def entering(arguments: dict[str, Tensor]) -> State:
@@ -110,7 +110,7 @@ def test_the_state_entering_every_mini_batch(grid, backend: str, float64_bounds)
     """`at` and what leaves are the token loop's states after so many tokens."""
     table, arguments = grid
     at, o = room(table), torch.zeros_like(arguments["v"])
-    leaving, sums = stages.launches("ttt", backend).ttt(
+    leaving, sums = stages.kernel_module("ttt", backend).ttt(
         load(arguments, table, backend), entering(arguments), None, table, EPS, o, at
     )
     assert sums is None
@@ -135,7 +135,7 @@ def test_the_state_entering_every_mini_batch(grid, backend: str, float64_bounds)
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 def test_states_kept_or_rebuilt_give_the_same_gradients(grid, is_open: bool, backend: str):
     table, arguments = grid
-    launch = stages.launches("ttt", backend)
+    launch = stages.kernel_module("ttt", backend)
     sums = State(*map(torch.randn_like, entering(arguments))) if is_open else None
     x = load(arguments, table, backend, torch.arange(table.sequences) * 0 if is_open else None)
     at, o = room(table), torch.zeros_like(arguments["v"])
@@ -154,7 +154,7 @@ def test_padded_rows_get_and_give_no_gradient(grid, backend: str):
     x = load(arguments, table, backend)
     do = to_chunks(inputs.incoming(arguments["v"]), table, HV, torch.float64)
     dstate = State(*(inputs.incoming(s, 1) for s in entering(arguments)))
-    launch = stages.launches("ttt", backend)
+    launch = stages.kernel_module("ttt", backend)
     found, _ = launch.ttt_bwd(x, entering(arguments), None, do, dstate, None, table, EPS, room(table))
     if table.padding is None:
         assert x.idle is None
@@ -177,7 +177,7 @@ def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
         torch.empty_like(arguments[name]) if name in arguments else None for name in ("q", "k", "v", "eta", "eta_col")
     ]
     dw, du = torch.ones(HV, D, dtype=torch.float64), torch.zeros(HV, D, dtype=torch.float64)
-    stages.launches("ttt", backend).unload(found, table, SCALE, *outputs, dw, du)
+    stages.kernel_module("ttt", backend).unload(found, table, SCALE, *outputs, dw, du)
 
     def of_tokens(tiles: Tensor) -> Tensor:
         """[tokens, HV, W] in the order of the buffer."""

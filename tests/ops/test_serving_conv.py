@@ -149,6 +149,6 @@ def test_checked_looks_into_the_slots():
 
 def test_what_would_run(backend: str, device: torch.device):
     a = drawn(device, 3, turned=False)
-    for op, launches in ((serving.conv1d_update, ["conv_slots"]), (serving.conv1d_prefill, ["slots", "conv"])):
+    for op, launches in ((serving.conv1d_update, ["conv_pool"]), (serving.conv1d_prefill, ["state_pool", "conv"])):
         plan = wyfold.explain(op, a["x"][:, :1], a["pool"], a["weight"], backend=backend)
         assert sorted(launch.split(" ")[0] for launch in plan.forward) == sorted(launches)

@@ -668,9 +668,9 @@ def test_what_a_prompt_would_run(between: bool, backend: str, device):
         a |= {"checkpoint_every": 64, "checkpoint_pool": a_pool(device)}
         a["checkpoint_indices"] = torch.zeros(4, 1, dtype=torch.int64, device=device)
     plan = wyfold.explain(serving.prefill, **a)
-    stages = ["prepare", "scan"] + ["slots"] * (backend == "eager" or between)
+    stages = ["prepare", "scan"] + ["state_pool"] * (backend == "eager" or between)
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
-    rows = [] if backend == "eager" else ["slots"] * between + ["prepare", "scan"]
+    rows = [] if backend == "eager" else ["state_pool"] * between + ["prepare", "scan"]
     assert [row.stage for row in plan.rows] == rows
 
 

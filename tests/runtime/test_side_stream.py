@@ -206,7 +206,21 @@ def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launch
         assert [type(recording) for recording in replay_cache._recordings.values()] == [Recording] * 2
     assert waits == lines == ["10 waits for 1", "1 waits for 10"] * 2
     assert found == [
-        *(("segment_grid", 1), ("prepare", 1), ("summary", 10), ("fold", 10), ("scan", 10), ("scan", 1)),
-        *(("segment_grid", 1), ("prepare", 1), ("summary_bwd", 10), ("fold", 10), ("scan_bwd", 10), ("scan_bwd", 1)),
+        *(
+            ("segment_grid", 1),
+            ("prepare", 1),
+            ("segment_summary", 10),
+            ("segment_fold", 10),
+            ("scan", 10),
+            ("scan", 1),
+        ),
+        *(
+            ("segment_grid", 1),
+            ("prepare", 1),
+            ("segment_summary_bwd", 10),
+            ("segment_fold", 10),
+            ("scan_bwd", 10),
+            ("scan_bwd", 1),
+        ),
         ("gradients", 1),
     ]

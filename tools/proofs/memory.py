@@ -68,7 +68,7 @@ class Group:
     planted: bool = False
 
 
-SCANS = ("wyfold_scan", "wyfold_summary", "wyfold_ttt_gluon", "wyfold_ttt_triton", "wyfold_ttt_bwd")
+SCANS = ("wyfold_scan", "wyfold_segment_summary", "wyfold_ttt_gluon", "wyfold_ttt_triton", "wyfold_ttt_bwd")
 GROUPS = (
     Group("compiling", "", (), "all", 12, 1e9),
     Group("planted, memcheck", "memcheck", ("wyfold",), "planted write", 1, 60, True),

@@ -98,14 +98,18 @@ class KernelCall:
         self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
     ) -> None:
         """Write [borders, HV, V, K] and [borders, HV, K, K], H and M of the segment that ends at each border."""
-        summary = table.selected_module("summary", self.options.backend, f"{self.key} fwd", k.device).summary
+        summary = table.selected_module(
+            "segment_summary", self.options.backend, f"{self.key} fwd", k.device
+        ).segment_summary
         summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
 
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
     ) -> None:
         """Write [borders, HV, V, K], c of the segment that begins at each border."""
-        summary_bwd = table.selected_module("summary", self.options.backend, f"{self.key} bwd", k.device).summary_bwd
+        summary_bwd = table.selected_module(
+            "segment_summary", self.options.backend, f"{self.key} bwd", k.device
+        ).segment_summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
     def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
@@ -114,7 +118,7 @@ class KernelCall:
         `of`: numbers of the sequences, instead of all that are cut.
         """
         segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
-        self.stage("fold").fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
+        self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
 
     def outside(self, states: Tensor | None) -> Tensor | None:
         """A K-first view of the caller's states."""

@@ -141,7 +141,7 @@ class SegmentedCall(NamedTuple):
         return states
 
     def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
-        table.kernel_module("fold", "eager").fold(states, maps, self.segments, back=back)
+        table.kernel_module("segment_fold", "eager").segment_fold(states, maps, self.segments, back=back)
 
     def summaries(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """[borders, HV, K, V] H and [borders, HV, K, K] M of the segments before borders."""
@@ -155,7 +155,9 @@ class SegmentedCall(NamedTuple):
         for part in call.parts:
             inputs = call.load(part)
             factors = call.stage("prepare").fold(inputs)
-            states = call.stage("summary").summary(inputs, factors, call.entering(part, carried), part.table)
+            states = call.stage("segment_summary").segment_summary(
+                inputs, factors, call.entering(part, carried), part.table
+            )
             leaving[part.sequences], carried = states, states[states.shape[0] - part.left :]
         H, M = leaving[self.leading].split([V, K], dim=-1)
         return H.contiguous(), M.contiguous()
@@ -171,7 +173,7 @@ class SegmentedCall(NamedTuple):
         for part in reversed(call.parts):
             inputs, d_out = call.load(part), call.scaled(_one_buffer(do), part)
             factors = call.stage("prepare").fold(inputs)
-            states = call.stage("summary").summary_bwd(
+            states = call.stage("segment_summary").segment_summary_bwd(
                 inputs, factors, d_out, call.leaving(part, dS, carried), part.table
             )
             entering[part.sequences], carried = states, states[: part.entered]

@@ -72,7 +72,7 @@ def _serve(*arguments: Any) -> None:
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, given=given, accepted=accepted, pad=s.pad)
     if s.drafts:
-        stage: Any = table.kernel_module("conv_slots", s.backend)
+        stage: Any = table.kernel_module("conv_pool", s.backend)
         stage.update(s.x, s.weight, s.bias, s.pool, slots, grid, s.activated, s.y)
     else:
         _between(s, slots, grid)
@@ -80,7 +80,7 @@ def _serve(*arguments: Any) -> None:
 
 def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
     """The convolution of the differentiable operator between `enter` and `leave`; states lie as slots do."""
-    stage: Any = table.kernel_module("slots", s.backend)
+    stage: Any = table.kernel_module("state_pool", s.backend)
     T, reach = s.x.shape[1], s.weight.shape[1] - 1
     y = s.y if one_row(s.y) else s.y.new_empty(s.y.shape)
     entering, leaving = (_like_slots(s.pool, grid.sequences) for _ in range(2))

@@ -113,7 +113,7 @@ def _key(s: DeltaServing, options: DeltaOptions) -> str:
 
 def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
-    stage: Any = table.kernel_module("slots", options.backend)
+    stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
@@ -128,7 +128,7 @@ def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptio
 def _keep(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Store states on the way, if they are wanted and there are any."""
     if s.checkpoints is not None and states.numel():
-        stage: Any = table.kernel_module("slots", options.backend)
+        stage: Any = table.kernel_module("state_pool", options.backend)
         stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 

@@ -15,7 +15,7 @@ from wyfold.context_parallel.collectives import after, wait_gathered
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.context_parallel.partition import Piece
 from wyfold.context_parallel.routes import backward_routes, forward_routes
-from wyfold.kernels.carry.eager import carried, count
+from wyfold.kernels.rank_carry.eager import carried, count
 from wyfold.runtime.torch_ops import call as called
 from wyfold.runtime.torch_ops import register
 

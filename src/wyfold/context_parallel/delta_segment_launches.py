@@ -180,7 +180,7 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
             identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.entering, HV, K, K)
             both[:, :, V:].index_copy_(0, places.incoming_border, identity)
         call.launched.fold(both, M, back=False, of=places.outgoing_seq)
-        call.stage("carry").send(
+        call.stage("rank_carry").rank_send(
             StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
         )
     return send_buffer, H, M, factors_to_list(prepared)
@@ -214,7 +214,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             with on_side:
                 if counts.entering:
                     wait_gathered(gathered)
-                    call.stage("carry").carry(gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype)
+                    call.stage("rank_carry").rank_carry(
+                        gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype
+                    )
                 launched.fold(states, M, back=False)
                 scan(behind=True)
     return o, final_state, entering, states
@@ -232,7 +234,9 @@ def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     if counts.entering:
         folded = c.clone()
         call.launched.fold(folded, M, back=True, of=places.incoming_seq)
-        call.stage("carry").send(StateRows(folded.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype)
+        call.stage("rank_carry").rank_send(
+            StateRows(folded.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
+        )
         send_buffer[: counts.entering, ..., call.V :].copy_(between.mT)
     return send_buffer, c, [] if kept else factors_to_list(prepared)
 
@@ -264,7 +268,7 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             with on_side:
                 if counts.leaving:
                     wait_gathered(gathered)
-                    carry = call.stage("carry").carry
+                    carry = call.stage("rank_carry").rank_carry
                     carry(gathered, routes, outer, borders, none_if_empty(tails), back=True, dtype=t.k.dtype)
                 launched.fold(gradients, M, back=True)
                 scan_bwd(half="reverse")

@@ -57,24 +57,24 @@ STAGES = (
     "chunk_grid",
     "segment_grid",
     "prepare",
-    "summary",
-    "fold",
-    "carry",
+    "segment_summary",
+    "segment_fold",
+    "rank_carry",
     "scan",
     "scan_bwd",
     "gradients",
     "recurrent",
-    "slots",
+    "state_pool",
     "ttt",
     "ttt_decode",
     "conv",
-    "conv_slots",
+    "conv_pool",
     "norm",
     "gate",
     "kkt",
     "solve_tril",
 )
-COVERS = {"recurrent": ("prepare",), "scan": ("slots",)}
+COVERS = {"recurrent": ("prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
 ENTRIES = (
@@ -86,7 +86,7 @@ ENTRIES = (
     ),
     *(
         DispatchEntry(stage, "gluon", f"wyfold.kernels.{stage}.gluon", (torch.bfloat16,))
-        for stage in ("prepare", "summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
+        for stage in ("prepare", "segment_summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
     ),
 )
 

@@ -63,7 +63,11 @@ def _plan(
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
     communicates = context is not None and not runs_eagerly(call) and _has_collectives(context, sizes)
-    between = ("summary", "fold", *(["carry"] if communicates else [])) if cut.chunks or communicates else ()
+    between = (
+        ("segment_summary", "segment_fold", *(["rank_carry"] if communicates else []))
+        if cut.chunks or communicates
+        else ()
+    )
     stages = (
         (("prepare", "recurrent"),) * 2
         if recurrent
@@ -131,8 +135,8 @@ def launch_keys(
     if "gradients" in keys:
         keys["gradients"] = table.kernel_module("gradients", "triton").gradients_key(keys["prepare"], q, v)
     back = []
-    if "summary" in keys:
-        keys["summary"], back = f"{key} fwd", [("summary", f"{key} bwd")]
+    if "segment_summary" in keys:
+        keys["segment_summary"], back = f"{key} fwd", [("segment_summary", f"{key} bwd")]
     return [*keys.items(), *back]
 
 

@@ -186,14 +186,14 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
         found = launch_keys((("prepare", "scan"), ()), q, v, g, chunk_size, N, kept=every > 0, norm=norm)
         if out is not None and out.dtype != v.dtype:
             found = [(stage, f"{key} wide" if stage == "scan" else key) for stage, key in found]
-        return [("slots", ""), *found] if every else found
+        return [("state_pool", ""), *found] if every else found
 
     plan = table.plan(
         op,
         q.device,
         backend,
-        forward=("slots", "prepare", "scan") if chunked else ("prepare", "recurrent"),
-        kept=("slots",) if every else (),
+        forward=("state_pool", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        kept=("state_pool",) if every else (),
         dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
         chunk_size=chunk_size if chunked else None,
         sizes=launch_sizes(q, chunk_size) if chunked else (),

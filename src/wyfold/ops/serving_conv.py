@@ -265,14 +265,14 @@ def _make_plan(
     for name, tensor in given.items():
         if any_requires_grad([tensor]):
             raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
-    launch = "conv_slots" if drafts else "conv"
+    launch = "conv_pool" if drafts else "conv"
     plan = table.plan(
         op,
         x.device,
         flags.backend,
-        forward=("conv_slots",) if drafts else ("slots", "conv"),
+        forward=("conv_pool",) if drafts else ("state_pool", "conv"),
         dtypes=table.dtypes(*given.values()),
-        keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("slots", "")])],
+        keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("state_pool", "")])],
     )
     return plan.backend
 

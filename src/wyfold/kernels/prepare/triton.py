@@ -76,7 +76,7 @@ def prepare(
         o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
         folded: Whether the scans will read E instead of W.
         backward: Whether `scan_bwd` and `summary_bwd` will read these.
-        forward: Whether `scan` and `summary` will.
+        forward: Whether `scan` and `segment_summary` will.
         clear: Whether o is written at all; if not, any tensor of its shape serves.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size

@@ -6,6 +6,6 @@
 
 Two products depend on each other in a chunk, instead of the three of the unfolded form (docs/algorithm.md, section 3).
 
-Kernels find states in the slots of a pool, and leave them there, if a call has some, as `enter` and `leave` of `slots`
-do around the eager scan.
+If a call has slots, kernels read states from a pool's slots and write them back. Around the eager scan, `enter` and
+`leave` of `state_pool` do so.
 """

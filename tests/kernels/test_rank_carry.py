@@ -1,4 +1,4 @@
-"""`carry` and `send`: states over the edges of ranks against the maps applied one by one, both ways."""
+"""`rank_carry` and `rank_send`: states over the edges of ranks against the maps applied one by one, both ways."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def run(backend: str, name: str, device: torch.device, *given: object, **flags: 
         moved.append(there(x) if isinstance(x, torch.Tensor) else x)
     if backend != "eager":
         flags["dtype"] = torch.float32
-    getattr(table.kernel_module("carry", backend), name)(*moved, **flags)
+    getattr(table.kernel_module("rank_carry", backend), name)(*moved, **flags)
     return [(x.states if isinstance(x, StateRows) else x).double().cpu() for x in moved if x is not None]
 
 
@@ -84,7 +84,7 @@ def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, de
                 truth[1][row] = truth[1][row] + S if back else S
                 reached += 1
         told = torch.cat([H, M], -1)
-        found = run(backend, "carry", device, told, routes, outer, borders, tails, back=back)
+        found = run(backend, "rank_carry", device, told, routes, outer, borders, tails, back=back)
         got_outer, got_borders = found[2:4]
         assert close(got_outer, truth[0], backend) and close(got_borders, truth[1], backend)
     assert reached >= 8
@@ -103,7 +103,7 @@ def test_what_leaves(K: int, V: int, beside: bool, tailed: bool, backend: str, d
     if tails is not None:
         S = tails[..., V:] @ S + torch.nn.functional.pad(tails[..., :V], (0, columns - V))
     truth[:n, ..., :columns] = S
-    got = run(backend, "send", device, borders, tails, out)[-1]
+    got = run(backend, "rank_send", device, borders, tails, out)[-1]
     assert close(got, truth, backend)
     untouched = torch.ones_like(truth, dtype=torch.bool)
     untouched[:n, ..., :columns] = False

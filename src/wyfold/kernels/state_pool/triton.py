@@ -56,7 +56,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
     (rows, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
     config, BN = _pieces(states)
     launch_kernel(
-        wyfold_slots_between_triton,
+        wyfold_state_pool_between_triton,
         rows * HV * -(-numbers // BN),
         states,
         states.stride()[:2],
@@ -81,7 +81,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
 
 def _pieces(states: Tensor) -> tuple[Config, int]:
     """How the kernels are launched, and numbers of a head's state that one program copies."""
-    config = tuned("slots.triton", "", states.device)
+    config = tuned("state_pool.triton", "", states.device)
     return config, min(config.blocks["BN"], triton.next_power_of_2(states.shape[2] * states.shape[3]))
 
 
@@ -92,7 +92,7 @@ def _copy(
     (N, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
     config, BN = _pieces(states)
     launch_kernel(
-        wyfold_slots_triton,
+        wyfold_state_pool_triton,
         N * HV * -(-numbers // BN),
         given,
         given.stride()[:2],
@@ -122,7 +122,7 @@ def _copy(
 
 
 @triton.jit(do_not_specialize=["T", "slots", "pad", "columns"])
-def wyfold_slots_triton(
+def wyfold_state_pool_triton(
     p_from,
     s_from,
     p_to,
@@ -187,7 +187,7 @@ def wyfold_slots_triton(
 
 
 @triton.jit(do_not_specialize=["s_where", "N", "each", "slots", "kept_slots", "pad"])
-def wyfold_slots_between_triton(
+def wyfold_state_pool_between_triton(
     p_from,
     s_from,
     p_to,

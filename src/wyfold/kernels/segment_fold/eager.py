@@ -1,4 +1,4 @@
-"""`fold` in PyTorch: a loop over the borders of each sequence."""
+"""`segment_fold` in PyTorch: a loop over the borders of each sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.runtime.chunk_layout import Segments
 
 
-def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> None:
+def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> None:
     """Fold summaries into states, in place.
 
     Args:

@@ -56,7 +56,7 @@ from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.gluon import state_offsets
 
 
-def summary_bwd(
+def segment_summary_bwd(
     q: Tensor,
     k: Tensor,
     prepared: Prepared,
@@ -81,14 +81,14 @@ def summary_bwd(
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
-    config = tuned("summary.gluon", f"{key} bwd", q.device)
+    config = tuned("segment_summary.gluon", f"{key} bwd", q.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.q is None:
         q, k = tma_readable(q, grid.chunk_size, K), tma_readable(k, grid.chunk_size, K)
     do = tma_readable(do, grid.chunk_size, BV // parts)
-    descriptors = require_descriptors("summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts))
+    descriptors = require_descriptors("segment_summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts))
     launch_kernel(
-        wyfold_summary_bwd_gluon,
+        wyfold_segment_summary_bwd_gluon,
         segments.borders * HV * (V // BV),
         *descriptors,
         q.stride(2),
@@ -195,7 +195,7 @@ class Coords(NamedTuple):
 
 
 @gluon.jit(do_not_specialize=["N", "T", "scale"])
-def wyfold_summary_bwd_gluon(
+def wyfold_segment_summary_bwd_gluon(
     x_q,
     x_k,
     x_do,

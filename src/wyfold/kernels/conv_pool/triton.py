@@ -39,10 +39,10 @@ def update(
         y: [B, T, D] written; zero where a sequence was skipped, and past the last boundary.
     """
     D, W = weight.shape
-    config = tuned("conv_slots.triton", f"W{W}", x.device)
+    config = tuned("conv_pool.triton", f"W{W}", x.device)
     BD = min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
     launch_kernel(
-        wyfold_conv_slots_triton,
+        wyfold_conv_pool_triton,
         (grid.sequences + (grid.cu is not None)) * triton.cdiv(D, BD),
         x,
         x.stride(),
@@ -73,7 +73,7 @@ def update(
 
 
 @triton.jit(do_not_specialize=["N", "T", "slots", "S", "pad"])
-def wyfold_conv_slots_triton(
+def wyfold_conv_pool_triton(
     p_x,
     s_x,
     p_w,

@@ -1,4 +1,4 @@
-"""`fold` in Triton: one program per sequence that is cut, value head and tile of value rows, serial over the borders.
+"""`segment_fold` in Triton: one program per cut sequence, value head and tile of value rows, serial over the borders.
 
 The state is held transposed, [V, K], as in the scans, and is the left operand of
 
@@ -23,11 +23,11 @@ from wyfold.tile.index.triton import strides
 from wyfold.tile.state.triton import load_state, store_state
 
 
-def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.dtype) -> None:
+def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.dtype) -> None:
     """Fold summaries into states, in place.
 
     Args:
-        S: [borders, HV, K, V] float32 view, H or c as `fold.eager` has them.
+        S: [borders, HV, K, V] float32 view, H or c as `segment_fold.eager` has them.
         M: [borders, HV, K, K] float32 view. A zero is negative only among rows of nothing else: a diagonal of negative
             zeros stands for a map of zeros.
         segments: Where they lie.
@@ -35,10 +35,10 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
         dtype: Of the call's tokens: products are as exact as theirs.
     """
     HV, K, V = S.shape[1:]
-    config = tuned("fold.triton", f"K{K}", S.device)
+    config = tuned("segment_fold.triton", f"K{K}", S.device)
     BK = tile_width(K)
     launch_kernel(
-        wyfold_fold_triton,
+        wyfold_segment_fold_triton,
         segments.divided.shape[0] * HV * -(-V // config.blocks["BV"]),
         S,
         strides(S),
@@ -61,7 +61,7 @@ def fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.d
 
 
 @triton.jit(do_not_specialize=["N"])
-def wyfold_fold_triton(
+def wyfold_segment_fold_triton(
     p_S,
     s_S,
     p_M,
@@ -136,7 +136,7 @@ def _nothing_added(
     BACK: tl.constexpr,
 ):
     """Whether all maps between these borders are zeros, and all states finite that they are applied to: then what lies
-    at the borders is right. Of such a map `summary` says so by the sign of its zeros."""
+    at the borders is right. Of such a map `segment_summary` says so by the sign of its zeros."""
     SOME: tl.constexpr = 8
     o_k = tl.arange(0, BK)
     o_v = column + tl.arange(0, BV)

@@ -1,4 +1,4 @@
-"""`carry` and `send` in Triton: one program per state, value head and tile of value rows.
+"""`rank_carry` and `rank_send` in Triton: one program per state, value head and tile of value rows.
 
 The state is held transposed, [V, K], as in the scans, and goes through a map as S^T M^T, in slices of the sum's rows.
 All numbers are float32, and products exact to 16 bits of them at least (docs/numerics.md).
@@ -19,7 +19,7 @@ from wyfold.tile.index.triton import strides
 from wyfold.tile.state.triton import load_state, store_state
 
 
-def carry(
+def rank_carry(
     told: Tensor,
     routes: Tensor,
     outer: StateRows,
@@ -29,14 +29,14 @@ def carry(
     back: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Write the states at the ends of routes where they enter, as `carry.eager` has it.
+    """Write the states at the ends of routes where they enter, as `rank_carry.eager` has it.
 
     `told` and `tails` are contiguous. `dtype`: of the call's tokens; products are as exact as theirs.
     """
     B, HV, K, width = told.shape[2:]
     V, config = width - K, _config(K, told.device)
     launch_kernel(
-        wyfold_carry_triton,
+        wyfold_rank_carry_triton,
         outer.rows.shape[0] * HV * -(-V // config.blocks["BV"]),
         told,
         routes,
@@ -60,12 +60,12 @@ def carry(
     )
 
 
-def send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: torch.dtype) -> None:
-    """Write what leaves at borders, as `carry.eager` has it. `tails` and `out` are contiguous."""
+def rank_send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: torch.dtype) -> None:
+    """Write what leaves at borders, as `rank_carry.eager` has it. `tails` and `out` are contiguous."""
     HV, K, columns = borders.states.shape[1:]
     config = _config(K, out.device)
     launch_kernel(
-        wyfold_send_triton,
+        wyfold_rank_send_triton,
         borders.rows.shape[0] * HV * -(-columns // config.blocks["BV"]),
         borders.states,
         strides(borders.states),
@@ -86,11 +86,11 @@ def send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: torch.
 
 
 def _config(K: int, device: torch.device) -> Config:
-    return tuned("carry.triton", f"K{K}", device)
+    return tuned("rank_carry.triton", f"K{K}", device)
 
 
 @triton.jit(do_not_specialize=["B"])
-def wyfold_carry_triton(
+def wyfold_rank_carry_triton(
     p_told,
     p_routes,
     B,
@@ -135,7 +135,7 @@ def wyfold_carry_triton(
 
 
 @triton.jit
-def wyfold_send_triton(
+def wyfold_rank_send_triton(
     p_borders,
     s_borders,
     p_rows,

@@ -1,5 +1,7 @@
-"""`summary` in Triton: one program per border, value head and tile of value rows, of H or of M: of the segment that
-ends there, or of the one that begins there. Of a sequence's last segment, or its first, nobody asks.
+"""`segment_summary` in Triton: one program per border, value head and tile of value rows of H, M or c.
+
+Forward, H and M belong to the segment that ends at the border; backward, c belongs to the one that begins there. The
+last segment of a sequence (forward) and the first (backward) need no summary.
 
 As in the scans the state is held transposed. M is what becomes of the identity with values of zero, so its tiles are K
 value rows more. What the scans store on the way is not, and what they need for it alone is not loaded. A segment is
@@ -40,7 +42,7 @@ from wyfold.tile.inverse.triton import divisor
 from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
 
 
-def summary(
+def segment_summary(
     k: Tensor,
     v: Tensor,
     prepared: Prepared,
@@ -64,14 +66,14 @@ def summary(
             only among rows of nothing else.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
-    config = tuned("summary.triton", key, k.device)
+    config = tuned("segment_summary.triton", key, k.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.k is not None, prepared.E is not None
     where = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
     descriptors = _descriptors(where, C, BK, BV) if has_tma(k.device) else None
     x_k, x_v, *x_tiles = descriptors or where
     launch_kernel(
-        wyfold_summary_triton,
+        wyfold_segment_summary_triton,
         segments.borders * HV * (-(-V // BV) + -(-K // BV)),
         x_k,
         None if channel else k.stride(),
@@ -123,7 +125,7 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
     return all_or_none(given, found)
 
 
-def summary_bwd(
+def segment_summary_bwd(
     q: Tensor,
     k: Tensor,
     prepared: Prepared,
@@ -147,7 +149,7 @@ def summary_bwd(
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
-    config = tuned("summary.triton", f"{key} bwd", q.device)
+    config = tuned("segment_summary.triton", f"{key} bwd", q.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.q is not None, prepared.E is not None
     where = (
@@ -161,7 +163,7 @@ def summary_bwd(
     descriptors = _reverse_descriptors(where, C, BK, BV) if has_tma(q.device) else None
     x_q, x_k, x_do, *x_tiles = descriptors or where
     launch_kernel(
-        wyfold_summary_bwd_triton,
+        wyfold_segment_summary_bwd_triton,
         segments.borders * HV * -(-V // BV),
         x_q,
         None if channel else q.stride(),
@@ -217,7 +219,7 @@ def _reverse_descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Se
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def wyfold_summary_triton(
+def wyfold_segment_summary_triton(
     x_k,
     s_k,
     x_v,
@@ -302,7 +304,7 @@ def wyfold_summary_triton(
                     K, V, BT, BK, BV, False, CHANNEL, FOLDED, USE_TMA, OP, PRECISION,
                 )  # fmt: skip
                 total = next_total
-            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            # For `segment_fold`: rows of zeros all have the other sign, which no other zero has.
             zeros = tl.max((b_S != 0.0).to(tl.int32)) == 0
             b_S = tl.where(b_S == 0.0, 0.0, b_S) * tl.where(zeros, -1.0, 1.0)
             store_state(p_M, s_M, i_border, i_hv, column, b_S, K, K, BK, BV)
@@ -362,7 +364,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["N", "T", "scale"])
-def wyfold_summary_bwd_triton(
+def wyfold_segment_summary_bwd_triton(
     x_q,
     s_q,
     x_k,

@@ -1,4 +1,4 @@
-"""`summary` in PyTorch: the loops of `scan` and `scan_bwd` without what they write on the way."""
+"""`segment_summary` in PyTorch: the loops of `scan` and `scan_bwd` without what they write on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wyfold.tile.index.eager import ranked, unranked
 from wyfold.tile.state.eager import advance_, residual, retreat_
 
 
-def summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: ChunkTable) -> Tensor:
+def segment_summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: ChunkTable) -> Tensor:
     """Both halves of the map of each sequence of a part, which are segments, or parts of them.
 
     Args:
@@ -35,7 +35,7 @@ def summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: ChunkTable
     return unranked(S, table)
 
 
-def summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: Tensor, table: ChunkTable) -> Tensor:
+def segment_summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: Tensor, table: ChunkTable) -> Tensor:
     """Gradient of the state that enters each sequence of a part.
 
     Args:

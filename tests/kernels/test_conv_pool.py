@@ -1,4 +1,4 @@
-"""Launch `conv_slots`: outputs of `conv` from the inputs a slot holds, which it leaves where the next tokens look."""
+"""Launch `conv_pool`: outputs of `conv` from the inputs a slot holds, which it leaves where the next tokens look."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_from_any_place_in_a_slot(W: int, turned: bool, backend: str, device: to
     slots = Slots(there, there, torch.tensor([[3], [1]], device=device), accepted=accepted.to(device))
     grid = table.kernel_module("chunk_grid", backend).chunk_grid(1, 2 * T, 64, cu)
     filter_of = x.to(device), weight.to(device), bias.to(device)
-    table.kernel_module("conv_slots", backend).update(*filter_of, there, slots, grid, True, y)
+    table.kernel_module("conv_pool", backend).update(*filter_of, there, slots, grid, True, y)
     borders = cu.cpu() if backend == "eager" else cu
     table.kernel_module("conv", backend).conv(
         filter_of[0][0], *filter_of[1:], None, before.to(device), borders, True, plain, None

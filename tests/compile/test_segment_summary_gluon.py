@@ -1,4 +1,4 @@
-"""`summary_bwd` in Gluon: products wait for each other where its source says, and nowhere else."""
+"""`segment_summary_bwd` in Gluon: products wait for each other where its source says, and nowhere else."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ def test_no_wait_is_added(operator: str):
     found = []
 
     def compiling(kernel, *arguments, **options):
-        if kernel.fn.__name__ == "wyfold_summary_bwd_gluon":
+        if kernel.fn.__name__ == "wyfold_segment_summary_bwd_gluon":
             found.append(read(aot.code(kernel, *arguments, **options)[0]))
 
     with aot.pretending("sm_90", compiling):

@@ -1,4 +1,4 @@
-"""`fold`: states at the borders of segments against the maps applied one by one, both ways."""
+"""`segment_fold`: states at the borders of segments against the maps applied one by one, both ways."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, back: bool) -> 
 def test_one_border_after_another(back: bool, float64_bounds):
     S, M, segments = drawn(8, 16, torch.float64, torch.device("cpu"))
     truth = folded(S.clone(), M, segments, back)
-    table.kernel_module("fold", "eager").fold(S, M, segments, back=back)
+    table.kernel_module("segment_fold", "eager").segment_fold(S, M, segments, back=back)
     float64_bounds.output("S", S, truth)
 
 
@@ -53,7 +53,7 @@ def test_the_kernel(K: int, V: int, back: bool, device: torch.device):
     S, M, segments = drawn(K, V, torch.float32, device)
     truth = folded(S.clone(), M, segments, back)
     S, M = S.mT.contiguous().mT, M.mT.contiguous().mT
-    table.kernel_module("fold", "triton").fold(S, M, segments, back=back, dtype=torch.float32)
+    table.kernel_module("segment_fold", "triton").segment_fold(S, M, segments, back=back, dtype=torch.float32)
     assert (S.double() - truth).norm() <= 1e-6 * truth.norm()
 
 
@@ -69,7 +69,7 @@ def test_maps_that_are_zeros(back: bool, other: int | None, device: torch.device
         if r - start != other:
             M[r] = zeros
     S[start + 5, 0, 2, 3] = -0.0
-    fold = table.kernel_module("fold", "triton").fold
+    fold = table.kernel_module("segment_fold", "triton").segment_fold
     for lost in (None, *range(16)):
         given = S.clone()
         if lost is not None:

@@ -1,4 +1,4 @@
-"""`carry` and `send` in PyTorch."""
+"""`rank_carry` and `rank_send` in PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count(routes: Sequence[int]) -> int:
     return routes[0] - 1
 
 
-def carry(
+def rank_carry(
     told: Tensor, routes: Tensor, outer: StateRows, borders: StateRows, tails: Tensor | None, *, back: bool
 ) -> None:
     """Write the states at the ends of routes where they enter.
@@ -56,7 +56,7 @@ def carry(
     borders.states[borders.rows] = borders.states[borders.rows] + S if back else S
 
 
-def send(borders: StateRows, tails: Tensor | None, out: Tensor) -> None:
+def rank_send(borders: StateRows, tails: Tensor | None, out: Tensor) -> None:
     """Write what leaves at borders.
 
     Args:

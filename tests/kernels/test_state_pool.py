@@ -21,7 +21,7 @@ def test_there_and_back(stored: torch.dtype, backend: str, device):
     before, rows = pool.clone(), [7, -1, 0, 9, 3]
     given = on(device, 1, 1, 0, 1, 1, dtype=torch.bool)
     slots = Slots(pool, pool, on(device, *rows)[:, None], target=on(device, 1, 2, 0, 4, -1), given=given)
-    stage = table.kernel_module("slots", backend)
+    stage = table.kernel_module("state_pool", backend)
     states = torch.empty(N, HV, 24, 40, device=device)
     stage.enter(pool, slots, states)
     assert torch.equal(states[[0, 4]], pool[[7, 3]].float()) and not states[[1, 2, 3]].any()
@@ -53,7 +53,7 @@ def test_states_between(many: int, stored: torch.dtype, backend: str, device):
     where = [4, -1, 5, 0, 9, 7, 2, *[8] * (T // every - 7)]
     for row in (0, 3, 5, 6):
         expected[where[row]] = states[row].to(stored)
-    table.kernel_module("slots", backend).leave_between(states, slots, grid, kept, on(device, *where))
+    table.kernel_module("state_pool", backend).leave_between(states, slots, grid, kept, on(device, *where))
     assert torch.equal(kept, expected)
 
 
@@ -64,14 +64,14 @@ def test_states_between_of_a_dense_batch(backend: str, device):
     states, expected = torch.randn(6, HV, 8, 8).to(device), kept.clone()
     where = on(device, 5, 0, 2, 6, 1, 3, dtype=torch.int64)
     expected[[5, 0, 2]] = states[:3]
-    table.kernel_module("slots", backend).leave_between(states, Slots(pool, pool), grid, kept, where)
+    table.kernel_module("state_pool", backend).leave_between(states, Slots(pool, pool), grid, kept, where)
     assert torch.equal(kept, expected)
 
 
 def test_nobody_leaves_a_state_between(backend: str, device):
     pool, kept = torch.randn(2, HV, 8, 8).to(device), torch.zeros(2, HV, 8, 8, device=device)
     grid = table.kernel_module("chunk_grid", backend).chunk_grid(1, 64, 64, on(device, 0), 64)
-    stage, slots = table.kernel_module("slots", backend), Slots(pool, pool, on(device)[:, None])
+    stage, slots = table.kernel_module("state_pool", backend), Slots(pool, pool, on(device)[:, None])
     stage.leave_between(torch.ones(1, HV, 8, 8, device=device), slots, grid, kept, on(device, 1))
     assert not kept.any()
 
@@ -82,7 +82,7 @@ def test_drafts_and_packed_rows(backend: str, device):
     columns = on(device, *range(8), -1, 8).view(N, 2)
     slots = Slots(pool, pool, columns, accepted=on(device, 0, 1, 2, 7, 1))
     states, o = torch.empty(N, HV, 8, 8, device=device), torch.ones(1, 9, HV, 8, device=device)
-    stage = table.kernel_module("slots", backend)
+    stage = table.kernel_module("state_pool", backend)
     stage.enter(pool, slots, states)
     assert torch.equal(states[:4], pool[[0, 2, 5, 7]]) and not states[4].any()
     grid = chunk_grid(1, 9, 64, on(device, 0, 1, 3, 3, 5, 8))

@@ -47,7 +47,7 @@ from wyfold.tile.index.triton import (
 from wyfold.tile.state.gluon import state_offsets
 
 
-def summary(
+def segment_summary(
     k: Tensor,
     v: Tensor,
     prepared: Prepared,
@@ -72,14 +72,14 @@ def summary(
             only among rows of nothing else.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
-    config = tuned("summary.gluon", f"{key} fwd", k.device)
+    config = tuned("segment_summary.gluon", f"{key} fwd", k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.k is None:
         k = tma_readable(k, grid.chunk_size, K)
     v = tma_readable(v, grid.chunk_size, BV // parts)
-    descriptors = require_descriptors("summary", _descriptors(k, v, prepared, grid.chunk_size, BV // parts))
+    descriptors = require_descriptors("segment_summary", _descriptors(k, v, prepared, grid.chunk_size, BV // parts))
     launch_kernel(
-        wyfold_summary_gluon,
+        wyfold_segment_summary_gluon,
         segments.borders * HV * (V // BV + K // BV),
         *descriptors,
         v.stride(2),
@@ -185,7 +185,7 @@ class Coords(NamedTuple):
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
-def wyfold_summary_gluon(
+def wyfold_segment_summary_gluon(
     x_k,
     x_v,
     x_rows,
@@ -439,7 +439,7 @@ def _consumer(
         if coords.of_H != 0:
             gl.store(gmem.H + state_offsets(gmem.s_H, coords.border, coords.hv, o_v, o_k), S)
         else:
-            # For `fold`: rows of zeros all have the other sign, which no other zero has.
+            # For `segment_fold`: rows of zeros all have the other sign, which no other zero has.
             S = gl.where(S == 0.0, 0.0, S) * gl.where(_zeros(S), -1.0, 1.0)
             gl.store(gmem.M + state_offsets(gmem.s_M, coords.border, coords.hv, o_v, o_k), S)
 

@@ -1,4 +1,4 @@
-"""`summary`: a segment as an affine map of its entering state, against the token loop run through it."""
+"""`segment_summary`: a segment as an affine map of its entering state, against the token loop run through it."""
 
 import pytest
 import torch
@@ -43,7 +43,9 @@ def test_a_map_stands_for_its_tokens(rule: str, float64_bounds):
     a, tiles, grid, factors = drawn(rule)
     S0, other = a["initial_state"], torch.randn(4, HV, K, V, dtype=F64)
     identity = torch.eye(K, dtype=F64).expand(4, HV, K, K)
-    both = table.kernel_module("summary", "eager").summary(tiles, factors, torch.cat([S0, identity], -1), grid)
+    both = table.kernel_module("segment_summary", "eager").segment_summary(
+        tiles, factors, torch.cat([S0, identity], -1), grid
+    )
     H, M = both.split([V, K], dim=-1)
     float64_bounds.output("H", H, loop(rule, a, S0)[1])
     float64_bounds.output("M", H + M @ (other - S0), loop(rule, a, other)[1])
@@ -55,11 +57,11 @@ def test_the_gradient_that_enters(rule: str, float64_bounds):
     S0 = a["initial_state"].requires_grad_()
     o, ST = loop(rule, a, S0)
     do, dST, other = torch.randn_like(o), torch.randn_like(ST), torch.randn_like(ST)
-    summary_bwd = table.kernel_module("summary", "eager").summary_bwd
+    summary_bwd = table.kernel_module("segment_summary", "eager").segment_summary_bwd
     d_out = to_chunks(do, grid, HV, F64) * SCALE
     c = summary_bwd(tiles, factors, d_out, dST, grid)
     float64_bounds.gradient("c", c, torch.autograd.grad([o, ST], S0, [do, dST], retain_graph=True)[0])
-    summary = table.kernel_module("summary", "eager").summary
+    summary = table.kernel_module("segment_summary", "eager").segment_summary
     identity = torch.eye(K, dtype=F64).expand(4, HV, K, K)
     M = summary(tiles, factors, torch.cat([S0.detach(), identity], -1), grid)[..., V:]
     expected = torch.autograd.grad([o, ST], S0, [do, other])[0]

@@ -1,4 +1,4 @@
-"""`summary` and `summary_bwd` in Gluon, on the emulator, against their formulas in PyTorch."""
+"""`segment_summary` and `segment_summary_bwd` in Gluon, on the emulator, against their formulas in PyTorch."""
 
 from itertools import accumulate
 from typing import Any
@@ -11,7 +11,7 @@ from tests.emulator.delta import C, Call, draw, options, rounded
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.kernels.summary.gluon import backward, forward
+from wyfold.kernels.segment_summary.gluon import backward, forward
 from wyfold.runtime.chunk_layout import Cut, Segments, segment_grid
 from wyfold.runtime.kernel_configs import Config
 
@@ -83,7 +83,7 @@ def written(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     return got[want != UNWRITTEN], want[want != UNWRITTEN]
 
 
-def test_summary(case):
+def test_segment_summary(case):
     config, form = case.values
     summarised(Machine(*case.schedule), config, *packed(form, LENGTHS))
 
@@ -116,23 +116,25 @@ def test_loads_stop_when_the_map_is_zero(form):
 
 
 def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
-    """Run `summary`, and judge what it leaves."""
+    """Run `segment_summary`, and judge what it leaves."""
     shape = segments.borders, call.v.shape[2]
     H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
     want = H.clone(), M.clone()
     maps(call, segments, *want)
     call.spoil()
     with machine.installed(forward, Config(4, config[1], config[0])):
-        forward.summary(call.k, call.v, call.prepared, call.S0, segments, "", H, M)
+        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, "", H, M)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
 
 def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
-    """Run `summary_bwd`, and judge what it leaves."""
+    """Run `segment_summary_bwd`, and judge what it leaves."""
     c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
     want = c.clone()
     gradients(call, segments, want)
     call.spoil()
     with machine.installed(backward, Config(4, config[1], config[0])):
-        backward.summary_bwd(call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), "", c)
+        backward.segment_summary_bwd(
+            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), "", c
+        )
     require_close(machine, c=written(c, want))
