@@ -88,7 +88,7 @@ def backward(
 
 
 def _stage(t: TTTTensors, options: TTTOptions) -> Any:
-    key = table.kernel_module("ttt", options.backend).walk_key(t.q.dtype, t.v.shape[3], options.chunk_size)
+    key = table.kernel_module("ttt", options.backend).forward_scan_key(t.q.dtype, t.v.shape[3], options.chunk_size)
     return table.selected_module("ttt", options.backend, key, t.q.device)
 
 

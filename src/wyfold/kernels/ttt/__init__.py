@@ -2,14 +2,15 @@
 
 A mini-batch of n rows takes all its inner gradients N at the state (S, c) it entered with:
 
-    O = q S + c - e (Bm N)         out = O + w LN(O) + u          or q, without its scale, in the place of the first O
+    O = q S + c - e (Bm N)         out = O + w LN(O) + u          (residual "q": q, without its scale, + w LN(O) + u)
     S <- S - e_n k^T N             c <- c - e_n sum(N)            e_n: step size of the last row that holds a token
 
-Where tokens have factors of their own (`eta_col`), N is the inner gradient times its row's factor throughout, and so is
-what is called N below; the inner gradient itself is met inside `tile/inner` alone.
+With per-token factors (`eta_col`), N stands for the inner gradient times its row's factor, here and in every kernel.
+Only `tile/inner` handles the inner gradient without the factor.
 
-An open mini-batch is one that a caller may go on with. Its state stays (S, c); the sums k^T N and sum(N) of its rows so
-far are handed out instead. Going on, its first rows are idle, and the sums of earlier calls join those of its own rows.
+An open mini-batch is incomplete at the end of a call, and a later call may continue it. Its state stays (S, c), and the
+call returns the sums k^T N and sum(N) over its rows so far. In the continuing call its first rows are idle, and the
+earlier sums are added to those of its new rows.
 
 Source: Learning to (learn at test time), arXiv:2407.04620, the dual form of a mini-batch.
 """
@@ -22,17 +23,17 @@ from torch import Tensor
 
 
 class MiniBatches(NamedTuple):
-    """A part's tokens as the inner model sees them, n mini-batches of C rows.
+    """Tiles of a part's tokens, the inputs of the inner model: n mini-batches of C rows.
 
     Attributes:
-        q, k: [n, C, D]. q times scale.
-        t: [n, C, D]. u - v + k.
+        q, k: [n, C, D]; q is multiplied by scale.
+        t: [n, C, D] u - v + k.
         e: [n, C, 1] step sizes.
-        e_last: [n, 1, 1] the step that closes the mini-batch, zero where it stays open.
-        col: [n, C, 1] factors of the rows' own gradients; None: 1.
-        raw: [n, C, D] q without scale where the residual is on it; None: it is on O.
+        e_last: [n, 1, 1] step size that closes the mini-batch; zero where it stays open.
+        col: [n, C, 1] factors of the rows' inner gradients; None for 1.
+        raw: [n, C, D] q without scale, where the residual is q; None where it is O.
         w, u: [n, 1, D] weight and bias of both norms.
-        idle: [n, C, 1] bool, True in rows without a token; None: there are none.
+        idle: [n, C, 1] bool, True in rows without a token; None where every row has one.
     """
 
     q: Tensor
@@ -48,7 +49,7 @@ class MiniBatches(NamedTuple):
 
 
 class State(NamedTuple):
-    """The inner model, or sums of its gradients, or a gradient of either.
+    """Inner model of every sequence and head; also used for sums of its gradients, and for gradients of both.
 
     Attributes:
         S: [.., D, D] matrix.
@@ -63,11 +64,11 @@ class MiniBatchGradients(NamedTuple):
     """Gradients of a part's `MiniBatches`.
 
     Attributes:
-        q, k, v: [n, C, D]. q's without the factor scale.
-        e: [n, C, 1], that of `e_last` included.
-        col: [n, C, 1], None where there are no factors.
-        raw: [n, C, D] a further share of the query's, which scale is no factor of; None where there is none.
-        w, u: [n, D], a share of every mini-batch.
+        q, k, v: [n, C, D]; q's gradient is not yet multiplied by scale.
+        e: [n, C, 1], including the gradient of `e_last`.
+        col: [n, C, 1]; None without factors.
+        raw: [n, C, D] gradient of q through the residual, not scaled; None where the residual is O.
+        w, u: [n, D] each mini-batch's term of the parameters' gradients.
     """
 
     q: Tensor
@@ -81,15 +82,15 @@ class MiniBatchGradients(NamedTuple):
 
 
 class TTTInputs(NamedTuple):
-    """A whole call's inputs, for launches that find their tokens themselves.
+    """Inputs of a whole call, for kernels that load tokens from the caller's tensors.
 
     Attributes:
         q, k: [B, T, H, D], any strides.
         v: [B, T, HV, D].
         w, u: [HV, D] weight and bias of both norms.
-        eta: [B, T, HV, 1].
-        col: [B, T, HV, 1] factors of the tokens' own gradients; None: 1.
-        residual: "o" or "q", what the norm of what was read is added to.
+        eta: [B, T, HV, 1] step sizes.
+        col: [B, T, HV, 1] factors of the tokens' inner gradients; None for 1.
+        residual: "o" or "q": the term to which the output's norm is added.
     """
 
     q: Tensor
@@ -103,14 +104,24 @@ class TTTInputs(NamedTuple):
 
 
 class StateViews(NamedTuple):
-    """[N, HV, D, D] views, K-first, and [N, HV, 1, D]; None stands for zeros, or for what nobody wants."""
+    """Initial or final states of a call, or their gradients, in the caller's memory.
+
+    Attributes:
+        S: [N, HV, D, D] view, K-first. None reads as zeros and skips the store.
+        c: [N, HV, 1, D] view, likewise.
+    """
 
     S: Tensor | None
     c: Tensor | None
 
 
 class TTTGradients(NamedTuple):
-    """Gradients of the tensors of `TTTInputs`, with its shapes and dtypes."""
+    """Gradients of the tensors of `TTTInputs`, with the same shapes and dtypes.
+
+    Attributes:
+        q, k, v, w, u, eta: Written by `ttt_bwd`.
+        col: None without factors.
+    """
 
     q: Tensor
     k: Tensor
@@ -122,14 +133,15 @@ class TTTGradients(NamedTuple):
 
 
 class SegmentBorders(NamedTuple):
-    """What a walk over whole calls leaves for what is parallel over segments.
+    """Results of the forward scan that the launches parallel over segments read.
 
     Attributes:
         N: [B, T, HV, D] inner gradients, times their factors.
-        S: [segments * HV, D, D] V-first, state entering a segment.
-        c: [segments * HV, D] float32, its bias.
+        S: [segments * HV, D, D] V-first, state entering each segment.
+        c: [segments * HV, D] float32, bias entering each segment.
         X: [B, T, HV, D] normalised predictions; None where no backward follows.
-        rows: [B, T, HV, 4] float32. Reciprocal deviation of Z, mean X Y, mean Y; or None.
+        rows: [B, T, HV, 4] float32; the first three are the reciprocal deviation of Z, mean X Y and mean Y. None where
+            no backward follows.
     """
 
     N: Tensor

@@ -1,4 +1,7 @@
-"""`ttt` and `ttt_bwd` in PyTorch: a loop over columns for what goes through the state, the rest batched over a part."""
+"""`ttt` and `ttt_bwd` in PyTorch: a serial loop over mini-batches for the state, everything else batched over a part.
+
+A column of the chunk table holds the mini-batches with the same number in their sequences.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ def load(
     taken: Tensor | None,
     residual: str,
 ) -> MiniBatches:
-    """A part's tokens as tiles.
+    """Cut a part's tokens into tiles.
 
     Args:
         q, k: [B, T, H, D] of the part, any strides.
         v: [B, T, HV, D].
         w, u: [HV, D].
-        eta, col: [B, T, HV, 1]; no col is a factor of 1.
-        table: The part's chunk grid.
+        eta, col: [B, T, HV, 1]; col None is a factor of 1.
+        table: The part's chunk table.
         scale: Multiplies q.
-        taken: [n] int64 on the CPU, idle rows at the start of each sequence's first mini-batch; a last one short of C
-            rows then stays open. None: no mini-batch is open.
+        taken: [n] int64 on the CPU, number of idle rows at the start of each sequence's first mini-batch. A last
+            mini-batch with fewer than C rows then stays open. None: no mini-batch is open.
         residual: "o" or "q".
     """
     HV, dtype = v.shape[2], wide(q.dtype)
@@ -68,17 +71,17 @@ def ttt(
     Args:
         x: From `load`.
         entering: [n, HV, ..] state entering each sequence.
-        sums: [n, HV, ..] of each sequence's first mini-batch, from an earlier call; None: no mini-batch is open.
-        table: The part's chunk grid.
-        eps: Of both norms.
-        o: [B, T, HV, D] tokens of the part, written.
+        sums: [n, HV, ..] sums of an earlier call for each sequence's first mini-batch; None: no mini-batch is open.
+        table: The part's chunk table.
+        eps: Epsilon of both norms.
+        o: [B, T, HV, D] output of the part's tokens, written.
         at: [chunks, HV, ..] receives the state entering each mini-batch.
 
     Returns:
         State leaving each sequence, and the sums of its last mini-batch, zero if that closed.
     """
     at, first = _flat(at), _first(sums, table)
-    leaving, N = _walk(x, entering, first, table, eps, at)
+    leaving, N = _forward_scan(x, entering, first, table, eps, at)
     written = _written(x, attention(x.q, x.k), N, first, table)
     from_chunks(residual_norm(read(at.S, at.c, x.q, x.e, written), x.w, x.u, eps, x.raw), table, o)
     return leaving, None if sums is None else _last_sums(x.k, N, sums, table)
@@ -99,17 +102,17 @@ def ttt_bwd(
 
     Args:
         x, sums, table, eps: As given to `ttt`; `sums` are constants.
-        entering: As given to `ttt`, or None where `at` holds what `ttt` left there.
+        entering: As given to `ttt`, or None where `at` still holds the states that `ttt` wrote.
         do: [n, C, D] tiles of the output's gradient.
-        dstate, dsums: [n, HV, ..] gradients of what `ttt` returned.
-        at: [chunks, HV, ..] states entering each mini-batch, or room for them.
+        dstate, dsums: [n, HV, ..] gradients of the results of `ttt`.
+        at: [chunks, HV, ..] states entering each mini-batch; computed here unless `entering` is None.
 
     Returns:
-        Gradients, and those of the entering states, [n, HV, ..].
+        Gradients of the tiles, and of the entering states, [n, HV, ..].
     """
     at, first = _flat(at), _first(sums, table)
     if entering is not None:
-        _walk(x, entering, first, table, eps, at)
+        _forward_scan(x, entering, first, table, eps, at)
     inner = inner_gradient(at.S, at.c, x.k, x.t, x.w, eps, x.idle)
     Bm = attention(x.q, x.k)
     N = _factored(inner.N, x)
@@ -119,21 +122,21 @@ def ttt_bwd(
     dG = torch.zeros_like(at.S)
     if dsums is not None:
         _last_sums_bwd(x.k, dsums, table, dN, dG)
-    back = _walk_back(x, inner, N, dO, dN, dG, dstate, first, table)
+    scan = _backward_scan(x, inner, N, dO, dN, dG, dstate, first, table)
 
     pairs = torch.bmm(dO, N.transpose(1, 2)).tril_().mul_(x.e)
     dq = torch.bmm(dO, at.S.transpose(1, 2)).baddbmm_(pairs, x.k, alpha=-1)
     if first is not None:
         m = first.S.shape[0]
         dq[:m].sub_(x.e[:m] * torch.bmm(dO[:m], first.S.transpose(1, 2)))
-    dt = x.w * back.dY
-    dk = torch.baddbmm(dt, back.dZ, at.S.transpose(1, 2))
+    dt = x.w * scan.dY
+    dk = torch.baddbmm(dt, scan.dZ, at.S.transpose(1, 2))
     dk.baddbmm_(N, dG.transpose(1, 2)).baddbmm_(pairs.transpose(1, 2), x.q, alpha=-1)
     de = (dO * written).sum(-1, keepdim=True).neg_()
-    de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), back.de_last)
-    dw = ((2 * x.w * inner.X + x.t) * back.dY).addcmul_(do, Xo).sum(1)
+    de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), scan.de_last)
+    dw = ((2 * x.w * inner.X + x.t) * scan.dY).addcmul_(do, Xo).sum(1)
     raw = None if x.raw is None else do
-    return MiniBatchGradients(dq, dk, dt.neg(), de, back.dcol, raw, dw, (dt + do).sum(1)), back.entering
+    return MiniBatchGradients(dq, dk, dt.neg(), de, scan.dcol, raw, dw, (dt + do).sum(1)), scan.entering
 
 
 def unload(
@@ -148,13 +151,15 @@ def unload(
     dw: Tensor,
     du: Tensor,
 ) -> None:
-    """Write gradients to a part's tokens, heads of a group added in order, and add the parameters' share to dw and du.
+    """Write the gradients of a part's tokens, and add the part's terms to dw and du.
+
+    The value heads that share a key head are summed in a fixed order.
 
     Args:
         found: From `ttt_bwd`.
         table, scale: As given to `load`.
-        dq, dk, dv, deta, dcol: Shapes of what `load` was given, written.
-        dw, du: [HV, D] wide, added to.
+        dq, dk, dv, deta, dcol: Gradients of the tensors given to `load`, written.
+        dw, du: [HV, D] in the accumulation dtype, added to.
     """
     H, HV = dq.shape[2], dv.shape[2]
     q = sum_groups(found.q, H, HV).mul_(scale)
@@ -168,10 +173,10 @@ def unload(
     du.add_(found.u.unflatten(0, (-1, HV)).sum(0))
 
 
-def _walk(
+def _forward_scan(
     x: MiniBatches, entering: State, first: State | None, table: ChunkTable, eps: float, at: State
 ) -> tuple[State, Tensor]:
-    """Fill `at`, and return the states that leave and N."""
+    """Fill `at`, and return the final states and N."""
     HV = entering.S.shape[1]
     S, c = ranked(entering.S, table), ranked(entering.c, table)
     N = torch.empty_like(x.k)
@@ -186,14 +191,14 @@ def _walk(
     return State(unranked(S, table), unranked(c, table)), N
 
 
-class _Back(NamedTuple):
-    """Gradients of what every mini-batch gave to the state.
+class _BackwardScan(NamedTuple):
+    """Results of the backward scan.
 
     Attributes:
-        dY, dZ: [n, C, D].
-        de_last: [n, 1, 1].
-        dcol: [n, C, 1], None where there are no factors.
-        entering: [n, HV, ..] of the states entering the sequences.
+        dY, dZ: [n, C, D] gradients through the inner gradient.
+        de_last: [n, 1, 1] gradients of the closing steps.
+        dcol: [n, C, 1] gradients of the factors; None without factors.
+        entering: [n, HV, ..] gradients of the states entering the sequences.
     """
 
     dY: Tensor
@@ -203,7 +208,7 @@ class _Back(NamedTuple):
     entering: State
 
 
-def _walk_back(
+def _backward_scan(
     x: MiniBatches,
     inner: Inner,
     N: Tensor,
@@ -213,13 +218,13 @@ def _walk_back(
     dstate: State,
     first: State | None,
     table: ChunkTable,
-) -> _Back:
-    """The adjoint of `_walk`.
+) -> _BackwardScan:
+    """Adjoint of `_forward_scan`.
 
     Args:
-        N: [n, C, D] the inner gradients times their factors.
-        dN: [n, C, D] of those, through what is read and left open; what goes through the state is added.
-        dG: [n, D, D] of k^T N, likewise.
+        N: [n, C, D] inner gradients times their factors.
+        dN: [n, C, D] gradient of N through the outputs and open mini-batches; the part through the state is added.
+        dG: [n, D, D] gradient of k^T N, likewise.
     """
     HV = dstate.S.shape[1]
     dS, dc = ranked(dstate.S, table), ranked(dstate.c, table)
@@ -227,12 +232,12 @@ def _walk_back(
     dcol = None if x.col is None else torch.empty_like(x.col)
     for column, rows in reversed(list(enumerate(_columns(table, HV)))):
         running, bias, tile = dS[: rows.stop - rows.start], dc[: rows.stop - rows.start], _rows(x, rows)
-        seen = torch.baddbmm(bias, tile.k, running)
+        dwrite = torch.baddbmm(bias, tile.k, running)
         dG[rows].addcmul_(tile.e_last, running, value=-1)
-        de_last[rows] = _dot(seen, N[rows]).neg_()
+        de_last[rows] = _dot(dwrite, N[rows]).neg_()
         if column == 0 and first is not None:
             de_last[rows] -= _dot(running, first.S) + _dot(bias, first.c)
-        dN[rows].addcmul_(tile.e_last, seen, value=-1)
+        dN[rows].addcmul_(tile.e_last, dwrite, value=-1)
         if tile.idle is not None:
             dN[rows].masked_fill_(tile.idle, 0)
         at_rows = Inner(*(y[rows] for y in inner))
@@ -242,16 +247,16 @@ def _walk_back(
         step_bwd_(running, bias, tile.q, tile.k, dO[rows], dZ[rows])
     if first is not None:
         de_last.masked_fill_(_per_head(_stays_open(table), HV, de_last), 0)
-    return _Back(dY, dZ, de_last, dcol, State(unranked(dS, table), unranked(dc, table)))
+    return _BackwardScan(dY, dZ, de_last, dcol, State(unranked(dS, table), unranked(dc, table)))
 
 
 def _factored(N: Tensor, x: MiniBatches) -> Tensor:
-    """N with every row times its factor."""
+    """Multiply each row of N by its factor."""
     return N if x.col is None else N * x.col
 
 
 def _written(x: MiniBatches, Bm: Tensor, N: Tensor, first: State | None, table: ChunkTable) -> Tensor:
-    """Bm N, and in the first mini-batch what earlier calls wrote into it."""
+    """Bm N, plus the earlier calls' sums in each sequence's first mini-batch."""
     written = torch.bmm(Bm, N)
     if first is not None:
         m = first.S.shape[0]
@@ -260,22 +265,22 @@ def _written(x: MiniBatches, Bm: Tensor, N: Tensor, first: State | None, table: 
 
 
 def _last_sums(k: Tensor, N: Tensor, sums: State, table: ChunkTable) -> State:
-    """k^T N and sum(N) of each sequence's last mini-batch with earlier calls' share, zero if it closed."""
+    """k^T N and sum(N) of each sequence's last mini-batch, with earlier calls' sums; zero if it closed."""
     HV = sums.S.shape[1]
     G, a = ranked(sums.S, table), ranked(sums.c, table)
     last, tiles = _last_chunks(table, HV)
     n = tiles.shape[0]
     tiles = tiles.to(k.device)
-    went_on = _per_head(last >= table.columns[0], HV, k)
+    has_more = _per_head(last >= table.columns[0], HV, k)
     closed = _per_head(~_stays_open(table)[last], HV, k)
     rows = N.index_select(0, tiles)
-    G[:n] = torch.baddbmm(G[:n].masked_fill(went_on, 0), k.index_select(0, tiles).transpose(1, 2), rows)
-    a[:n] = a[:n].masked_fill(went_on, 0) + rows.sum(1, keepdim=True)
+    G[:n] = torch.baddbmm(G[:n].masked_fill(has_more, 0), k.index_select(0, tiles).transpose(1, 2), rows)
+    a[:n] = a[:n].masked_fill(has_more, 0) + rows.sum(1, keepdim=True)
     return State(*(unranked(_zeroed(s, closed), table) for s in (G, a)))
 
 
 def _last_sums_bwd(k: Tensor, dsums: State, table: ChunkTable, dN: Tensor, dG: Tensor) -> None:
-    """Adjoint of `_last_sums`, added to dN and dG."""
+    """Adjoint of `_last_sums`; adds to dN and dG."""
     HV = dsums.S.shape[1]
     last, tiles = _last_chunks(table, HV)
     n = tiles.shape[0]
@@ -287,13 +292,13 @@ def _last_sums_bwd(k: Tensor, dsums: State, table: ChunkTable, dN: Tensor, dG: T
 
 
 def _zeroed(states: Tensor, rows: Tensor) -> Tensor:
-    """States, in place zero where `rows` [m, 1, 1] says so; those from m on are left alone."""
+    """Zero the states in place where `rows` [m, 1, 1] is True; states from m on do not change."""
     states[: rows.shape[0]].masked_fill_(rows, 0)
     return states
 
 
 def _columns(table: ChunkTable, HV: int) -> list[slice]:
-    """Tiles of each column."""
+    """Slice of the tiles of each column."""
     return [slice(first * HV, (first + count) * HV) for first, count in zip(table.starts, table.columns, strict=True)]
 
 
@@ -306,14 +311,14 @@ def _flat(states: State) -> State:
 
 
 def _first(sums: State | None, table: ChunkTable) -> State | None:
-    """[m, ..] sums of the first column's mini-batches."""
+    """Sums of the first column's mini-batches, [m, ..]."""
     if sums is None:
         return None
     return State(*(ranked(s, table)[: table.columns[0] * s.shape[1]] for s in sums))
 
 
 def _last_chunks(table: ChunkTable, HV: int) -> tuple[Tensor, Tensor]:
-    """Last chunk of every rank that has one, and its tiles, one per head."""
+    """Last chunk of every sequence that has one, in order of rank, and its tiles, one per head."""
     rank = torch.arange(table.columns[0])
     column = torch.searchsorted(-torch.tensor(table.columns), -rank) - 1  # columns only get shorter
     last = torch.tensor(table.starts)[column] + rank
@@ -321,7 +326,7 @@ def _last_chunks(table: ChunkTable, HV: int) -> tuple[Tensor, Tensor]:
 
 
 def _stays_open(table: ChunkTable) -> Tensor:
-    """[chunks] bool, short of C rows."""
+    """[chunks] bool, True for chunks with fewer than C rows."""
     return table.valid < table.chunk_size
 
 
@@ -337,7 +342,7 @@ def _idle(table: ChunkTable, taken: Tensor | None, HV: int, like: Tensor) -> Ten
 
 
 def _per_head(chunks: Tensor, HV: int, like: Tensor) -> Tensor:
-    """A number of every chunk as one of every tile.   [chunks] -> [chunks * HV, 1, 1]"""
+    """Repeat a number per chunk for each of its tiles.   [chunks] -> [chunks * HV, 1, 1]"""
     return chunks.to(like.device).repeat_interleave(HV).view(-1, 1, 1)
 
 

@@ -33,8 +33,8 @@ from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs, triton
 from wyfold.kernels.ttt.triton import (
     SEGMENT,
     empty,
+    forward_scan_key,
     ttt_bwd,
-    walk_key,
     wyfold_ttt_bwd_triton,
     wyfold_ttt_gradients_triton,
     wyfold_ttt_parameters_triton,
@@ -89,7 +89,7 @@ def ttt(
         triton.ttt(x, entering, leaving, grid, chunk_size, scale, eps, o, borders)
         return
     HV, D = x.v.shape[2:]
-    config = tuned("ttt.gluon", walk_key(x.q.dtype, D, chunk_size), x.q.device)
+    config = tuned("ttt.gluon", forward_scan_key(x.q.dtype, D, chunk_size), x.q.device)
     N, S, c, X, rows = borders or (None,) * 5
     launch_kernel(
         wyfold_ttt_gluon,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.ttt import TTTInputs
-from wyfold.kernels.ttt.triton.tiles import enter, leave, parameter
+from wyfold.kernels.ttt.triton.tiles import load_inner_state, load_parameter, store_inner_state
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -154,17 +154,17 @@ def wyfold_ttt_decode_triton(
     if (slot <= pad) | (slot >= slots):
         tl.store(p_out, tl.zeros((BD,), tl.float32).to(p_o.dtype.element_ty), mask=o_v < D)
         return
-    b_q = parameter(p_q + i_n * s_q[0], (s_q[2], s_q[3]), i_h, D, BD)
-    b_k = parameter(p_k + i_n * s_k[0], (s_k[2], s_k[3]), i_h, D, BD)
-    b_v = parameter(p_v + i_n * s_v[0], (s_v[2], s_v[3]), i_hv, D, BD)
-    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    b_q = load_parameter(p_q + i_n * s_q[0], (s_q[2], s_q[3]), i_h, D, BD)
+    b_k = load_parameter(p_k + i_n * s_k[0], (s_k[2], s_k[3]), i_h, D, BD)
+    b_v = load_parameter(p_v + i_n * s_v[0], (s_v[2], s_v[3]), i_hv, D, BD)
+    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
     e = tl.load(p_eta + i_n * s_eta[0] + i_hv * s_eta[2]).to(tl.float32)
     b_factor = tl.full((1,), 1.0, tl.float32)
     if p_col is not None:
         b_factor *= tl.load(p_col + i_n * s_col[0] + i_hv * s_col[2]).to(tl.float32)
     position = tl.load(p_position + slot * s_position[0])
-    b_S, b_c = enter(p_S, s_S, p_c, s_c, slot, i_hv, D, BD)
-    b_G, b_a = enter(p_G, s_G, p_a, s_a, slot, i_hv, D, BD)
+    b_S, b_c = load_inner_state(p_S, s_S, p_c, s_c, slot, i_hv, D, BD)
+    b_G, b_a = load_inner_state(p_G, s_G, p_a, s_a, slot, i_hv, D, BD)
 
     b_z = tl.sum(b_S * b_k[None, :], axis=1) + b_c
     b_wt = b_w * (b_u - b_v + b_k)
@@ -182,9 +182,9 @@ def wyfold_ttt_decode_triton(
     b_out, _, _ = residual_norm(b_h[None, :], b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
     tl.store(p_out, tl.reshape(b_out, (BD,)).to(p_o.dtype.element_ty), mask=o_v < D)
     if position + 1 >= C:
-        leave(p_S, s_S, p_c, s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
+        store_inner_state(p_S, s_S, p_c, s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
         b_G, b_a = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
-    leave(p_G, s_G, p_a, s_a, slot, i_hv, b_G, b_a, D, BD)
+    store_inner_state(p_G, s_G, p_a, s_a, slot, i_hv, b_G, b_a, D, BD)
 
 
 @triton.jit(do_not_specialize=["N", "slots", "pad"])

@@ -1,29 +1,29 @@
-"""`ttt` in Triton: walks over the mini-batches of a sequence, and what is parallel beside them.
+"""`ttt` in Triton: two serial scans over a sequence's mini-batches, and four parallel launches.
 
-    walk         serial: one program per sequence and value head, its state transposed, [V, K], in registers
-    outputs      forward, parallel over segments of 64 tokens: what is read, normalised
-    replay       backward, parallel over segments: dO, and dN's share of reading
-    walk back    serial: the gradient of the state in registers, from tokens alone; leaves dZ and dY
-    parameters   backward, parallel over channels: dw and du, of the shares that replay and the walk back leave
-    gradients    parallel over segments: dq, dk, dv, deta
+    forward scan    serial: one program per sequence and value head, its state transposed, [V, K], in registers
+    outputs         forward, parallel over segments of 64 tokens: reads from the states, normalised
+    recompute       backward, parallel over segments: O once more, dO, and the part of dN that comes through O
+    backward scan   serial: the gradient of the state in registers, computed from tokens alone; stores dZ and dY
+    parameters      backward, parallel over channels: dw and du, summed from partials of recompute and backward scan
+    gradients       backward, parallel over segments: dq, dk, dv, deta
 
-A walk carries its chain alone: what the next mini-batch does not wait for is another launch's. What the walk leaves, N
-of every token and the state at the borders of segments, makes the rest parallel, since inside a segment
+A scan computes only what the next mini-batch depends on. Everything else is another launch. The forward scan stores N
+of every token and the state entering every segment. These make the other launches parallel, since inside a segment
 
-    S entering r's mini-batch = S of the border - sum over s before that mini-batch of e_s' k_s^T N_s
+    S entering r's mini-batch = S entering the segment - sum over s before that mini-batch of e_s' k_s^T N_s
 
-with e' the step that closed s's mini-batch; so a row that meets S is a masked product more. No launch keeps a state per
-mini-batch. The forward of a call that has a backward leaves those to it, with X of every token beside them.
+with e' the step size that closed s's mini-batch. A row that reads S therefore needs one more masked product. No launch
+stores a state per mini-batch. Where a backward follows, the forward keeps N and these states for it, and X of every
+token.
 
-A mini-batch is a chain of short steps, and few programs run: the latency of each step is what counts, not the work.
+A mini-batch is a chain of short dependent steps and few programs run, so each step's latency matters, not its work.
 
-- The state is a slab of 16 or more value rows a warp: a batched product, one matrix of the batch each warp's. A slab is
-  multiplied and added to where it lies, by the matrix unit's instructions of one warp; those of four warps together
-  wait for fences, in front of them and behind.
-- What it predicts is turned to rows, a token's values eight lanes' own, by one exchange (`tiles.in_rows`); there all
-  sums are added at once, and the way back to an operand is a second exchange.
-- A bias is the first column of equal ones, an accumulator of the products: sums over tokens are products with ones.
-- Of the next mini-batch everything is asked for before this one's work begins.
+- Each warp holds a slab of at least 16 value rows of the state: products are batched, with one matrix per warp. A slab
+  is updated in place by single-warp matrix instructions. Four-warp instructions would wait for fences before and after.
+- Predictions change layout once so that eight lanes hold a token's values (`tiles.to_row_layout`). All row sums are
+  reduced together there. A second layout change makes N an operand again.
+- The bias is stored as equal columns and is the accumulator of the products: sums over tokens are products with ones.
+- All loads of the next mini-batch are issued before the current one is computed.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ import torch
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
-from wyfold.kernels.ttt.triton.back import walk_back, wyfold_ttt_bwd_triton
+from wyfold.kernels.ttt.triton.backward_scan import backward_scan, wyfold_ttt_bwd_triton
+from wyfold.kernels.ttt.triton.forward_scan import forward_scan, wyfold_ttt_triton
 from wyfold.kernels.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
-from wyfold.kernels.ttt.triton.launch import LAUNCHES, SEGMENT, launch_keys, walk_key
+from wyfold.kernels.ttt.triton.launch import LAUNCHES, SEGMENT, forward_scan_key, launch_keys
 from wyfold.kernels.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
 from wyfold.kernels.ttt.triton.parameters import parameter_gradients, wyfold_ttt_parameters_triton
-from wyfold.kernels.ttt.triton.replay import replayed, wyfold_ttt_replay_triton
-from wyfold.kernels.ttt.triton.walk import walk, wyfold_ttt_triton
+from wyfold.kernels.ttt.triton.recompute import recompute, wyfold_ttt_replay_triton
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.tile.dot.triton import workspace
 
-# With the kernels: what of them was compiled is asked of this module.
+# Kernels are exported because `kernel_configs.compiled` looks them up in this module.
 __all__ = [
     "LAUNCHES",
     "SEGMENT",
     "empty",
+    "forward_scan_key",
     "launch_keys",
     "ttt",
     "ttt_bwd",
-    "walk_key",
     "wyfold_ttt_bwd_triton",
     "wyfold_ttt_gradients_triton",
     "wyfold_ttt_outputs_triton",
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def empty(q: Tensor, v: Tensor, segments: int, backward: bool) -> SegmentBorders:
-    """Borders, unwritten; with all that a backward takes of them, or what the outputs do."""
+    """Allocate `SegmentBorders` without writing them; X and rows only where a backward follows."""
     B, T, HV, D = v.shape
     dtype = workspace(q.dtype)
     return SegmentBorders(
@@ -87,19 +87,19 @@ def ttt(
     """Run every sequence from its entering state.
 
     Args:
-        x: The call's tokens.
-        entering: Any strides and float dtypes.
-        leaving: Written.
-        grid: The call's grid of segments.
+        x: Inputs of the call.
+        entering: Initial states, any strides and float dtypes.
+        leaving: Receives the final states.
+        grid: The call's chunk grid, one chunk per segment.
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
-        eps: Of both norms.
-        o: [B, T, HV, D] written, zero past the last boundary.
-        borders: From `empty`, written, for the outputs and for `ttt_bwd`; None where no backward follows.
+        eps: Epsilon of both norms.
+        o: [B, T, HV, D] output, written; zero past a packed batch's last boundary.
+        borders: From `empty`, written for the outputs and `ttt_bwd`; None where no backward follows.
     """
     if borders is None:
         borders = empty(x.q, x.v, grid.chunks, False)
-    walk(x, entering, leaving, grid, chunk_size, eps, borders)
+    forward_scan(x, entering, leaving, grid, chunk_size, eps, borders)
     outputs(x, borders, grid, chunk_size, scale, eps, o)
 
 
@@ -119,13 +119,13 @@ def ttt_bwd(
 
     Args:
         x, grid, chunk_size, scale, eps: As given to `ttt`.
-        borders: As `ttt` left them.
-        do: [B, T, HV, D].
-        dleaving: Gradients of what `ttt` left.
-        found: Written, zero past the last boundary.
-        dentering: Written.
+        borders: Written by `ttt`.
+        do: [B, T, HV, D] gradient of the output.
+        dleaving: Gradients of the final states.
+        found: Receives the gradients; zero past a packed batch's last boundary.
+        dentering: Receives the gradients of the initial states.
     """
-    left = replayed(x, borders, do, grid, chunk_size, scale, eps, found.v)
-    walk_back(x, borders, left, dleaving, grid, chunk_size, scale, found.col, dentering)
-    parameter_gradients(left, found.w, found.u)
-    token_gradients(x, borders, left, do if x.residual == "q" else None, grid, chunk_size, scale, found)
+    scratch = recompute(x, borders, do, grid, chunk_size, scale, eps, found.v)
+    backward_scan(x, borders, scratch, dleaving, grid, chunk_size, scale, found.col, dentering)
+    parameter_gradients(scratch, found.w, found.u)
+    token_gradients(x, borders, scratch, do if x.residual == "q" else None, grid, chunk_size, scale, found)

@@ -1,4 +1,4 @@
-"""What the launches have in common: their segments, configurations and workspaces."""
+"""Segment length, launch configurations and the backward workspace, shared by all launches of `ttt`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from wyfold.runtime.kernel_configs import Config, dtype_word, tile_width, tuned
 from wyfold.tile.dot.triton import contracts, operand, precision
 
 SEGMENT = 64
-"""Tokens between two borders: a whole number of mini-batches, and a chunk of the grid that launches are given."""
+"""Tokens of a segment: a whole number of mini-batches, and one chunk of the `ChunkGrid` that launches get."""
 
 LAUNCHES = ("walk", "outputs", "replay", "back", "gradients")
 
 
-class Replayed(NamedTuple):
-    """What a backward's launches leave for each other.
+class BackwardWorkspace(NamedTuple):
+    """Intermediate results that the backward's launches pass to each other.
 
     Attributes:
-        dO: [B, T, HV, D].
-        dN: [B, T, HV, D] through what is read in the mini-batch; then its place is -w dY's. The memory of v's gradient,
-            which that is, where it has the dtype of such tiles.
-        dZ: [B, T, HV, D].
+        dO: [B, T, HV, D] gradient of O, the residual norm's input.
+        dN: [B, T, HV, D] gradient of N through O. The backward scan overwrites it with -w dY, the gradient of v. It
+            shares memory with v's gradient where that has the workspace dtype and strides.
+        dZ: [B, T, HV, D] gradient of Z = k S + c.
         step: [B, T, HV] float32, <dS1^T k + dc1, N>.
         dS: [segments * HV, D, D] V-first, gradient of the state leaving a segment.
         dc: [segments * HV, SEGMENT / C, D] float32. Sum of dO over each mini-batch, before dO is rounded.
-        read, stepped: [w and u, segments or N, HV, D] float32, shares of dw and du.
+        read_partials: [2, segments, HV, D] float32 partial sums of dw and du, from `recompute`.
+        step_partials: [2, N, HV, D] float32 partial sums of dw and du, from the backward scan.
     """
 
     dO: Tensor
@@ -39,17 +40,17 @@ class Replayed(NamedTuple):
     step: Tensor
     dS: Tensor
     dc: Tensor
-    read: Tensor
-    stepped: Tensor
+    read_partials: Tensor
+    step_partials: Tensor
 
 
 def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
-    """What the configurations of all launches depend on, in the order of `LAUNCHES`."""
+    """Configuration keys of all launches, in the order of `LAUNCHES`."""
     return [_launch_key(dtype, D, chunk_size, launch) for launch in LAUNCHES]
 
 
-def walk_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
-    """What decides which backend's launches walk forward; a compiler's symbol of a width becomes a number."""
+def forward_scan_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
+    """Configuration key of the forward scan, which selects the backend; converts a symbolic D to an int."""
     return _launch_key(dtype, int(D), chunk_size, "walk")
 
 
@@ -58,8 +59,8 @@ def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str
     return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
 
 
-def arranged(x: TTTInputs, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
-    """A launch's configuration, and the constexprs and options that all of them have."""
+def launch_options(x: TTTInputs, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:
+    """Configuration of a launch, and the constexprs and launch options common to all launches."""
     HV, D = x.v.shape[2:]
     config = tuned("ttt.triton", _launch_key(x.q.dtype, D, chunk_size, launch), x.q.device)
     return config, {

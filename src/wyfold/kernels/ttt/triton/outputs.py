@@ -1,4 +1,4 @@
-"""What tokens read from the states, normalised: parallel over segments."""
+"""Outputs from the stored states and N, parallel over segments: reads, then the residual norm."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, TTTInputs
-from wyfold.kernels.ttt.triton.launch import arranged
-from wyfold.kernels.ttt.triton.tiles import parameter, read_in_parts, read_rows, segment_steps
+from wyfold.kernels.ttt.triton.launch import launch_options
+from wyfold.kernels.ttt.triton.tiles import load_parameter, read_by_blocks, read_segment, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
@@ -19,8 +19,8 @@ from wyfold.tile.inner.triton import read_steps, residual_norm
 def outputs(
     x: TTTInputs, borders: SegmentBorders, grid: ChunkGrid, chunk_size: int, scale: float, eps: float, o: Tensor
 ) -> None:
-    """Write o, zero past the last boundary."""
-    config, fixed = arranged(x, grid, chunk_size, "outputs")
+    """Write o; zero past a packed batch's last boundary."""
+    config, constexprs = launch_options(x, grid, chunk_size, "outputs")
     launch_kernel(
         wyfold_ttt_outputs_triton,
         grid.chunks * x.v.shape[2],
@@ -48,9 +48,9 @@ def outputs(
         grid.per_sequence,
         scale,
         eps,
-        BK=min(fixed["BD"], config.blocks.get("BK", fixed["BD"])),
+        BK=min(constexprs["BD"], config.blocks.get("BK", constexprs["BD"])),
         ON_Q=x.residual == "q",
-        **fixed,
+        **constexprs,
     )
 
 
@@ -103,7 +103,7 @@ def wyfold_ttt_outputs_triton(
     if i_n == N:
         store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((SEGMENT, BD), tl.float32), D, SEGMENT, BD)
         return
-    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
     o_v = tl.arange(0, BD)
     b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
     b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
@@ -113,10 +113,10 @@ def wyfold_ttt_outputs_triton(
         b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
         b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
         b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
-        b_O = read_rows(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
+        b_O = read_segment(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
-        b_pairs, b_O = read_in_parts(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
-        b_O = mm((b_pairs * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
+        b_gram, b_O = read_by_blocks(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+        b_O = mm((b_gram * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_raw = None
     if ON_Q:
         b_raw = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)

@@ -1,4 +1,4 @@
-"""Gradients of the norms' weight and bias: shares of segments and of sequences, added in order."""
+"""Gradients of the norms' weight and bias: partial sums of segments and of sequences, added in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt.triton.launch import Replayed
+from wyfold.kernels.ttt.triton.launch import BackwardWorkspace
 from wyfold.runtime.kernel_launch import launch_kernel
 
 COLUMNS, ROWS, WARPS = 32, 64, 4
-"""Columns of a program, rows of a step, and its warps: enough programs for a GPU, and whole lines of memory."""
+"""Columns and warps of a program, and rows of one loop step: enough programs to fill a GPU, and whole cache lines."""
 
 
-def parameter_gradients(left: Replayed, dw: Tensor, du: Tensor) -> None:
-    """Write dw and du [HV, D] of any strides."""
+def parameter_gradients(scratch: BackwardWorkspace, dw: Tensor, du: Tensor) -> None:
+    """Write dw and du, [HV, D] with any strides."""
     HV, D = dw.shape
     launch_kernel(
         wyfold_ttt_parameters_triton,
         2 * triton.cdiv(HV * D, COLUMNS),
-        left.read,
-        left.stepped,
+        scratch.read_partials,
+        scratch.step_partials,
         dw,
         dw.stride(),
         du,
         du.stride(),
-        left.read.shape[1],
-        left.stepped.shape[1],
+        scratch.read_partials.shape[1],
+        scratch.step_partials.shape[1],
         HV=HV,
         D=D,
         BC=COLUMNS,
@@ -37,8 +37,8 @@ def parameter_gradients(left: Replayed, dw: Tensor, du: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["segments", "sequences"])
 def wyfold_ttt_parameters_triton(
-    p_read,
-    p_stepped,
+    p_read_partials,
+    p_step_partials,
     p_dw,
     s_dw,
     p_du,
@@ -50,15 +50,15 @@ def wyfold_ttt_parameters_triton(
     BC: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """One program owns columns of dw, or of du: the first half of the programs dw's.
+    """One program sums BC columns. The first half of the programs write dw, the others du.
 
-    dw = sum over segments + sum over sequences        shares: [w and u, count, HV, D] float32
+    dw = sum over segments + sum over sequences        partials: [2, count, HV, D] float32, of w and of u
     """
     half: tl.constexpr = (HV * D + BC - 1) // BC
     i_x = tl.program_id(0) // half
     o_c = tl.program_id(0) % half * BC + tl.arange(0, BC)
-    b_sum = add_shares(p_read, i_x, segments, o_c, HV * D, BC, BR)
-    b_sum += add_shares(p_stepped, i_x, sequences, o_c, HV * D, BC, BR)
+    b_sum = sum_partials(p_read_partials, i_x, segments, o_c, HV * D, BC, BR)
+    b_sum += sum_partials(p_step_partials, i_x, sequences, o_c, HV * D, BC, BR)
     i_hv, o_v = o_c // D, o_c % D
     if i_x == 0:
         tl.store(p_dw + i_hv * s_dw[0] + o_v * s_dw[1], b_sum.to(p_dw.dtype.element_ty), mask=o_c < HV * D)
@@ -67,8 +67,8 @@ def wyfold_ttt_parameters_triton(
 
 
 @triton.jit
-def add_shares(p, i_x, count, o_c, W: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
-    """Sums over the i_x-th [count, W] of a contiguous tensor.   [BC]"""
+def sum_partials(p, i_x, count, o_c, W: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr):
+    """Column sums of the i_x-th [count, W] block of a contiguous tensor.   [BC]"""
     b_sums = tl.zeros((BR, BC), tl.float32)
     p_rows = p + i_x.to(tl.int64) * count * W + o_c[None, :]
     o_r = tl.arange(0, BR)[:, None]

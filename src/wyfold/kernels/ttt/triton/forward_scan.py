@@ -1,4 +1,4 @@
-"""The walk over the mini-batches of a sequence: what every token writes, and the states."""
+"""Forward scan over the mini-batches of a sequence: inner gradients N of every token, and the states."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import triton
 import triton.language as tl
 
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
-from wyfold.kernels.ttt.triton.launch import arranged
+from wyfold.kernels.ttt.triton.launch import launch_options
 from wyfold.kernels.ttt.triton.tiles import (
-    add_writes,
-    beside,
+    add_update,
+    broadcast_to_slabs,
     closing_step,
-    enter,
-    in_rows,
-    leave,
-    parameter,
-    slabs,
-    store_column,
-    store_rows,
+    first_column,
+    load_inner_state,
+    load_parameter,
+    store_first_column,
+    store_inner_state,
+    store_row_stats,
+    to_row_layout,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -26,7 +26,7 @@ from wyfold.tile.index.triton import load_token_scalars, load_tokens, sequence_s
 from wyfold.tile.inner.triton import inner_gradient
 
 
-def walk(
+def forward_scan(
     x: TTTInputs,
     entering: StateViews,
     leaving: StateViews,
@@ -35,9 +35,9 @@ def walk(
     eps: float,
     borders: SegmentBorders,
 ) -> None:
-    """Run every sequence from its entering state, writing the leaving ones and the borders."""
+    """Run every sequence from its initial state; writes the final states and the borders."""
     HV = x.v.shape[2]
-    config, fixed = arranged(x, grid, chunk_size, "walk")
+    config, constexprs = launch_options(x, grid, chunk_size, "walk")
     launch_kernel(
         wyfold_ttt_triton,
         grid.sequences * HV,
@@ -73,8 +73,8 @@ def walk(
         grid.tokens,
         grid.per_sequence,
         eps,
-        SLABS=min(config.warps, fixed["BD"] // 16),
-        **fixed,
+        SLABS=min(config.warps, constexprs["BD"] // 16),
+        **constexprs,
     )
 
 
@@ -123,7 +123,7 @@ def wyfold_ttt_triton(
     PRECISION: tl.constexpr,
     SLABS: tl.constexpr,
 ):
-    """One program owns a sequence of one value head; of each mini-batch
+    """One program scans a sequence of one value head. Per mini-batch:
 
     Z = k S + c        N = gradient of the inner loss        S <- S - e_n k^T N        c <- c - e_n sum(N)
     """
@@ -133,12 +133,12 @@ def wyfold_ttt_triton(
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
-    b_S, b_c = enter(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
+    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
+    b_S, b_c = load_inner_state(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
     b_S = tl.reshape(b_S, (SLABS, BD // SLABS, BD))
     b_c = tl.reshape(tl.broadcast_to(b_c[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
     o_t = tl.arange(0, BT)
-    # Everything of a mini-batch is asked for during the one before it.
+    # Loads of a mini-batch are issued while the one before it is computed.
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, length, D, BT, BD)
     b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, length, D, BT, BD)
     e_last = closing_step(p_eta, s_eta, b, t, i_hv, length, BT)
@@ -147,28 +147,28 @@ def wyfold_ttt_triton(
     for i in tl.range(0, steps, num_stages=1):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
-        left = tl.maximum(length - (i + 1) * BT, 0).to(tl.int32)
-        b_next_k = load_tokens(p_k, s_k, b, t_i + BT, i_h, 0, left, D, BT, BD)
-        b_next_v = load_tokens(p_v, s_v, b, t_i + BT, i_hv, 0, left, D, BT, BD)
-        next_e_last = closing_step(p_eta, s_eta, b, t_i + BT, i_hv, left, BT)
+        next_rows = tl.maximum(length - (i + 1) * BT, 0).to(tl.int32)
+        b_next_k = load_tokens(p_k, s_k, b, t_i + BT, i_h, 0, next_rows, D, BT, BD)
+        b_next_v = load_tokens(p_v, s_v, b, t_i + BT, i_hv, 0, next_rows, D, BT, BD)
+        next_e_last = closing_step(p_eta, s_eta, b, t_i + BT, i_hv, next_rows, BT)
         b_factor = tl.where(o_t < rows, 1.0, 0.0)
         if p_col is not None:
             b_factor *= b_col
-            b_col = load_token_scalars(p_col, s_col, b, t_i + BT, i_hv, left, BT)
+            b_col = load_token_scalars(p_col, s_col, b, t_i + BT, i_hv, next_rows, BT)
         if i * BT % SEGMENT == 0:
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
             store_tile(p_S, i_border, 0, 0, tl.reshape(b_S, (BD, BD)), D, D, BD, BD)
-            store_column(p_c, i_border, tl.reshape(b_c, (BD, BT)), D, BD)
+            store_first_column(p_c, i_border, tl.reshape(b_c, (BD, BT)), D, BD)
 
         b_wt = b_w[None, :] * (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
-        b_Z = mm(b_S, slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
-        b_Z = in_rows(b_Z, p_c, opaque_zero, BT, BD)
+        b_Z = mm(b_S, broadcast_to_slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
+        b_Z = to_row_layout(b_Z, p_c, opaque_zero, BT, BD)
         b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
         store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
         if p_X is not None:
             store_tokens(p_X, s_N, b, t_i, i_hv, 0, rows, b_X, D, BT, BD)
-            store_rows(p_rows, s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
-        b_S, b_c = add_writes(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
+            store_row_stats(p_rows, s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
+        b_S, b_c = add_update(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
         b_k, b_v, e_last = b_next_k, b_next_v, next_e_last
-    b_S, b_c = tl.reshape(b_S, (BD, BD)), beside(tl.reshape(b_c, (BD, BT)))
-    leave(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
+    b_S, b_c = tl.reshape(b_S, (BD, BD)), first_column(tl.reshape(b_c, (BD, BT)))
+    store_inner_state(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)

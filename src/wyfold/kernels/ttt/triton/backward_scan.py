@@ -1,4 +1,4 @@
-"""The walk back: the gradient of the state, from tokens alone."""
+"""Backward scan over the mini-batches of a sequence: the gradient of the state, computed from tokens alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
-from wyfold.kernels.ttt.triton.launch import Replayed, arranged
+from wyfold.kernels.ttt.triton.launch import BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
-    add_writes,
-    beside,
+    add_update,
+    broadcast_to_slabs,
     closing_step,
-    enter,
-    in_rows,
-    leave,
-    parameter,
-    slabs,
-    store_share,
+    first_column,
+    load_inner_state,
+    load_parameter,
+    store_inner_state,
+    store_partials,
+    to_row_layout,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -34,10 +34,10 @@ from wyfold.tile.index.triton import (
 from wyfold.tile.inner.triton import inner_gradient_bwd
 
 
-def walk_back(
+def backward_scan(
     x: TTTInputs,
     borders: SegmentBorders,
-    left: Replayed,
+    scratch: BackwardWorkspace,
     dleaving: StateViews,
     grid: ChunkGrid,
     chunk_size: int,
@@ -45,9 +45,9 @@ def walk_back(
     dcol: Tensor | None,
     dentering: StateViews,
 ) -> None:
-    """From the gradient of the states that leave to that of those that enter; `left`, `dcol` get what lies between."""
+    """Propagate the final states' gradients to the initial states; writes `scratch` and `dcol` on the way."""
     HV = x.v.shape[2]
-    config, fixed = arranged(x, grid, chunk_size, "back")
+    config, constexprs = launch_options(x, grid, chunk_size, "back")
     launch_kernel(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,
@@ -66,17 +66,17 @@ def walk_back(
         x.col,
         strides(x.col),
         borders.X,
-        left.dO,
-        left.dN,
-        left.dZ,
-        left.dZ.stride(),
+        scratch.dO,
+        scratch.dN,
+        scratch.dZ,
+        scratch.dZ.stride(),
         borders.rows,
         strides(borders.rows),
-        left.step,
-        left.step.stride(),
-        left.dS,
-        left.dc,
-        left.stepped,
+        scratch.step,
+        scratch.step.stride(),
+        scratch.dS,
+        scratch.dc,
+        scratch.step_partials,
         dcol,
         strides(dcol),
         dleaving.S,
@@ -93,8 +93,8 @@ def walk_back(
         grid.tokens,
         grid.per_sequence,
         scale,
-        SLABS=min(config.warps, fixed["BD"] // 16),
-        **fixed,
+        SLABS=min(config.warps, constexprs["BD"] // 16),
+        **constexprs,
     )
 
 
@@ -125,7 +125,7 @@ def wyfold_ttt_bwd_triton(
     s_row,
     p_dstates,
     p_dc,
-    p_share,
+    p_partials,
     p_dcol,
     s_dcol,
     p_dST,
@@ -153,9 +153,9 @@ def wyfold_ttt_bwd_triton(
     PRECISION: tl.constexpr,
     SLABS: tl.constexpr,
 ):
-    """One program owns a sequence of one value head, and walks it back; of each mini-batch, with seen = dS1^T k + dc1:
+    """One program scans a sequence of one value head backwards. Per mini-batch, with dwrite = dS1^T k + dc1:
 
-    dN <- dN - e_n seen            deta_n gets -<seen, N>        dY, dZ, dcol: adjoint of the inner gradient
+    dN <- dN - e_n dwrite          deta_n gets -<dwrite, N>      dY, dZ, dcol: adjoint of the inner gradient
     dS0 = dS1 + s dO^T q + dZ^T k             dc0 = dc1 + sum(dO + dZ)
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -164,16 +164,16 @@ def wyfold_ttt_bwd_triton(
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w, b_u = parameter(p_w, s_w, i_hv, D, BD), parameter(p_u, s_u, i_hv, D, BD)
+    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
     b_ww = (b_w * b_w)[None, :]
     ww = tl.sum(b_w * b_w) * (1.0 / D)
-    b_dS, b_dc = enter(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
+    b_dS, b_dc = load_inner_state(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
     b_dS = tl.reshape(b_dS, (SLABS, BD // SLABS, BD))
     b_dc = tl.reshape(tl.broadcast_to(b_dc[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
-    # A sum for every place in a mini-batch: no thread has to give another one a number until the end.
+    # One sum per row of a mini-batch: threads exchange partial sums only once, at the end.
     b_dw, b_du = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BD), tl.float32)
     o_t = tl.arange(0, BT)
-    # Everything of a mini-batch is asked for during the one before it.
+    # Loads of a mini-batch are issued while the one after it in the sequence is computed.
     t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
     b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
     b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
@@ -181,7 +181,7 @@ def wyfold_ttt_bwd_triton(
     b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
     b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
-    b_r, b_y, b_xy, b_sum, e_last = _left_by_the_walk(
+    b_r, b_y, b_xy, b_sum, e_last = _load_forward_stats(
         p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
     )
     if p_col is not None:
@@ -190,25 +190,27 @@ def wyfold_ttt_bwd_triton(
         i = steps - 1 - j
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
-        left = tl.where(i > 0, BT, 0)
-        t_next = t_i - left
-        b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, left, D, BT, BD)
-        b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, left, D, BT, BD)
-        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, left, D, BT, BD)
-        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
-        b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
-        b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, left, D, BT, BD)
-        b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _left_by_the_walk(
+        next_rows = tl.where(i > 0, BT, 0)
+        t_next = t_i - next_rows
+        b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, next_rows, D, BT, BD)
+        b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, next_rows, D, BT, BD)
+        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, next_rows, D, BT, BD)
+        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
+        b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
+        b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
+        b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _load_forward_stats(
             p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
         )
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
             store_tile(p_dstates, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
 
-        b_seen = in_rows(mm(b_dS, slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, opaque_zero, BT, BD)
+        b_dwrite = to_row_layout(
+            mm(b_dS, broadcast_to_slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, opaque_zero, BT, BD
+        )
         b_X = b_X.to(tl.float32)
         b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
-        b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_seen * e_last, 0.0)
+        b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_dwrite * e_last, 0.0)
         b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
             b_X,
             b_r,
@@ -218,35 +220,35 @@ def wyfold_ttt_bwd_triton(
             b_ww,
             ww,
             b_dN,
-            b_seen,
+            b_dwrite,
             b_col if p_col is not None else None,
             D,
         )
         b_dS = mm(
             tl.reshape(tl.trans(b_dO.to(tl.float32) * scale), (SLABS, BD // SLABS, BT)),
-            slabs(b_q, SLABS),
+            broadcast_to_slabs(b_q, SLABS),
             b_dS,
             OP,
             PRECISION,
         )
-        b_dS, b_dc = add_writes(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
+        b_dS, b_dc = add_update(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
         store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
         store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * -b_dY, D, BT, BD)
         store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
         if p_dcol is not None:
             store_token_scalars(p_dcol, s_dcol, b, t_i, i_hv, rows, b_dcol, BT)
-            b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, left, BT)
+            b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, next_rows, BT)
         b_dw += (b_w[None, :] * b_X + b_E) * b_dY
         b_du += b_dY
         b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
-    b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), beside(tl.reshape(b_dc, (BD, BT)))
-    leave(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
-    store_share(p_share, i_n, i_hv, N, tl.sum(b_dw, axis=0), tl.sum(b_du, axis=0) * b_w, HV, D, BD)
+    b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), first_column(tl.reshape(b_dc, (BD, BT)))
+    store_inner_state(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
+    store_partials(p_partials, i_n, i_hv, N, tl.sum(b_dw, axis=0), tl.sum(b_du, axis=0) * b_w, HV, D, BD)
 
 
 @triton.jit
-def _left_by_the_walk(
+def _load_forward_stats(
     p_rows,
     s_rows,
     p_dc,
@@ -264,8 +266,11 @@ def _left_by_the_walk(
     BD: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Numbers of mini-batch i for the walk back, zeros where i < 0: r, mean Y, mean X Y [BT], sum of dO [BD], and the
-    closing step. They are loaded a mini-batch ahead."""
+    """Statistics that earlier launches stored for mini-batch i, zeros where i < 0; loaded one mini-batch ahead.
+
+    Returns:
+        r, mean Y and mean X Y [BT], the sum of dO [BD], and the closing step.
+    """
     first = tl.maximum(i, 0)
     rows = tl.where(i < 0, 0, length - i * BT)
     t += first * BT
