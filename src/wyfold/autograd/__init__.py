@@ -1,1 +1,1 @@
-"""The autograd functions: each direction of an operator family as a list of launches."""
+"""Autograd functions and their registered operators: the kernel launches of each direction of an operator family."""

@@ -29,9 +29,9 @@ class ConvTensors(NamedTuple):
     cu_seqlens: Tensor | None
 
     def boundaries(self, backend: str) -> Tensor | int:
-        """Boundaries of all sequences laid one after another; kernels take the one length of a batch.
+        """Boundaries of all sequences in one flat buffer; T alone for a dense batch on kernels.
 
-        They read boundaries where they are. Eager wants them on the CPU and waits.
+        Kernels read boundaries on their device. The eager backend copies them to the CPU, which waits for the device.
         """
         B, T, _ = self.x.shape
         if self.cu_seqlens is None:
@@ -63,7 +63,7 @@ class Conv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        # A compiler passes zeros for every result, the empty one nobody asked for among them.
+        # A compiler passes zero gradients for all results, also for an empty final state that was not requested.
         dfinal = dfinal if ctx.final_state else None
         if dy is None and dfinal is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -93,7 +93,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Empty results; sizes come from metadata alone, so this is the operator's fake as well."""
+    """Allocate the results, uninitialized, from metadata alone; also the operator's fake implementation."""
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
     output_final_state = arguments[len(t)]
     y = t.x.new_empty(t.x.shape)
@@ -106,13 +106,13 @@ def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of the tensors that need one, in their order."""
+    """Compute the gradients of the tensors that need one, in their order."""
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
     dy, dfinal, needs, activated, backend = arguments[len(t) :]
     dtype = widest(*t[:DIFFERENTIABLE])
     dx = t.x.new_empty(t.x.shape) if needs[0] else None
     dweight, dbias = (
-        # A kernel adds once, and so rounds once.
+        # A kernel adds once, and so rounds once: it needs no wide buffer.
         x.new_zeros(x.shape, dtype=dtype if backend == "eager" else x.dtype) if need and x is not None else None
         for x, need in zip((t.weight, t.bias), needs[1:3])
     )

@@ -1,8 +1,11 @@
 """DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function over two registered operators.
 
-How the launches of each direction follow one another is the walk's matter: `delta_parts` for the eager backend, which
-cuts a call into parts, and `delta_segments` where it is made to cut sequences as kernels do; `delta_launches` for
-kernels that take whole calls, `delta_tokens` for those that go through them token by token.
+Four implementations order the launches of both directions:
+
+    delta_chunk             chunk kernels, which take a whole call
+    delta_recurrent         recurrent kernels, which take a whole call token by token
+    delta_eager             the eager backend, which runs a call in workspace-sized parts
+    delta_eager_segments    the eager backend with sequences cut into segments, as the chunk kernels cut them
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ TENSORS_SCHEMA = (
 
 
 def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
-    """Results of one call."""
-    if traced():  # a program that is run with gradients asks for what a backward needs itself
+    """Run one call, differentiable if autograd is on."""
+    if traced():  # a traced program decides itself what to save for its backward
         options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
@@ -42,7 +45,11 @@ def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
 
 
 def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
-    """Results, and what the backward needs of them, without autograd's knowledge."""
+    """Run the forward operator outside of autograd.
+
+    Returns:
+        The results, and the tensors that the backward reads besides the call's own.
+    """
 
     def forward() -> tuple[Tensor, ...]:
         *result, saved = call(_forward_op, *tensors, *options)
@@ -53,7 +60,7 @@ def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list
 
 
 def run_backward(given: DeltaBackwardInputs) -> list[Tensor]:
-    """Gradient of every differentiable tensor, of no elements where none is wanted."""
+    """Return the gradient of every differentiable tensor; it has no elements where `needs` is False."""
     found: list[Tensor] = call(
         _backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options
     )
@@ -79,7 +86,7 @@ class Delta(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-        # A compiler passes zeros for every result, the empty ones nobody asked for among them.
+        # A compiler passes zero gradients for all results, also for the empty ones of results that were not requested.
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
             return (None,) * (TENSORS + 1)
@@ -93,27 +100,32 @@ class Delta(torch.autograd.Function):
 
 
 class DeltaImplementation(Protocol):
-    """The launches of both directions, one after another."""
+    """An implementation of both directions of the delta family: a module that orders the launches."""
 
     def forward(
         self, t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
     ) -> tuple[DeltaResult, list[Tensor]]:
-        """Results, and what the backward needs of them besides the call's tensors.
+        """Run the forward.
 
         Args:
-            out: Where the output goes, of a caller who looks at no state on the way that was not reached.
-            grid: The call's, if it was made already.
+            t, options: The call.
+            out: [B, T, HV, V] output buffer; None allocates one. With a buffer, rows of intermediate states that no
+                sequence reaches stay uninitialized.
+            grid: Chunk grid of the call; None makes one.
+
+        Returns:
+            The results, and the tensors that the backward reads besides the call's own.
         """
 
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-        """What the forward will keep, unwritten, from metadata alone."""
+        """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
 
     def backward(self, given: DeltaBackwardInputs) -> list[Tensor]:
-        """Gradients in memory as `DeltaBackwardInputs.rooms` makes it."""
+        """Compute the gradients, in buffers as `DeltaBackwardInputs.empty_grads` allocates them."""
 
 
 def implementation_for(options: DeltaOptions) -> DeltaImplementation:
-    """The walk of a backend and a form."""
+    """Return the implementation of a backend and a form (chunk or recurrent)."""
     if options.backend == "eager":
         return delta_eager_segments if options.segment_chunks else delta_eager
     return delta_recurrent if options.recurrent else delta_chunk
@@ -141,7 +153,7 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
-    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
+    """Run the forward under autograd: the function saves for the backward, the operator returns empty tensors."""
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
     o, final_state, states = Delta.apply(*t, options._replace(save=True))
     return o, final_state, states, [o.new_empty(0) for _ in implementation_for(options).saved(t, options)]

@@ -1,16 +1,17 @@
-"""The delta family as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
+"""Chunk implementation of the delta family: kernels that process a whole call chunk by chunk.
 
-    forward     chunk grid, prepare, scan
-    backward    chunk grid, prepare (unless its tiles were kept), scan_bwd, gradients
+    forward     chunk_grid, prepare, scan
+    backward    chunk_grid, prepare (unless its factors were saved), scan_bwd, gradients
 
-Where long sequences are cut, each scan has segments for its sequences, and before it run, in either direction,
+If long sequences are cut into segments, the scan runs over segments instead of sequences. Before it, in either
+direction, run
 
-                segment grid, summary, fold: states, or their gradients, at the segments' borders
+                segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
 
-What waits for these goes aside, ahead of the rest, which has what they leave idle: segments that begin a sequence need
-no fold, and neither does the half of `scan_bwd` that makes states anew.
+These launches and the scan that depends on them run on a high-priority side stream. The rest runs beside them: the
+segments that begin a sequence need no fold, and neither does the half of `scan_bwd` that recomputes states.
 
-Nothing here waits for the device: grids and tiles are sized by capacity, and what boundaries hold is read by kernels.
+The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
 
 from __future__ import annotations
@@ -42,7 +43,18 @@ from wyfold.runtime.side_stream import fork_side_stream
 
 
 class KernelCall:
-    """What both directions derive from a call's tensors and options before the first launch."""
+    """Inputs that both directions derive from a call before the first launch.
+
+    Attributes:
+        t: The call's tensors; q, k, v and g in layouts that the kernels read.
+        options: The call's options.
+        grid: Chunk grid of the sequences.
+        folded: `prepare.reads_folded` of the call's gate.
+        key: Key of the kernel configurations.
+        uses_tma: Whether a scan is a Gluon kernel, which reads q, k and v by TMA.
+        A_log, dt_bias: Contiguous gate parameters, or None.
+        segments: Segments of the sequences; None if no sequence is cut.
+    """
 
     def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
         (B, T, _, K), V, C, every = t.q.shape, t.v.shape[3], options.chunk_size, options.checkpoint_every
@@ -59,10 +71,10 @@ class KernelCall:
             for name in ("scan", "scan_bwd")
         )
         if self.uses_tma:
-            # Once for all launches, of which some run on a side stream.
+            # Copied once for all launches: some of them run on a side stream.
             q, k = (x if "channel" in self.key.split() else contiguous_for_tma(x) for x in (self.t.q, self.t.k))
             self.t = self.t._replace(q=q, k=k, v=contiguous_for_tma(self.t.v))
-        # Kernels read these few numbers where they lie one after another.
+        # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.segments: Segments | None = None
         if _borders(t, options):
@@ -70,23 +82,29 @@ class KernelCall:
 
     @property
     def scanned(self) -> ChunkGrid:
-        """What is scanned side by side: sequences or segments."""
+        """Grid of the scans: the segments' if sequences are cut, else the sequences'."""
         return self.grid if self.segments is None else self.segments.grid
 
     def buffer(self, x: Tensor) -> Tensor:
-        """[B, T, ...] as the scans take it: segments lie in one buffer of all rows, one after another."""
+        """View x [B, T, ...] as the scans read it: [1, B T, ...] if there are segments, which index one buffer."""
         return x if self.segments is None or x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
     def stage(self, name: str) -> Any:
         return table.kernel_module(name, self.options.backend)
 
     def scan_key(self, result: DeltaResult) -> str:
-        """`key`, and what only some scans do: store states on the way, and outputs of another dtype than v's."""
+        """`key` with the scan's own variants: intermediate states, and an output dtype other than v's."""
         kept = " kept" if self.options.checkpoint_every else ""
         return f"{self.key}{kept}{' wide' if result.o.dtype != self.t.v.dtype else ''}"
 
     def prepare(self, o: Tensor, *, backward: bool, forward: bool, clear: bool) -> Prepared:
-        """Factors of every chunk; o, or its like, is cleared past the last boundary on the way."""
+        """Run `prepare`, which computes the factors of every chunk.
+
+        Args:
+            o: [B, T, HV, V] the output, or a tensor of its shape.
+            backward, forward: Which directions the factors are for.
+            clear: Whether the launch also zeroes o past the last boundary.
+        """
         t = self.t
         arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
         prepare = table.selected_module("prepare", self.options.backend, self.key, t.q.device).prepare
@@ -97,7 +115,7 @@ class KernelCall:
     def summary(
         self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
     ) -> None:
-        """Write [borders, HV, V, K] and [borders, HV, K, K], H and M of the segment that ends at each border."""
+        """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border."""
         summary = table.selected_module(
             "segment_summary", self.options.backend, f"{self.key} fwd", k.device
         ).segment_summary
@@ -106,22 +124,26 @@ class KernelCall:
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
     ) -> None:
-        """Write [borders, HV, V, K], c of the segment that begins at each border."""
+        """Write c [borders, HV, V, K] of the segment that begins at each border."""
         summary_bwd = table.selected_module(
             "segment_summary", self.options.backend, f"{self.key} bwd", k.device
         ).segment_summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
     def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
-        """Make summaries [borders, HV, V, K] what lies at the borders, with the maps between them.
+        """Turn summaries into the states (or their gradients) at the borders, in place.
 
-        `of`: numbers of the sequences, instead of all that are cut.
+        Args:
+            states: [borders, HV, V, K] H, or c if `back`.
+            maps: [borders, HV, K, K] M of the segment that ends at each border.
+            back: Whether to fold from the last segment to the first.
+            of: Indices of the sequences to fold; None: all that are cut.
         """
         segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
         self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
 
     def outside(self, states: Tensor | None) -> Tensor | None:
-        """A K-first view of the caller's states."""
+        """View the caller's states K-first; None for None."""
         return None if states is None else transpose_if_v_first(states, self.options)
 
 
@@ -132,9 +154,15 @@ def forward(
     grid: ChunkGrid | None = None,
     slots: Slots | None = None,
 ) -> tuple[DeltaResult, list[Tensor]]:
-    """Results, and what the backward needs of them.
+    """Run the forward.
 
-    `slots`: of a call that has tokens and is not cut, whose states are read and written where they lie in a pool.
+    Args:
+        t, options, out, grid: As of `DeltaImplementation.forward`.
+        slots: Pool slots in which the scan reads and writes states; the call must have tokens and no segments. None:
+            states are `t.initial_state` and the results.
+
+    Returns:
+        The results, and the tensors that the backward reads besides the call's own.
     """
     call, result = KernelCall(t, options, grid), empty_result(t, options, out)
     t = call.t
@@ -174,7 +202,7 @@ def forward(
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """What the forward keeps, unwritten; sizes come from metadata alone."""
+    """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
     if not options.save:
         return []
     folded = _at_borders(t, options)
@@ -188,7 +216,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
-    """Every wanted gradient."""
+    """Compute every needed gradient."""
     t, options, kept, do, dST, needs = given
     call, dS0 = KernelCall(t, options), given.empty_grad(INITIAL_STATE)
     t = call.t
@@ -224,14 +252,14 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
                 call.fold(leaving, folded[1], back=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
-    del scan_bwd, prepared  # the tokens' gradients may lie where it lay
+    del scan_bwd, prepared  # frees the factors, whose memory the tokens' gradients may reuse
     return token_gradients(call, given, do, borders, dS0)
 
 
 def token_gradients(
     call: KernelCall, given: DeltaBackwardInputs, do: Tensor, borders: TokenBorders, dS0: Tensor
 ) -> list[Tensor]:
-    """Every wanted gradient, from what lies at the borders of chunks."""
+    """Compute every needed gradient from the states and state gradients at the chunks' borders."""
     t, needs = call.t, given.needs
     found = [dS0 if index == INITIAL_STATE else given.empty_grad(index) for index in range(DIFFERENTIABLE)]
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
@@ -245,26 +273,26 @@ def token_gradients(
 
 
 def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
-    """Borders of segments that there may be; 0 where no sequence can be long enough, or none is to be cut."""
+    """Upper bound on the borders between segments; 0 if no sequence can be long enough, or none is to be cut."""
     (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
     return most_borders(B, T, options.chunk_size, packed, options.cut)
 
 
 def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """Unwritten states at the segments' borders and maps of the segments before them, V-first; or none."""
+    """Allocate states at the segments' borders and maps of the segments before them, V-first; [] without borders."""
     borders, HV, K, V = _borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
     if not borders:
         return []
     rows = [t.q.new_empty(borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
     if options.save and t.cu_seqlens is not None:
-        # As of the factors: not every row of a packed batch is written.
+        # Saved tensors must be deterministic, and not every row of a packed batch is written.
         for x in rows:
             x.zero_()
     return rows
 
 
 def pass_through(states: Tensor | None, out: Tensor) -> None:
-    """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
+    """Copy states to out (zeros for None): without tokens, states and their gradients pass unchanged."""
     if states is None:
         out.zero_()
     else:
@@ -272,14 +300,14 @@ def pass_through(states: Tensor | None, out: Tensor) -> None:
 
 
 def backward_factors(prepared: Prepared) -> list[Tensor]:
-    """What the backward reads of it."""
+    """List the factors that the backward reads."""
     if prepared.back is not None:
         prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
     return factors_to_list(prepared)
 
 
 def factors_to_list(prepared: Prepared) -> list[Tensor]:
-    """A list of tensors; one without a tile's dimensions stands for what is not there."""
+    """Return the factors as a list of tensors; a 1-D tensor stands for None."""
     return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
 
 

@@ -1,8 +1,7 @@
-"""The delta family part by part: the walk of the eager backend.
+"""Eager implementation of the delta family, which runs a call part by part (`autograd.workspace`).
 
-The launches run over one part of a call after another (`parallel.split`), the state handed from one part to the next;
-the backward walks the parts back from the states that the forward kept at their borders, and rebuilds what lies
-between.
+The forward passes the state from one part to the next and saves the states at the borders. The backward goes through
+the parts in reverse, starts each from its saved state, and recomputes what lies between.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import to_chunks, wide
 
-RECURRENT_PARTS = 8  # the token-by-token adjoint keeps a state per token: parts are that much smaller
+RECURRENT_PARTS = 8  # the token-by-token backward keeps a state per token, so parts are this factor smaller
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward; empty where the options do not ask for it.
+    """Tensors that the forward saves for the backward; without elements where the options do not need them.
 
     Attributes:
-        borders: [rows, HV, K, V] states that one part hands to the next.
-        E, F, A, J, P: `ChunkFactors` of every chunk, but G, which is a running sum away.
+        borders: [rows, HV, K, V] states that pass from one part to the next.
+        E, F, A, J, P: [tiles, C, ..] `ChunkFactors` of every chunk. G is recomputed by a running sum.
     """
 
     borders: Tensor
@@ -47,18 +46,27 @@ class Saved(NamedTuple):
     P: Tensor
 
     def factors(self, tiles: slice) -> ChunkFactors:
-        """Views of some tiles."""
+        """View the factors of some tiles."""
         return ChunkFactors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
 
 
 def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
-    """Most chunks of a part, from widths, heads and dtype alone; fewer where a backward will keep a state per token."""
+    """Maximum number of chunks in a part, from sizes and dtype; fewer if the backward keeps a state per token."""
     state_bytes = v.shape[2] * q.shape[3] * v.shape[3] * wide(q.dtype).itemsize
     return workspace.chunks_per_part(state_bytes * (RECURRENT_PARTS if state_per_token else 1))
 
 
 class EagerCall:
-    """What both directions derive from a call's tensors and options before the first launch."""
+    """Inputs that both directions derive from a call before the first launch.
+
+    Attributes:
+        tensors, options: The call.
+        B, T, HV, K, V: Sizes.
+        dtype: The wide dtype, in which states and tiles are computed.
+        cu: [N + 1] boundaries on the CPU; None for a dense batch.
+        N: Number of sequences.
+        parts: Parts of the call, in forward order.
+    """
 
     def __init__(self, tensors: DeltaTensors, options: DeltaOptions):
         self.tensors, self.options = tensors, options
@@ -70,7 +78,7 @@ class EagerCall:
             self.cu = legal_boundaries(options.operator, given, self.T)
         self.N = self.B if self.cu is None else self.cu.shape[0] - 1
         per_part = chunks_per_part(tensors.q, tensors.v, state_per_token=options.recurrent and options.save)
-        # Token by token, rows that no token fills are wasted, and no bit depends on them.
+        # A recurrent call needs no full chunks: rows of a tile without a token are wasted, and change no bit.
         rows = min(options.chunk_size, max(1, self.T)) if options.recurrent else options.chunk_size
         self.parts = workspace.parts(self.B, self.T, self.cu, rows, per_part)
 
@@ -78,7 +86,7 @@ class EagerCall:
         return table.kernel_module(name, self.options.backend)
 
     def tiles(self, part: WorkspacePart) -> slice:
-        """A part's tiles among those of the whole call."""
+        """Slice of the whole call's tiles that belong to a part."""
         first = part.first_chunk * self.HV
         return slice(first, first + part.table.chunks * self.HV)
 
@@ -88,49 +96,49 @@ class EagerCall:
         return self.stage("prepare").load(q, k, v, g, beta, t.A_log, t.dt_bias, part.table, self.options)
 
     def states(self, given: Tensor | None, sequences: slice) -> Tensor:
-        """[n, HV, K, V] the sequences' states, wide and K-first, maybe the caller's own; zeros if none were given."""
+        """[n, HV, K, V] wide, K-first states of some sequences: zeros for None; may alias the caller's memory."""
         if given is None:
             n = sequences.stop - sequences.start
             return self.tensors.q.new_zeros(n, self.HV, self.K, self.V, dtype=self.dtype)
         return transpose_if_v_first(given[sequences], self.options).to(self.dtype)
 
     def entering(self, part: WorkspacePart, carried: Tensor) -> Tensor:
-        """States entering a part: `carried` in sequences that began in an earlier one."""
+        """States that enter a part: `carried` for sequences that began in an earlier part, else initial states."""
         begun = slice(part.sequences.start + part.entered, part.sequences.stop)
         return _joined(carried, self.states(self.tensors.initial_state, begun))
 
     def leaving(self, part: WorkspacePart, dST: Tensor | None, carried: Tensor) -> Tensor:
-        """Gradients of the states leaving a part: `carried` in sequences that go on in a later one."""
+        """Gradients of states that leave a part: `carried` for sequences that continue in a later part, else dST."""
         ended = slice(part.sequences.start, part.sequences.stop - part.left)
         return _joined(self.states(dST, ended), carried)
 
     def pass_through(self, states: Tensor | None, out: Tensor) -> None:
-        """Write to out, both [N, ..] in the caller's layout, the states of sequences without tokens."""
+        """Copy the states of sequences without tokens to out, both [N, ..] in the caller's layout; None is zeros."""
         empty = (self.lengths == 0).nonzero().flatten().to(out.device)
         if empty.shape[0]:
             out[empty] = out.new_zeros(()) if states is None else states[empty].to(out.dtype)
 
     @property
     def lengths(self) -> Tensor:
-        """[N] tokens of each sequence, on the CPU."""
+        """[N] number of tokens of each sequence, on the CPU."""
         return torch.full((self.B,), self.T) if self.cu is None else self.cu.diff()
 
     def scaled(self, do: Tensor | None, part: WorkspacePart) -> Tensor:
-        """Tiles of scale * do."""
+        """Tiles of scale * do; zeros if do is None."""
         if do is None:
             size = part.table.chunks * self.HV, part.table.chunk_size, self.V
             return self.tensors.q.new_zeros(size, dtype=self.dtype)
         return to_chunks(part.block(do), part.table, self.HV, self.dtype).mul_(self.options.scale)
 
     def outside(self, states: Tensor) -> Tensor:
-        """States as the caller gets them: layout and storage dtype of the options."""
+        """Return states in the layout and storage dtype of the options."""
         return transpose_if_v_first(states, self.options).to(self.options.state_dtype)
 
 
 def forward(
     t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
 ) -> tuple[DeltaResult, list[Tensor]]:
-    """Results, and what the backward needs of them."""
+    """Run the forward: the results and the tensors of `Saved`."""
     call = EagerCall(t, options)
     result, to_save = empty_result(t, options, out), saved(t, options)
     o, final_state, states = result
@@ -162,18 +170,18 @@ def forward(
             final_state[part.sequences] = call.outside(S)
         carried = S[S.shape[0] - part.left :]
     written = sum(part.table.chunks for part in call.parts) * call.HV
-    for left_over in kept.factors(slice(written, None)):  # capacity that these boundaries do not use
+    for left_over in kept.factors(slice(written, None)):  # tiles beyond those of these boundaries
         if left_over is not None:
             left_over.zero_()
     return result, to_save
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """Room for what the forward keeps, `Saved`; sizes come from metadata alone."""
+    """Allocate the tensors of `Saved`, from metadata alone."""
     B, T, HV, V = t.v.shape
     K, C, dtype, N = t.q.shape[-1], options.chunk_size, wide(t.q.dtype), t.packed_sequences
     per_part = chunks_per_part(t.q, t.v, state_per_token=options.recurrent and options.save)
-    # Not every row is written: a registered operator must not return what happened to lie in memory.
+    # Zeros, because not every row is written and a registered operator must not return uninitialized memory.
     borders = t.v.new_zeros(workspace.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
     keep = options.save and options.keep_factors and not options.recurrent
     tiles = workspace.chunk_rows(B, T, N, C) * HV if keep else 0
@@ -181,7 +189,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
-    """Every wanted gradient."""
+    """Compute every needed gradient."""
     t, options, _, do, dST, needs = given
     call, kept = EagerCall(t, options), Saved(*given.saved)
     found = [grad.zero_() for grad in given.empty_grads()]
@@ -212,14 +220,14 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
 
 
 def _joined(first: Tensor, last: Tensor) -> Tensor:
-    """States of two runs of sequences as one, copied only where both have some."""
+    """Concatenate the states of two runs of sequences; no copy if one is empty."""
     if first.shape[0] == 0:
         return last
     return torch.cat([first, last]) if last.shape[0] else first
 
 
 class _Checkpoints:
-    """Intermediate states: those that leave a chunk at a multiple of `checkpoint_every` tokens of its sequence."""
+    """Writer of the intermediate states: states after every `checkpoint_every`-th token of a sequence."""
 
     def __init__(self, call: EagerCall, states: Tensor):
         self.call, self.every = call, call.options.checkpoint_every

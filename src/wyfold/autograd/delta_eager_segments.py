@@ -1,13 +1,14 @@
-"""The delta family in segments: the walk of the eager backend where long sequences are cut.
+"""Eager implementation of the delta family with long sequences cut into segments.
 
-What is parallel on a GPU stays a loop here, so nobody is given this walk unasked: it says in float64 what the kernels'
-walk has to be. A segment is a sequence of one packed buffer, entered with what the fold of all before it makes:
+It is the float64 reference of the chunk kernels' segments, and runs only if a call requests segments: what is parallel
+on a GPU is a loop here. A segment is a sequence of one packed buffer. Its entering state is the fold of all segments
+before it:
 
-    forward     summaries [H | M], fold, then the ordinary walk of all segments
-    backward    summaries c, fold back with M, then the ordinary walk back
+    forward     summaries [H | M], fold, then the ordinary forward of all segments
+    backward    summaries c, fold back with M, then the ordinary backward of all segments
 
-The gradient of the whole is that of the last step with the right gradients at its borders, so autograd never sees M
-and H (docs/algorithm.md, section 9).
+The gradient of the call is that of the last step with the right state gradients at the borders, so autograd never sees
+M and H (docs/algorithm.md, section 9).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from wyfold.tile.index.eager import wide
 def forward(
     t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
 ) -> tuple[DeltaResult, list[Tensor]]:
-    """Results, and what the backward needs of them."""
+    """Run the forward: the results and the saved tensors."""
     call, result, to_save = (
         SegmentedCall.of(t, options),
         empty_result(t, options, out),
@@ -57,18 +58,18 @@ def forward(
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """What the forward keeps, unwritten: entering states, maps, and what the walk of the segments keeps."""
+    """Allocate the saved tensors: entering states, maps, and what `delta_eager` saves for all segments."""
     entering, maps = _empty_border_tensors(t, options)
     N = t.packed_sequences
     segments = (t.v.shape[0] if N is None else N) + _borders(t, options)
-    # Boundaries of as many sequences as there are segments at most.
+    # Boundaries of the segments, as many as there can be.
     cu = t.q.new_empty(segments + 1, dtype=torch.int64)
     packed = t._replace(q=_one_buffer(t.q), v=_one_buffer(t.v), cu_seqlens=cu)
     return [entering, maps, *delta_eager.saved(packed, _inside(t, options))]
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
-    """Every wanted gradient."""
+    """Compute every needed gradient."""
     t, options, (entering, maps, *kept), do, dST, needs = given
     call = SegmentedCall.of(t, options)
     dST = None if dST is None else transpose_if_v_first(dST, options)
@@ -85,13 +86,13 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
 
 
 class SegmentedCall(NamedTuple):
-    """What both directions derive from a call's tensors and options.
+    """Inputs that both directions derive from a call.
 
     Attributes:
-        tensors, options: The call's.
-        segments: Where they lie.
-        leading: [borders] segment before each border there is.
-        firsts, lasts: [N] first and last segment of each sequence.
+        tensors, options: The call.
+        segments: Segments of its sequences.
+        leading: [borders] index of the segment before each border in use.
+        firsts, lasts: [N] index of the first and last segment of each sequence.
     """
 
     tensors: DeltaTensors
@@ -114,7 +115,7 @@ class SegmentedCall(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Segments there may be: those that no sequence needs are empty, so that sizes do not depend on boundaries."""
+        """Capacity of segments; unused ones are empty, so that sizes do not depend on boundaries."""
         return self.segments.grid.sequences
 
     @property
@@ -122,18 +123,28 @@ class SegmentedCall(NamedTuple):
         return _inside(self.tensors, self.options)
 
     def packed(self, entering: Tensor) -> DeltaTensors:
-        """The call of all segments as sequences of one buffer."""
+        """The call with all segments as sequences of one packed buffer."""
         t = self.tensors
         q, k, v, g, beta = (None if x is None else _one_buffer(x) for x in t[:INITIAL_STATE])
         at = self.segments.grid.cu
         return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, at)  # type: ignore[arg-type]
 
     def one_buffer(self, o: Tensor) -> Tensor:
-        """A view of an output."""
+        """View an output [B, T, ...] as [1, B T, ...]."""
         return o.view(1, -1, *o.shape[2:])
 
     def spread(self, given: Tensor | None, borders: Tensor, at: Tensor, ends: Tensor) -> Tensor:
-        """[segments, HV, K, V] of each segment the state at its border, or at its sequence's end the given one."""
+        """Scatter states at borders, and states at the ends of sequences, to segments.
+
+        Args:
+            given: [N, HV, K, V] states at the ends of sequences; None for zeros.
+            borders: [borders, HV, K, V] states at borders.
+            at: [borders] segment of each border.
+            ends: [N] segment of each sequence's end.
+
+        Returns:
+            [segments, HV, K, V].
+        """
         states = borders.new_zeros(self.most, *borders.shape[1:])
         states[at] = borders
         if given is not None:
@@ -144,7 +155,7 @@ class SegmentedCall(NamedTuple):
         table.kernel_module("segment_fold", "eager").segment_fold(states, maps, self.segments, back=back)
 
     def summaries(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[borders, HV, K, V] H and [borders, HV, K, K] M of the segments before borders."""
+        """Compute H [borders, HV, K, V] and M [borders, HV, K, K] of the segment before each border."""
         t = self.tensors
         HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
         S = t.q.new_zeros(self.most, HV, K, V + K, dtype=wide(t.q.dtype))
@@ -163,7 +174,7 @@ class SegmentedCall(NamedTuple):
         return H.contiguous(), M.contiguous()
 
     def summaries_back(self, do: Tensor, dST: Tensor | None) -> Tensor:
-        """[borders, HV, K, V] c of the segments behind borders."""
+        """Compute c [borders, HV, K, V] of the segment after each border."""
         t = self.tensors
         HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
         dS = t.q.new_zeros(self.most, HV, K, V, dtype=wide(t.q.dtype))
@@ -181,7 +192,7 @@ class SegmentedCall(NamedTuple):
 
 
 def _inside(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
-    """The options of the call of all segments: nothing is cut, states are as wide as between chunks, [.., K, V]."""
+    """Options of the call with all segments: no further cut, wide states [.., K, V]."""
     return options._replace(segment_chunks=0, segments=1, state_v_first=False, state_dtype=wide(t.q.dtype))
 
 
@@ -191,7 +202,7 @@ def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
 
 
 def _empty_border_tensors(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """Zeros for the states that enter segments, and the maps of those before borders, if a backward will follow."""
+    """Allocate, as zeros, the states that enter segments and the maps before borders; empty without a backward."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     borders, N = _borders(t, options), t.packed_sequences
     segments = (t.v.shape[0] if N is None else N) + borders

@@ -1,4 +1,4 @@
-"""What a call of the delta family is made of, and the sizes of its results and gradients; nothing is computed here."""
+"""Records of one delta-family call, and allocation of its results and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wyfold.tile.index.eager import wide
 
 
 class DeltaTensors(NamedTuple):
-    """Tensors of one call, as the public operators document them."""
+    """Tensors of one call, as the public operators document them, in the order of the registered operators' schema."""
 
     q: Tensor
     k: Tensor
@@ -26,7 +26,7 @@ class DeltaTensors(NamedTuple):
 
     @property
     def packed_sequences(self) -> int | None:
-        """N of a packed batch; None for a dense one, where each row is a sequence."""
+        """N, the number of sequences of a packed batch; None for a dense batch, where each row is a sequence."""
         return None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
@@ -36,7 +36,14 @@ SUMMED = (INITIAL_STATE, DeltaTensors._fields.index("A_log"), DeltaTensors._fiel
 
 
 class DeltaResult(NamedTuple):
-    """Output, final states and intermediate states of one call; empty where the options do not ask for them."""
+    """Results of one call.
+
+    Attributes:
+        o: [B, T, HV, V] output.
+        final_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; (0,) if `final_state` is off.
+        states: [B, T // n, HV, K, V] intermediate states with n = `checkpoint_every`; [T // n, HV, K, V] of a packed
+            batch; V-first with `state_v_first`; (0,) if n is 0.
+    """
 
     o: Tensor
     final_state: Tensor
@@ -44,13 +51,13 @@ class DeltaResult(NamedTuple):
 
 
 class DeltaBackwardInputs(NamedTuple):
-    """What the gradients of one call are made from.
+    """Inputs of one backward call.
 
     Attributes:
-        tensors, options: The call's.
-        saved: What the forward kept besides.
-        do, dST: Gradients of the output and of the final states; None: zeros.
-        needs: Of each differentiable tensor, whether its gradient is wanted.
+        tensors, options: Those of the forward.
+        saved: Tensors that the forward saved besides.
+        do, dST: Gradients of the output and of the final states; None stands for zeros.
+        needs: For each differentiable tensor, whether its gradient is needed.
     """
 
     tensors: DeltaTensors
@@ -61,8 +68,10 @@ class DeltaBackwardInputs(NamedTuple):
     needs: list[bool]
 
     def empty_grad(self, index: int) -> Tensor:
-        """Unwritten memory for a gradient: in the argument's dtype, but for states and parameters, which sum, in the
-        wide one. No elements if it is not wanted."""
+        """Allocate the gradient of tensor `index`, uninitialized; without elements if it is not needed.
+
+        It has the argument's dtype. Gradients of states and parameters are sums and have the wide dtype.
+        """
         x = self.tensors[index]
         if x is None or not self.needs[index]:
             return self.tensors.q.new_empty(0)
@@ -71,22 +80,25 @@ class DeltaBackwardInputs(NamedTuple):
         return x.new_empty(x.shape)
 
     def empty_grads(self) -> list[Tensor]:
-        """Of every gradient."""
+        """Allocate the gradient of every differentiable tensor, uninitialized."""
         return [self.empty_grad(index) for index in range(DIFFERENTIABLE)]
 
     def to_input_dtypes(self, found: list[Tensor]) -> list[Tensor]:
-        """Every gradient in its argument's dtype."""
+        """Cast every gradient to its argument's dtype."""
         given = self.tensors[:DIFFERENTIABLE]
         return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
 
 
 def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None) -> DeltaResult:
-    """Unwritten results, and zeros for intermediate states, of which not every row will be written.
+    """Allocate the results of a call: uninitialized, but intermediate states are zeros.
 
-    Sizes come from metadata alone, so this is the operator's fake as well.
+    Not every row of the intermediate states is written. Sizes follow from metadata alone, so this is the operator's
+    fake implementation as well.
 
     Args:
-        out: In place of an output of its own, by a caller who sees the results first: then no state is zeroed.
+        t, options: The call.
+        out: Output buffer of the caller; None allocates one. With a buffer, intermediate states are not zeroed: this
+            caller reads only the rows that are written.
     """
     B, T, HV, V = t.v.shape
     K, N = t.q.shape[-1], t.packed_sequences
@@ -103,5 +115,5 @@ def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = No
 
 
 def transpose_if_v_first(states: Tensor, options: DeltaOptions) -> Tensor:
-    """A view of K-first states [.., K, V] in the caller's layout, and back."""
+    """View states [.., K, V] in the caller's layout (V-first if `state_v_first`), and the caller's as [.., K, V]."""
     return states.transpose(-1, -2) if options.state_v_first else states

@@ -1,10 +1,10 @@
-"""The delta family token by token as launches over whole calls: the walk of the recurrent kernels.
+"""Recurrent implementation of the delta family: kernels that process a whole call token by token.
 
-    forward     (chunk grid of a packed batch), recurrent
-    backward    the same, recurrent for the states at every BLOCK-th token, recurrent_bwd, gather
+    forward     chunk_grid (packed batches only), recurrent
+    backward    chunk_grid, recurrent for the states at every BLOCK-th token, recurrent_bwd, gather
 
-The forward keeps nothing but its arguments: its own kernel makes the states again that the backward starts from, so
-they have its bits.
+The forward saves only its arguments. The backward recomputes the states it starts from with the forward kernel, so they
+are bit-identical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wyfold.runtime.options import DeltaOptions
 
 
 class RecurrentCall:
-    """What both directions derive from a call's tensors and options before the first launch."""
+    """Inputs that both directions derive from a call before the first launch."""
 
     def __init__(self, t: DeltaTensors, options: DeltaOptions, every: int | None = None):
         B, T = t.q.shape[:2]
@@ -40,14 +40,14 @@ class RecurrentCall:
         self.stage: Any = table.kernel_module("recurrent", options.backend)
         grids: Any = table.kernel_module("chunk_grid", options.backend)
         self.grid = grids.chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens, self.stage.BLOCK if every is None else every)
-        # Kernels read these few numbers where they lie one after another.
+        # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
         self.initial = None if t.initial_state is None else _in_place(t.initial_state)
 
 
 def _in_place(states: Tensor) -> Tensor:
-    """States where the kernels can load them as vectors, which is what the order of their sums follows from."""
+    """Copy states unless they are contiguous and 16-byte aligned: vector loads determine the order of sums."""
     states = states.contiguous()
     return states if states.data_ptr() % 16 == 0 else states.clone()
 
@@ -55,7 +55,7 @@ def _in_place(states: Tensor) -> Tensor:
 def forward(
     t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
 ) -> tuple[DeltaResult, list[Tensor]]:
-    """Results; the backward needs nothing of them."""
+    """Run the forward; it saves no tensors."""
     result, every = empty_result(t, options, out), options.checkpoint_every
     if t.v.numel() == 0:
         if options.final_state:
@@ -72,12 +72,12 @@ def forward(
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """What the forward keeps: nothing."""
+    """Return the list of saved tensors, which is empty."""
     return []
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
-    """Every wanted gradient."""
+    """Compute every needed gradient."""
     t, options, _, do, dST, needs = given
     found = given.empty_grads()
     dS0 = found[INITIAL_STATE] if needs[INITIAL_STATE] else None
@@ -97,21 +97,25 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
         call.stage.BLOCK, call.stage.RUN,
     )  # fmt: skip
-    # As the parameters' shares of a gate's gradient are added up, so the gate has to be read: in one layout.
+    # The order in which parameter gradients are summed follows the gate's layout, so `gather` reads it in one layout.
     gate = None if t.g is None else _in_place(t.g)
     call.stage.gather(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
     return found
 
 
 def _without_states(found: list[Tensor], needs: list[bool]) -> list[tuple[Tensor, bool]]:
-    """Every gradient but that of the initial states, and whether it is wanted."""
+    """Return every gradient except that of the initial states, with whether it is needed."""
     pairs = list(zip(found, needs, strict=True))
     del pairs[INITIAL_STATE]
     return pairs
 
 
 def _between(call: RecurrentCall) -> tuple[Tensor | None, Tensor | None]:
-    """States after every BLOCK tokens of each sequence, and the row of each sequence's first; None where T is less."""
+    """Compute the states after every BLOCK tokens of each sequence.
+
+    Returns:
+        [rows, HV, ...] states, and the row of each sequence's first state; (None, None) if T < BLOCK.
+    """
     (B, T, HV, V), K, BLOCK = call.t.v.shape, call.t.q.shape[3], call.stage.BLOCK
     rows = B * (T // BLOCK)
     if rows == 0:

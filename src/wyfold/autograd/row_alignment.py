@@ -1,4 +1,7 @@
-"""Where rows lie, as far as the bits of what is made from them depend on it."""
+"""Row alignment: kernels read rows in 16-element vectors or by TMA, so rows laid out otherwise are copied first.
+
+Vector reads determine the order of sums, so the copies keep results bit-identical for every input layout.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,38 @@ from torch.nn import Parameter
 
 
 def vector_aligned(x: Tensor) -> bool:
-    """Whether kernels read the rows of x [B, T, H, K] in vectors of 16 numbers, wherever a row begins.
+    """Whether every row of x [B, T, H, K] starts at a multiple of 16 bytes and of 16 elements from the others.
 
-    The order in which they add up numbers of a row depends on it; rows that lie otherwise are copied first, `aligned`.
+    Kernels then read rows in vectors of 16 elements, which determines the order of sums over a row. Other tensors are
+    copied first (`aligned`).
     """
     return _first(x) % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
 
 
 def readable_by_tma(x: Tensor) -> bool:
-    """Whether the copy engine reads rows of x [B, T, H, K] as they lie (`tile.index.triton.token_descriptor`)."""
+    """Whether a TMA descriptor can address the rows of x [B, T, H, K] without a copy."""
     T, (s_b, s_t, _, s_k) = x.shape[1], x.stride()
     contiguous_for_tma = x.shape[0] == 1 or s_b == T * s_t
     return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _first(x) % 16 == 0 and contiguous_for_tma
 
 
 def contiguous_for_tma(x: Tensor) -> Tensor:
-    """x [B, T, H, K] if the copy engine reads it as it lies, else a contiguous copy."""
+    """Return x [B, T, H, K] if TMA can read it, else a contiguous copy."""
     return x if readable_by_tma(x) else x.new_empty(x.shape).copy_(x)
 
 
 def _first(x: Tensor) -> int:
-    """Where x begins. A fake tensor, of which a plan is asked, has no address."""
+    """Address of x; for a fake tensor, which has none but is planned for, its storage offset in bytes."""
     return x.data_ptr() if type(x) in (Tensor, Parameter) else int(x.storage_offset()) * x.itemsize
 
 
 def alignment_copies(**rows: Tensor | None) -> tuple[str, ...]:
-    """Names of those whose rows kernels cannot read as they lie."""
+    """Names of the tensors that are copied because their rows are not vector-aligned."""
     return tuple([name for name, x in rows.items() if x is not None and not vector_aligned(x)])
 
 
 def tma_copies(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
-    """Names of those that the copy engine cannot read as they lie."""
+    """Names of the tensors that are copied because TMA cannot read them."""
     return tuple([name for name, x in (("q", q), ("k", k), ("v", v)) if not readable_by_tma(x)])
 
 
@@ -47,7 +51,7 @@ Rows = TypeVar("Rows", Tensor, Tensor | None)
 
 
 def aligned(x: Rows) -> Rows:
-    """A copy of x [B, T, H, K] whose rows are a multiple of 16 numbers apart; x where they are, or it has none."""
+    """Copy x [B, T, H, K] to rows a multiple of 16 elements apart; return x if it is aligned, None or below 4-D."""
     if x is None or x.dim() < 4 or vector_aligned(x):
         return x
     *sizes, K = x.shape

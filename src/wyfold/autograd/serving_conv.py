@@ -1,7 +1,7 @@
-"""The short convolution for serving: latest inputs in the slots of a pool, updated in place, by a registered operator.
+"""The short convolution for serving: a registered operator that updates the latest inputs in a pool's slots in place.
 
-It has no gradient. A few tokens of each sequence are one launch, which finds the slots itself. Any number of them pass
-through the launch of the differentiable operator, between inputs taken out of their slots and put back.
+It has no gradient. With `drafts`, one kernel reads and writes the slots itself. Otherwise the states are gathered from
+their slots, the differentiable operator's kernel runs, and the states are scattered back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.torch_ops import call, register
 
 CHUNK = 64
-"""Of the grid that carries a call's boundaries: any would do."""
+"""Chunk size of the grid that holds a call's boundaries; its value does not matter."""
 
 
 class ConvServing(NamedTuple):
@@ -33,11 +33,13 @@ class ConvServing(NamedTuple):
         given: [N] bool, or None.
         accepted: [N], or None.
         cu_seqlens: [N+1], or None.
-        y: [B, T, D], written.
-        pad: Slots are numbers above this one.
-        drafts: Whether every token's inputs are left in the slot, for a later choice, instead of the last ones.
-        activated: Whether y passes a silu.
-        operator, backend: Public name, for messages; the plan's choice.
+        y: [B, T, D] output buffer.
+        pad: Slot numbers up to this one mark padding.
+        drafts: Whether the slot keeps the inputs of every token, so that a later call can choose among them, instead
+            of the last ones.
+        activated: Whether a SiLU is applied to y.
+        operator: Public name, for messages.
+        backend: Backend of the plan.
     """
 
     x: Tensor
@@ -57,7 +59,7 @@ class ConvServing(NamedTuple):
 
 
 def serve_conv(serving: ConvServing) -> None:
-    """Run one call: `serving.y` and the pool hold its results."""
+    """Run one call; it writes `serving.y` and the pool."""
     call(_serve_op, *serving)
 
 
@@ -79,13 +81,13 @@ def _serve(*arguments: Any) -> None:
 
 
 def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
-    """The convolution of the differentiable operator between `enter` and `leave`; states lie as slots do."""
+    """Gather states from slots (`enter`), run the differentiable operator's kernel, scatter them back (`leave`)."""
     stage: Any = table.kernel_module("state_pool", s.backend)
     T, reach = s.x.shape[1], s.weight.shape[1] - 1
     y = s.y if one_row(s.y) else s.y.new_empty(s.y.shape)
     entering, leaving = (_like_slots(s.pool, grid.sequences) for _ in range(2))
     if s.pool.shape[2] > reach:
-        leaving.zero_()  # what else a slot holds means nothing behind these tokens
+        leaving.zero_()  # the rest of a slot is invalid after these tokens
     stage.enter(s.pool[:, None], slots, entering[:, None])
     boundaries: Tensor | int = T
     if grid.cu is not None:
@@ -111,19 +113,19 @@ def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
 
 
 def one_row(x: Tensor) -> bool:
-    """Whether all tokens of [B, T, D] lie one after another at one distance, so that none has to move."""
+    """Whether all tokens of x [B, T, D] have one stride, so that flattening B and T needs no copy."""
     B, T, _ = x.shape
     return B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
 
 
 def _like_slots(pool: Tensor, N: int) -> Tensor:
-    """[N, D, S] in memory as each slot of the pool is."""
+    """Allocate [N, D, S] with the memory layout of a pool's slot."""
     _, D, S = pool.shape
     return pool.new_empty(N, D, S) if pool.stride(2) == 1 else pool.new_empty(N, S, D).mT
 
 
 def _serve_fake(*arguments: Any) -> None:
-    """Nothing is returned."""
+    """Fake implementation: the operator returns nothing."""
 
 
 _serve_op = register(

@@ -1,8 +1,8 @@
-"""Serving: sequences whose states lie in the slots of a pool, updated in place, by one registered operator.
+"""The delta family for serving: one registered operator that updates states in a pool's slots in place.
 
-It has no gradient. Its kernels are those of the differentiable operators, which find the slots themselves: token by
-token one launch, in chunks as many as without a pool, and one for states that are kept on the way. The eager walk runs
-between states taken out of their slots and put back.
+It has no gradient. Its kernels are those of the differentiable operators, which read and write the slots themselves.
+The recurrent form is one launch. The chunk form has the launches of a call without a pool, and one more if intermediate
+states are stored. The eager backend gathers states from their slots, runs, and scatters them back.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from wyfold.runtime.torch_ops import call, register
 
 
 class DeltaServing(NamedTuple):
-    """One serving call: tokens as the public operators document them, and where their states are.
+    """One serving call: tokens as the public operators document them, and the pools of their states.
 
     Attributes:
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens: As of `DeltaTensors`.
-        pool: [slots, HV, K, V], or V-first. Updated in place.
+        pool: [slots, HV, K, V], or V-first; updated in place.
         source, target, given, accepted, each, pad: As of `Slots`.
-        checkpoints: Pool of states between, updated in place, or None.
-        checkpoint_source: [rows] its slot for each of them.
-        o: [B, T, HV, V], written.
+        checkpoints: Pool of intermediate states, updated in place, or None.
+        checkpoint_source: [rows] slot of `checkpoints` for each intermediate state, or None.
+        o: [B, T, HV, V] output buffer.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ SERVING_SCHEMA = (
 
 
 def serve(serving: DeltaServing, options: DeltaOptions) -> None:
-    """Run one call: `serving.o` and the pools hold its results."""
+    """Run one call; it writes `serving.o` and the pools."""
     call(_serve_op, *serving, *options)
 
 
@@ -94,9 +94,9 @@ def _serve(*arguments: Any) -> None:
 
 
 def _in_place(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
-    """The launches of the chunk form, whose scan has each state from the pool and leaves it there.
+    """Run the chunk kernels; the scan reads each state from the pool and writes it back.
 
-    No sequence of a served call is cut into segments, so it is the scan that states come to first and leave last.
+    No sequence of a serving call is cut into segments, so the scan is the first and last launch that needs the state.
     """
     tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
     result, _ = delta_chunk.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
@@ -104,7 +104,7 @@ def _in_place(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOpti
 
 
 def _key(s: DeltaServing, options: DeltaOptions) -> str:
-    """What the configuration of a call token by token depends on."""
+    """Configuration key of a recurrent serving call."""
     keys: Any = table.kernel_module("recurrent", "triton")
     (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
     order = {"v_first": options.state_v_first, "alone": alone and T == 1}
@@ -112,7 +112,10 @@ def _key(s: DeltaServing, options: DeltaOptions) -> str:
 
 
 def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
-    """The walk of the differentiable operators between `enter` and `leave`; of kernels, where there is no token."""
+    """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
+
+    The eager backend takes this path, and kernels for a call without tokens.
+    """
     stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
@@ -126,19 +129,19 @@ def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptio
 
 
 def _keep(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
-    """Store states on the way, if they are wanted and there are any."""
+    """Store intermediate states in the checkpoint pool, if the call has one and there are any."""
     if s.checkpoints is not None and states.numel():
         stage: Any = table.kernel_module("state_pool", options.backend)
         stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 
 def _rows(s: DeltaServing, states: Tensor) -> Tensor:
-    """States on the way, one after another."""
+    """View intermediate states as [rows, HV, ...]."""
     return states if s.cu_seqlens is not None else states.flatten(0, 1)
 
 
 def _serve_fake(*arguments: Any) -> None:
-    """Nothing is returned."""
+    """Fake implementation: the operator returns nothing."""
 
 
 _serve_op = register(f"serve({SERVING_SCHEMA}, {DELTA_SCHEMA}) -> ()", _serve, _serve_fake)

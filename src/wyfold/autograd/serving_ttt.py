@@ -1,4 +1,4 @@
-"""TTT-Linear for serving: a token of every row, states in the slots of a pool, by one registered operator."""
+"""TTT-Linear for serving: a registered operator that processes one token of every row and updates states in pools."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class TTTServing(NamedTuple):
     """One call, as the public operator documents its tensors.
 
     Attributes:
-        q, k, v, eta, eta_col: Of one token a row, [N, 1, ..].
+        q, k, v, eta, eta_col: [N, 1, ..], one token of each row; eta_col may be None.
         w, b: [HV, V].
         state, bias, grad, bias_grad, position: Pools, updated in place.
         source: [N, 1] slot of each row, or None.
-        o: [N, 1, HV, V], written.
-        pad: Slots are numbers above this one.
+        o: [N, 1, HV, V] output buffer.
+        pad: Slot numbers up to this one mark padding.
         residual, scale, eps, chunk_size: As of `TTTOptions`.
-        backend: The plan's choice.
+        backend: Backend of the plan.
     """
 
     q: Tensor
@@ -50,7 +50,7 @@ class TTTServing(NamedTuple):
 
 
 def serve_ttt(serving: TTTServing) -> None:
-    """Run one call: `serving.o` and the pools hold its results."""
+    """Run one call; it writes `serving.o` and the pools."""
     call(_serve_op, *serving)
 
 
@@ -65,7 +65,7 @@ def _serve(*arguments: Any) -> None:
 
 
 def _serve_fake(*arguments: Any) -> None:
-    """Nothing is returned."""
+    """Fake implementation: the operator returns nothing."""
 
 
 _serve_op = register(

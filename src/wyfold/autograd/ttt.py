@@ -1,8 +1,8 @@
-"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function over lists of launches.
+"""TTT-Linear, over whole sequences or resumed inside a mini-batch: one autograd function over two registered operators.
 
-Kernels take a call whole (`ttt_launches`). The launches of the eager backend run part by part (`parallel.split`), the
-state handed from one part to the next; the backward walks the parts back from the states that the forward kept, at the
-parts' borders or at every mini-batch.
+Kernels take a whole call (`ttt_kernels`). The eager backend runs a call part by part (`workspace`): the forward passes
+the state from one part to the next, and the backward goes through the parts in reverse. It starts from states that the
+forward saved at the parts' borders or at every mini-batch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from wyfold.tile.index.eager import to_chunks, wide
 
 
 def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
-    """Output and states of one call."""
-    if traced():  # a program that is run with gradients asks for what a backward needs itself
+    """Run one call, differentiable if autograd is on."""
+    if traced():  # a traced program decides itself what to save for its backward
         options = options._replace(save=False)
     if not differentiating():
         return run(tensors, options)[0]
@@ -47,7 +47,11 @@ def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
-    """Results, and what the backward needs of them, without autograd's knowledge."""
+    """Run the forward operator outside of autograd.
+
+    Returns:
+        The results, and the tensors that the backward reads besides the call's own.
+    """
 
     def forward() -> tuple[Tensor, ...]:
         *result, saved = call(_forward_op, *tensors, *options)
@@ -60,7 +64,13 @@ def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tenso
 def run_backward(
     tensors: TTTTensors, saved: list[Tensor], gradients: Sequence[Tensor | None], options: TTTOptions
 ) -> list[Tensor]:
-    """Gradient of every differentiable tensor, from those of the results but the position."""
+    """Return the gradient of every differentiable tensor.
+
+    Args:
+        tensors, options: The call.
+        saved: Second result of `run`.
+        gradients: Gradients of the results except the position; None stands for zeros.
+    """
     return list(call(_backward_op, *tensors, saved, *gradients, *options))
 
 
@@ -96,15 +106,26 @@ class TTT(torch.autograd.Function):
 
 
 def chunks_per_part(v: Tensor, chunk_size: int) -> int:
-    """Most mini-batches of a part, from widths, heads and dtype alone; a tile may be larger than a state."""
+    """Maximum number of mini-batches in a part, from sizes and dtype; a tile may be larger than a state."""
     HV, D = v.shape[2:]
     return workspace.chunks_per_part(HV * D * max(D, chunk_size) * wide(v.dtype).itemsize)
 
 
 class EagerTTTCall:
-    """What both directions derive from a call's tensors and options before the first launch.
+    """Inputs that both directions derive from an eager call before the first launch.
 
     A recurrent call is packed: a dense batch is B sequences of one buffer.
+
+    Attributes:
+        tensors, options: The call.
+        HV, D: Heads and head dimension.
+        dtype: The wide dtype, in which states and tiles are computed.
+        end: Number of tokens that belong to sequences; outputs and gradients after them are zero.
+        resumption: Padding that aligns sequences to the grid of mini-batches; None unless the call is recurrent.
+        N: Number of sequences.
+        q, k, v, eta, col: Tokens on the grid of mini-batches; `col` may be None.
+        parts: Parts of the call, in forward order.
+        stage: The eager kernels.
     """
 
     def __init__(self, tensors: TTTTensors, options: TTTOptions):
@@ -126,15 +147,15 @@ class EagerTTTCall:
         self.stage: Any = table.kernel_module("ttt", options.backend)
 
     def rows(self, x: Tensor) -> Tensor:
-        """[B, T, ...] tokens on the grid of mini-batches."""
+        """Place tokens [B, T, ...] on the grid of mini-batches."""
         return x if self.resumption is None else self.resumption.widen(x.reshape(1, -1, *x.shape[2:]))
 
     def buffer(self, x: Tensor) -> Tensor:
-        """Where to write rows that become the tokens of a contiguous x [B, T, ...]."""
+        """Buffer on the grid of mini-batches for a contiguous x [B, T, ...]: x itself without padding rows."""
         return x if self.resumption is None else self.resumption.buffer(x.view(1, -1, *x.shape[2:]))
 
     def copy_tokens(self, rows: Tensor, x: Tensor) -> None:
-        """Make the `buffer` of x its tokens."""
+        """Copy the tokens of `rows`, the `buffer` of x, to x; no copy if they are the same."""
         if self.resumption is not None:
             self.resumption.narrow(rows, x.view(1, -1, *x.shape[2:]))
 
@@ -149,7 +170,7 @@ class EagerTTTCall:
         return self.stage.load(*blocks, w, b, eta, col, part.table, *numbers)
 
     def states(self, S: Tensor | None, c: Tensor | None, sequences: slice) -> State:
-        """[n, HV, ..] copies of the sequences' states, wide and K-first; zeros where none were given."""
+        """[n, HV, ..] wide, K-first copies of some sequences' states; zeros for None."""
         n = sequences.stop - sequences.start
         matrix, bias = (
             self.v.new_zeros(n, self.HV, rows, self.D, dtype=self.dtype) if x is None else x[sequences]
@@ -164,7 +185,10 @@ class EagerTTTCall:
         return State(matrix, bias)
 
     def sums(self, part: WorkspacePart) -> State | None:
-        """Of the mini-batches that the part's sequences go on in: none in those begun in an earlier part."""
+        """Gradient sums of the open mini-batches that the part's sequences resume; None unless the call is recurrent.
+
+        They are zero for sequences that began in an earlier part.
+        """
         if not self.options.recurrent:
             return None
         sums = self.states(self.tensors.grad, self.tensors.bias_grad, part.sequences)
@@ -173,20 +197,20 @@ class EagerTTTCall:
         return sums
 
     def tiles(self, do: Tensor | None, part: WorkspacePart) -> Tensor:
-        """The output's gradient as tiles."""
+        """Tiles of the output's gradient; zeros if do is None."""
         if do is None:
             return self.v.new_zeros(part.table.chunks * self.HV, self.options.chunk_size, self.D, dtype=self.dtype)
         return to_chunks(part.block(do), part.table, self.HV, self.dtype)
 
     def mini_batch_states(self, kept: State, part: WorkspacePart) -> State:
-        """[chunks, HV, ..] room for the state of every mini-batch of the part, the kept ones if they are."""
+        """[chunks, HV, ..] buffers for the states of the part's mini-batches: views of `kept` if they are saved."""
         chunks = slice(part.first_chunk, part.first_chunk + part.table.chunks)
         if self.options.save and self.options.keep_states:
             return State(*(s[chunks] for s in kept))
         return State(*(s.new_empty(part.table.chunks, *s.shape[1:]) for s in kept))
 
     def outside(self, states: State) -> State:
-        """States as the caller gets them: layout and storage dtype of the options."""
+        """Return states in the layout and storage dtype of the options."""
         return State(
             *(s.to(self.options.state_dtype) for s in (transpose_if_v_first(states.S, self.options), states.c))
         )
@@ -227,7 +251,7 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS + 6 :])
     saved = arguments[TENSORS]
-    # A compiler makes up zeros for results that nobody used, those without elements included.
+    # A compiler passes zero gradients for unused results, also for results without elements.
     returned = (True, *[options.final_state] * 2, *[options.final_state and options.recurrent] * 2)
     do, dS, dc, dG, da = (
         d if asked else None for d, asked in zip(arguments[TENSORS + 1 : TENSORS + 6], returned, strict=True)
@@ -275,7 +299,7 @@ def _write(states: State, sequences: slice, source: State) -> None:
 
 
 def _empty_saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
-    """Room for what the forward keeps; sizes come from metadata alone."""
+    """Allocate the saved tensors, from metadata alone."""
     if options.backend != "eager":
         return ttt_kernels.saved(t, options)
     B, T, HV, D = t.v.shape
@@ -288,7 +312,7 @@ def _kept_rows(B: int, T: int, N: int | None, options: TTTOptions, per_part: int
     C = options.chunk_size
     if options.recurrent:
         N = B if N is None else N
-        B, T = 1, B * T + N * (C - 1)  # as many idle rows as the mini-batches can lack
+        B, T = 1, B * T + N * (C - 1)  # plus padding rows: at most C - 1 for each sequence
     return workspace.chunk_rows(B, T, N, C) if options.keep_states else workspace.border_rows(B, T, N, C, per_part)
 
 
@@ -298,7 +322,7 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
-    """The autograd function keeps what a backward needs; the operator returns empty tensors in its place."""
+    """Run the forward under autograd: the function saves for the backward, the operator returns empty tensors."""
     t, options = TTTTensors(*arguments[:TENSORS]), TTTOptions(*arguments[TENSORS:])
     result = TTT.apply(*t, options._replace(save=True))
     return *result, [t.v.new_empty(0) for _ in _empty_saved(t, options)]

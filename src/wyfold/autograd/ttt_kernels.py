@@ -1,12 +1,13 @@
-"""TTT-Linear as launches over whole calls: the walk of the backends whose kernels find their tokens themselves.
+"""Kernel implementation of TTT-Linear: launches that take a whole call and find their tokens themselves.
 
-    forward     walk, outputs; on Hopper one launch, where its configurations have a row for the call
-    backward    replay, walk back, gradients
+    forward     the scan over mini-batches, outputs; one launch on Hopper if its configurations have a row for the call
+    backward    replay of the scan, reverse scan, gradients
 
-The forward keeps for the backward what its walk leaves. Walking again would hold as much while the backward runs, which
-is when a call needs most memory, and would take a sixth of both directions: a walk is serial, and fills no card.
+The forward saves the states that its scan leaves. Recomputing them would hold as much memory during the backward, which
+is when a call needs most, and would take a sixth of the time of both directions: a scan is serial, and leaves the card
+mostly idle.
 
-Nothing here waits for the device: the grid is sized by capacity, and what boundaries hold is read by kernels.
+The host never waits for the device: the grid is sized by capacity, and kernels read the boundaries.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from wyfold.runtime.layout import legal_boundaries
 
 
 def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequence[Tensor]) -> None:
-    """Write the output and the states, and into `saved` what it has room for."""
+    """Write the output and final states to `result`, and to `saved`, if not empty, the states for the backward."""
     final = StateViews(result.state, result.bias)
     if t.v.numel() == 0:
         if options.final_state:
@@ -40,13 +41,13 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
 
 
 def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
-    """What the forward keeps, unwritten; sizes come from metadata alone."""
+    """Allocate the saved tensors, from metadata alone; [] without a backward."""
     if not options.save:
         return []
     stage, (B, T) = _stage(t, options), t.v.shape[:2]
     N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
     found = list(stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, N), True))
-    # Of a packed batch there is more than any sequence writes, and an operator's results are the same every time.
+    # The capacity of a packed batch exceeds what its sequences write, and an operator's results must be deterministic.
     return found if t.cu_seqlens is None else [x.zero_() for x in found]
 
 
@@ -58,12 +59,13 @@ def backward(
     dfinal: StateViews,
     found: Sequence[Tensor],
 ) -> None:
-    """Write the gradients of everything that has one.
+    """Write the gradient of every differentiable tensor.
 
     Args:
-        saved: What the forward kept.
-        do, dfinal: Gradients of the results, each of which may be None.
-        found: Of the call's tensors, in their order, of no elements for a state that was not given.
+        t, options: The call.
+        saved: Tensors of the forward.
+        do, dfinal: Gradients of the results; None stands for zeros.
+        found: Gradient buffers of the call's tensors, in their order; without elements for a state that is None.
     """
     dq, dk, dv, dw, db, deta, dcol, dS, dc = found
     if t.v.numel() == 0:
@@ -71,7 +73,7 @@ def backward(
             dx.zero_()
         _pass_through(dfinal, StateViews(dS, dc))
         return
-    # b's gradient adds up what is fed back in the order in which its rows are read.
+    # The order in which b's gradient sums rows of `do` depends on how they are read.
     do = t.v.new_zeros(()).expand(t.v.shape) if do is None else aligned(do)
     _stage(t, options).ttt_bwd(
         _tokens(t, options),
@@ -106,12 +108,12 @@ def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
 
 
 def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:
-    """Views of the caller's states, the matrix K-first."""
+    """View the caller's states, the matrix K-first."""
     return StateViews(None if S is None else transpose_if_v_first(S, options), c)
 
 
 def _pass_through(states: StateViews, out: StateViews) -> None:
-    """Where there are no tokens at all, states leave as they entered, and so do their gradients."""
+    """Copy states to out (zeros for None): without tokens, states and their gradients pass unchanged."""
     for x, y in zip(states, out, strict=True):
         if y is not None and y.numel():
             y.zero_() if x is None else y.copy_(x)

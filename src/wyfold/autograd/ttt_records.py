@@ -1,4 +1,4 @@
-"""What a call of TTT-Linear is made of, and memory for what it returns."""
+"""Records of one TTT-Linear call, and allocation of its results and gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ class TTTOptions(NamedTuple):
 
     Attributes:
         operator: Public name, for messages.
-        recurrent: A mini-batch may be entered and left in its middle; the state that enters is a constant.
-        residual: "o" or "q", what the norm of what was read is added to.
+        recurrent: Whether a call may begin and end inside a mini-batch; the initial state then gets no gradient.
+        residual: "o" or "q", the tensor to which the normalized readout is added.
         scale: Multiplies q.
-        eps: Of both norms.
+        eps: Epsilon of both norms.
         chunk_size: Tokens of a mini-batch.
-        state_v_first: Matrix states are [V, K] outside.
-        state_dtype: Storage of returned states.
-        final_state: Whether the states after the last token are wanted.
-        save: Whether a backward will follow.
-        keep_states: Whether eager keeps the states for it instead of rebuilding them; kernels always do.
-        backend: The plan's.
+        state_v_first: Whether the caller's matrix states are [V, K].
+        state_dtype: Storage dtype of returned states.
+        final_state: Whether to return the states after the last token.
+        save: Whether to save tensors for a backward.
+        keep_states: Whether the eager backend saves states for the backward instead of recomputing them; kernels always
+            do.
+        backend: Backend of the plan.
     """
 
     operator: str
@@ -51,7 +52,7 @@ OPTIONS_SCHEMA = (
 class TTTTensors(NamedTuple):
     """Tensors of one call, as the public operators document them; eta and eta_col are [B, T, HV, 1].
 
-    `grad`, `bias_grad` and `position` are a TTTState's, of recurrent calls alone.
+    `grad`, `bias_grad` and `position` are those of a TTTState; only recurrent calls have them.
     """
 
     q: Tensor
@@ -70,7 +71,10 @@ class TTTTensors(NamedTuple):
 
 
 class TTTResult(NamedTuple):
-    """Results of one call; all but `o` are empty unless asked for, the last three unless the call is recurrent."""
+    """Results of one call, as the public operators document them.
+
+    All but `o` have no elements without `final_state`; the last three also if the call is not recurrent.
+    """
 
     o: Tensor
     state: Tensor
@@ -88,7 +92,7 @@ TENSORS, RESULTS, DIFFERENTIABLE = len(TTTTensors._fields), len(TTTResult._field
 
 
 def empty_result(t: TTTTensors, options: TTTOptions) -> TTTResult:
-    """Results of a call, unwritten; sizes come from metadata alone."""
+    """Allocate the results of a call, uninitialized, from metadata alone."""
     B, T, HV, D = t.v.shape
     states, dtype = B if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1, wide(t.q.dtype)
     final = states if options.final_state else 0
@@ -104,10 +108,10 @@ def empty_result(t: TTTTensors, options: TTTOptions) -> TTTResult:
 
 
 def empty_gradients(t: TTTTensors) -> tuple[Tensor, ...]:
-    """Of every tensor, unwritten; of no elements for one that was not given."""
+    """Allocate the gradient of every differentiable tensor, uninitialized; without elements for None."""
     return tuple(t.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in t[:DIFFERENTIABLE])
 
 
 def transpose_if_v_first(S: Tensor, options: TTTOptions) -> Tensor:
-    """Matrix states in the caller's layout, and back."""
+    """View matrix states in the caller's layout (V-first if `state_v_first`), and the caller's K-first."""
     return S.transpose(-1, -2) if options.state_v_first else S

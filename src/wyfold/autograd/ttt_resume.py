@@ -1,8 +1,8 @@
-"""TTT-Linear's hand-over at a border inside a mini-batch.
+"""Resumes TTT-Linear inside a mini-batch, by padding sequences to the grid of mini-batches.
 
-Gradients of a mini-batch are taken at the state it was entered with, so a call that goes on inside one has to stand on
-the same grid of mini-batches as the call before it. Idle rows in front of each sequence, one for every token that its
-open mini-batch already has, put it there; everything else is the pass that starts at a mini-batch.
+Gradients of a mini-batch are taken at its entering state, so a call that resumes inside one must use the same grid of
+mini-batches as the call before it. Padding rows in front of each sequence, one for every token that its open mini-batch
+already has, align it. Everything else is the ordinary pass over whole mini-batches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Resumption:
-    """A packed buffer with idle rows in front of its sequences.
+    """A packed buffer with padding rows in front of its sequences.
 
     Attributes:
-        cu_seqlens: [N+1] int64 on the CPU, boundaries with the idle rows.
-        taken: [N] idle rows of each sequence; none for an empty one, whose mini-batch nobody touches.
-        position: [N] tokens of each sequence's open mini-batch afterwards.
-        row: [tokens] row of each token that belongs to a sequence, or None where there are no idle rows.
+        cu_seqlens: [N+1] int64 on the CPU, boundaries with the padding rows.
+        taken: [N] padding rows of each sequence; 0 for an empty one, whose mini-batch stays unchanged.
+        position: [N] tokens in each sequence's open mini-batch after the call.
+        row: [tokens] row of each token that belongs to a sequence; None without padding rows.
     """
 
     cu_seqlens: Tensor
@@ -30,29 +30,29 @@ class Resumption:
     row: Tensor | None
 
     def widen(self, x: Tensor) -> Tensor:
-        """[1, T, ...] -> [1, rows, ...] with zeros in the idle rows; x itself if there are none."""
+        """[1, T, ...] -> [1, rows, ...] with zeros in the padding rows; x itself if there are none."""
         if self.row is None:
             return x
         rows = x.new_zeros(1, int(self.cu_seqlens[-1]), *x.shape[2:])
         return rows.index_copy_(1, self.row.to(x.device), x[:, : self.row.shape[0]])
 
     def buffer(self, x: Tensor) -> Tensor:
-        """Rows to be filled in place of x [1, T, ...], for `narrow`; x itself if there are no idle ones."""
+        """Allocate [1, rows, ...] for `narrow` to copy to x [1, T, ...]; x itself if there are no padding rows."""
         return x if self.row is None else x.new_empty(1, int(self.cu_seqlens[-1]), *x.shape[2:])
 
     def narrow(self, rows: Tensor, x: Tensor) -> None:
-        """Write the rows that hold tokens to x."""
+        """Copy the rows that hold tokens to x."""
         if self.row is not None:
             x[:, : self.row.shape[0]] = rows.index_select(1, self.row.to(x.device))
 
 
 def resume(operator: str, cu_seqlens: Tensor, position: Tensor | None, chunk_size: int) -> Resumption:
-    """Where sequences go on whose mini-batches have `position` tokens.
+    """Compute the padding that resumes sequences whose open mini-batches have `position` tokens.
 
     Args:
-        operator: Name, for the message.
+        operator: Public name, for the message.
         cu_seqlens: [N+1] legal boundaries, int64 on the CPU.
-        position: [N] integer in [0, chunk_size), or None for zeros. Waits for its device.
+        position: [N] integer in [0, chunk_size), or None for zeros. Copying it to the CPU waits for its device.
         chunk_size: Tokens of a mini-batch.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Cutting a batch into parts that are run one after another, so that workspace does not grow with length.
+"""Cuts a batch into parts that run one after another, so that workspace does not grow with sequence length.
 
-A part is a run of whole chunks. What crosses from one part to the next is the state, in full precision, so parts change
-no bit: a part border is the same thing as a user's own split of a call at a chunk boundary.
+A part is a run of whole chunks. Only the state passes from one part to the next, in full precision, so parts change no
+bit: a border between parts is like a user's own split of a call at a chunk boundary.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MIN_COLUMNS = 8
 
 @dataclass(frozen=True)
 class WorkspacePart:
-    """One pass of the launches.
+    """A run of whole chunks that the launches process in one pass.
 
     Attributes:
-        rows, tokens: The part's block of the [B, T, ...] tensors.
-        table: Chunk grid inside the block.
-        sequences: Sequence of each of the table's sequences, a slice of the states [N, HV, K, V].
-        index: Number of the part; also the row of `borders` at which its entering state is kept.
-        entered: The first `entered` sequences began in an earlier part.
-        left: The last `left` sequences go on in a later part.
-        done: Tokens of the entered sequences before this part.
-        first_chunk: Chunks of all earlier parts.
+        rows, tokens: Slices of the [B, T, ...] tensors: the part's block.
+        table: Chunk table of the block.
+        sequences: Slice of the states [N, HV, K, V]: the sequences of the table.
+        index: Row at which the saved border states [rows, HV, K, V] hold the part's first entering state.
+        entered: Number of leading sequences that began in an earlier part.
+        left: Number of trailing sequences that continue in a later part.
+        done: Tokens of the `entered` sequences before this part.
+        first_chunk: Number of chunks in all earlier parts.
     """
 
     rows: slice
@@ -44,7 +44,7 @@ class WorkspacePart:
     first_chunk: int
 
     def chunk_ends(self) -> tuple[Tensor, Tensor]:
-        """[chunks] sequence of each chunk, and tokens of that sequence up to the chunk's last."""
+        """[chunks] sequence of each chunk, and [chunks] number of that sequence's tokens up to the end of the chunk."""
         table = self.table
         counts = torch.tensor(table.columns, dtype=torch.int64)
         column = torch.repeat_interleave(torch.arange(len(table.columns)), counts)
@@ -54,25 +54,25 @@ class WorkspacePart:
         return sequence + self.sequences.start, done + column * table.chunk_size + table.valid
 
     def block(self, x: Tensor) -> Tensor:
-        """The part's tokens of [B, T, ...], a view."""
+        """View the part's tokens of x [B, T, ...]."""
         return x[self.rows, self.tokens]
 
 
 def chunks_per_part(state_bytes: int) -> int:
-    """Chunks whose states, `state_bytes` each, fit the workspace; at least MIN_COLUMNS."""
+    """Number of chunks whose states, `state_bytes` each, fit the workspace; at least MIN_COLUMNS."""
     return max(MIN_COLUMNS, WORKSPACE_BYTES // max(1, state_bytes))
 
 
 def border_rows(B: int, T: int, N: int | None, chunk_size: int, per_part: int) -> int:
-    """Rows that hold the entering state of every part, from sizes alone: N is None for a dense batch."""
+    """Upper bound on the states that enter parts, from sizes alone; N is None for a dense batch."""
     if N is not None:
         return _ceil_div(chunk_rows(B, T, N, chunk_size), per_part)
-    _, columns = _dense_block(B, per_part, MIN_COLUMNS)  # rows that need fewer fit one part with the most columns too
+    _, columns = _dense_block(B, per_part, MIN_COLUMNS)  # shorter batch rows fit one part with the most columns as well
     return B * _ceil_div(_ceil_div(T, chunk_size), columns)
 
 
 def part_count(B: int, T: int, N: int | None, chunk_size: int, per_part: int) -> int:
-    """Most parts a call is cut into, from sizes alone: N is None for a dense batch."""
+    """Upper bound on the parts of a call, from sizes alone; N is None for a dense batch."""
     if N is not None:
         return border_rows(B, T, N, chunk_size, per_part)
     needed = _ceil_div(T, chunk_size)
@@ -81,18 +81,18 @@ def part_count(B: int, T: int, N: int | None, chunk_size: int, per_part: int) ->
 
 
 def chunk_rows(B: int, T: int, N: int | None, chunk_size: int) -> int:
-    """Most chunks a batch can have, from sizes alone: N is None for a dense batch."""
+    """Upper bound on the chunks of a batch, from sizes alone; N is None for a dense batch."""
     return B * _ceil_div(T, chunk_size) if N is None else T // chunk_size + N
 
 
 def parts(B: int, T: int, cu_seqlens: Tensor | None, chunk_size: int, per_part: int) -> list[WorkspacePart]:
-    """Parts of a dense batch (cu_seqlens None) or of one packed buffer row, in the order states are handed on.
+    """Cut a dense batch (cu_seqlens None) or one packed buffer row into parts, in the order in which states pass.
 
     Args:
         B, T: Sizes of the token tensors; B = 1 if packed.
         cu_seqlens: [N+1] legal boundaries, int64 on the CPU, or None.
         chunk_size: C.
-        per_part: Most chunks of a part.
+        per_part: Maximum number of chunks in a part.
     """
     if cu_seqlens is None:
         return list(_dense_parts(B, T, chunk_size, per_part))
@@ -100,7 +100,13 @@ def parts(B: int, T: int, cu_seqlens: Tensor | None, chunk_size: int, per_part: 
 
 
 def _dense_block(B: int, per_part: int, needed: int) -> tuple[int, int]:
-    """Rows and columns of a part of a dense batch whose rows need so many columns: MIN_COLUMNS, where they do."""
+    """Batch rows and chunk columns of one part of a dense batch.
+
+    Args:
+        B: Batch rows.
+        per_part: Maximum number of chunks in a part.
+        needed: Chunk columns of each batch row. A part gets at least min(MIN_COLUMNS, needed) of them.
+    """
     rows = max(1, min(B, per_part // max(1, min(MIN_COLUMNS, needed))))
     return rows, max(1, per_part // rows)
 
@@ -121,7 +127,7 @@ def _dense_parts(B: int, T: int, C: int, per_part: int) -> Iterator[WorkspacePar
 
 
 def _packed_parts(cu_seqlens: Tensor, C: int, per_part: int) -> Iterator[WorkspacePart]:
-    """Cuts after every `per_part` chunks, counted in the order of the buffer."""
+    """Cut after every `per_part` chunks, counted in buffer order."""
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     counts = (ends - begins + (C - 1)) // C
     after = counts.cumsum(0)
