@@ -65,7 +65,7 @@ class Kernel:
 @pytest.fixture
 def device():
     found = Device()
-    with mock.patch.object(driver, "_active", found), mock.patch.dict(kernel_launch._compiled, clear=True):
+    with mock.patch.object(driver, "_active", found), mock.patch.dict(kernel_launch._launches, clear=True):
         yield found
 
 
@@ -96,7 +96,7 @@ def test_the_second_launch_of_a_kind_is_bound(kernel: Kernel, device: Device):
 
 def test_what_is_kept_holds_no_tensor(kernel: Kernel):
     plain(kernel, torch.zeros(4))
-    (ready,) = kernel_launch._compiled
+    (ready,) = kernel_launch._launches
     assert not any(isinstance(x, torch.Tensor) for part in ready if isinstance(part, tuple) for x in part)
 
 
@@ -196,7 +196,7 @@ def test_a_compiled_kernel_of_another_make_is_not_kept(kernel: Kernel):
     for made in (None, SimpleNamespace(run=kernel.launcher)):
         with mock.patch.object(Kernel, "__getitem__", lambda self, grid, made=made: lambda *_, **__: made):
             launch_kernel(kernel, 1, X, 16, A=1, B=2)
-    assert not kernel_launch._compiled and not kernel.launcher.given
+    assert not kernel_launch._launches and not kernel.launcher.given
 
 
 def make_tensordesc_arg(arg: Any, layout: Any) -> list[Any]:

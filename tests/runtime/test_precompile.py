@@ -35,7 +35,7 @@ def asked(lines: list[Any]) -> Iterator[list[tuple[str, str]]]:  # noqa: F811
         found.append(("compile" if warmup else "launch", self.__name__))
         return usual(self, *arguments, grid=grid, warmup=warmup, **fixed)
 
-    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(kernel_launch._compiled, clear=True):
+    with mock.patch.object(JITFunction, "run", run), mock.patch.dict(kernel_launch._launches, clear=True):
         replay_cache.forget()
         yield found
 
@@ -175,7 +175,7 @@ def found() -> Iterator[list[int]]:
         pretending("sm_90", launch_kernel),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
-        mock.patch.dict(kernel_launch._compiled, clear=True),
+        mock.patch.dict(kernel_launch._launches, clear=True),
         mock.patch.dict(norm.wyfold_l2norm_triton.device_caches, clear=True),
         torch.no_grad(),
     ):

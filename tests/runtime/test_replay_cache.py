@@ -80,7 +80,7 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
         mock.patch.object(kernel_configs, "processors", lambda device: 132),
         mock.patch.object(check, "readable", lambda x: False),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
-        mock.patch.dict(kernel_launch._compiled, clear=True),
+        mock.patch.dict(kernel_launch._launches, clear=True),
         mock.patch.dict(replay_cache._recordings, clear=True),
     ):
         yield found
@@ -347,9 +347,9 @@ def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, li
 
 PREFILL = {
     "prefill kda": "chunk_grid prepare scan",
-    "prefill kda, states between": "chunk_grid prepare scan slots_between",
+    "prefill kda, states between": "chunk_grid prepare scan state_pool_between",
     "prefill gdn, dense": "prepare scan",
-    "prefill gdn, dense, states between": "prepare scan slots_between",
+    "prefill gdn, dense, states between": "prepare scan state_pool_between",
 }
 
 
@@ -457,7 +457,7 @@ def test_a_gradient_has_none_of_its_own(lines: list[tuple[Any, ...]]):
 def test_a_call_without_launches_stays_ordinary(lines: list[tuple[Any, ...]]):
     call, given = KINDS["chunk gdn, no tokens"]()
     results = [call(**given)[0].shape for _ in range(4)]
-    assert len(set(results)) == 1 and the_recording() == "nothing is launched"
+    assert len(set(results)) == 1 and the_recording() == "no kernel is launched"
 
 
 def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
@@ -880,16 +880,16 @@ def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
     "another operation": ("aten::exp.* is called", lambda x, add: add(x.exp(), x.new_empty(5))),
     "contents": ("aten::.* is called", lambda x, add: add(x, x.new_empty(5 + 0 * int(x[0] > 0)))),
-    "a part": ("a result is a part", lambda x, add: add(x, x.new_empty(6)[1:])),
+    "a part": ("a result is part", lambda x, add: add(x, x.new_empty(6)[1:])),
     "a view of what was given": (
         "a result is a view of an argument",
         lambda x, add: add(x, x.new_empty(5)) is None or x[1:],
     ),
-    "a copy, seen otherwise": ("a result is a part", lambda x, add: add(x, x.new_empty(5)).clone()[None]),
+    "a copy, seen otherwise": ("a result is part", lambda x, add: add(x, x.new_empty(5)).clone()[None]),
     "another kind": ("the result is a list", lambda x, add: [add(x, x.new_empty(5))]),
-    "memory elsewhere": ("asked for on meta", lambda x, add: add(x, torch.empty(5, device="meta")) is None or None),
-    "nobody's": ("nobody made", lambda x, add: add(x, BEFORE) is None or None),
-    "no launch": ("nothing is launched", lambda x, add: x.new_empty(5)),
+    "memory elsewhere": ("allocated on meta", lambda x, add: add(x, torch.empty(5, device="meta")) is None or None),
+    "nobody's": ("unknown origin", lambda x, add: add(x, BEFORE) is None or None),
+    "no launch": ("no kernel is launched", lambda x, add: x.new_empty(5)),
 }
 BEFORE = torch.zeros(5)
 

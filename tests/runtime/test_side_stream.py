@@ -134,8 +134,8 @@ def test_between_the_turns_there_are_launches_alone(lines):
         with side_stream.fork_side_stream(CARD) as away, away:
             del y
 
-    assert recorder.record((x,), asked)[1] == "aten::empty is called while launches are made aside"
-    assert recorder.record((x,), given_up)[1] == "memory is given up while launches are made aside"
+    assert recorder.record((x,), asked)[1] == "aten::empty is called while a side stream is forked"
+    assert recorder.record((x,), given_up)[1] == "memory is freed while a side stream is forked"
 
 
 def test_threads_that_come_first_find_one_pair(lines):
@@ -168,7 +168,7 @@ def test_a_course_does_the_same(lines):
         side_stream.fork_side_stream(CARD) as away,
     ):
         with away:
-            heard.append(kernel_launch._thread.become(launch))
+            heard.append(kernel_launch._thread.step_map(launch))
         heard.append(launch)
     for stream, side in ((1, 10), (2, 11)):
         lines.clear()

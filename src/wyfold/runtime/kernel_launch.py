@@ -1,13 +1,17 @@
-"""Launches that find their compiled kernel without Triton's help, after the first one like them.
+"""Fast kernel launch: after the first launch of a kind, the compiled kernel is found without Triton's lookup.
 
-Triton's own way into a kernel asks of each argument what the code may depend on, writes the answers out as a text, and
-looks the compiled kernel up by it: 25 to 40 microseconds of a launch with fifty arguments, before the driver is asked
-for anything. `launch_kernel` does that once per combination of answers and keeps the compiled kernel under a key that
-holds the same answers, or finer ones. An observer of a call's launches (`observe_steps`) gets them in a form that can
-be launched on other addresses without a lookup (`runtime/replay_cache.py`).
+For each argument, Triton's `JITFunction.run` determines what the code may depend on, formats that as text, and looks
+the compiled kernel up by the text. For a launch with fifty arguments that takes 25 to 40 microseconds before the driver
+is called. `launch_kernel` does it once for each cache key and keeps the compiled kernel. Its keys distinguish at least
+what Triton distinguishes.
 
-The ordinary way stays for all that is not recognised: the interpreter, a Triton whose compiled kernels look different,
-arguments of other types, and a process whose launches are watched by hooks (profilers) or compiled for debugging.
+A recorder can observe a thread's launches (`observe_steps`). It gets each as a `RecordedLaunch`, which launches again
+on other addresses without any lookup (`runtime/replay_cache.py`). A dry run (`dry_run`) launches nothing and only
+reports kernels that are not compiled.
+
+Launches go through Triton as usual where something is not recognised: under the interpreter, with a Triton whose
+compiled kernels look different, with arguments of other types, and in a process with launch hooks (profilers) or debug
+compilation.
 """
 
 from __future__ import annotations
@@ -25,125 +29,29 @@ from torch import Tensor
 
 
 class CompiledLaunch(NamedTuple):
-    """A compiled kernel on one device.
+    """What a launch of one compiled kernel on one device takes.
 
     Attributes:
-        run, function, metadata: What Triton launches it by.
-        constants: The kernel's constexprs, which a launch passes along without reading them.
-        descriptors: Place among the arguments of each, last one first, and what becomes of it there; none where `run`
-            sees to that.
+        run: Triton's launcher.
+        function: The driver's handle of the kernel.
+        metadata: Packed, as the launcher takes it.
+        constants: Values of the kernel's constexprs. The launcher takes them and does not read them.
+        expanders: Index among the arguments of each tensor descriptor, last one first, and what expands it into the
+            launcher's arguments. Empty if `run` expands descriptors itself.
     """
 
     run: Callable[..., None]
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
-    descriptors: tuple[tuple[int, _DescriptorExpander], ...]
+    expanders: tuple[tuple[int, _DescriptorExpander], ...]
 
 
-class PointerSlot(NamedTuple):
-    """An argument of a launch that follows from an address: its place, and so many bytes behind a numbered tensor.
+_launches: dict[tuple[Any, ...], CompiledLaunch] = {}
+"""Kernel, device, specialization of the arguments, constexprs and options -> the launch."""
 
-    `tensor` is the tensor itself until it is `rebind` to a number.
-    """
-
-    place: int
-    tensor: Any
-    offset: int
-
-
-class RecordedLaunch(NamedTuple):
-    """A launch that can be made again.
-
-    Attributes:
-        ready, programs: The kernel and its grid.
-        arguments: As its launcher takes them; what is there in place of an address or a box is not looked at.
-        pointers, boxes: Where those go.
-        encoders: What makes each box of its address.
-        encoded: Address and encoding of each box at the last launch.
-    """
-
-    ready: CompiledLaunch
-    programs: int
-    arguments: list[Any]
-    pointers: tuple[PointerSlot, ...]
-    boxes: tuple[PointerSlot, ...]
-    encoders: tuple[Callable[[int], Any], ...]
-    encoded: list[tuple[int, Any]]
-
-    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
-        """On other tensors; to: number, and bytes behind its first element, of what they were."""
-        pointers, boxes = (
-            tuple([PointerSlot(place, *to(x, offset)) for place, x, offset in places])
-            for places in (self.pointers, self.boxes)
-        )
-        return self._replace(pointers=pointers, boxes=boxes)
-
-    def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
-        """Launch on numbered tensors at these addresses, without a look at the tensors."""
-        ready, programs, arguments, pointers, boxes, encoders, encoded = self
-        arguments = arguments.copy()
-        for place, number, offset in pointers:
-            arguments[place] = addresses[number] + offset
-        for n, (place, number, offset) in enumerate(boxes):
-            address = addresses[number] + offset
-            known, box = encoded[n]
-            if known != address:
-                box = encoders[n](address)
-                encoded[n] = address, box  # both at once: other threads launch as well
-            arguments[place] = box
-        ready.run(programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *arguments)
-
-
-_compiled: dict[tuple[Any, ...], CompiledLaunch] = {}
 _thread = threading.local()
-
-
-@contextlib.contextmanager
-def observe_steps(listener: Callable[..., None]) -> Iterator[None]:
-    """Inside, `listener(launch, kernel, new=...)` gets this thread's launches and the steps passed to `emit_step`.
-
-    launch is None where it cannot be made again; new: the kernel's code was looked up by Triton, or compiled. What is
-    no launch comes in its place, and then kernel is None.
-    """
-    _thread.listener = listener
-    try:
-        yield
-    finally:
-        _thread.listener = None
-
-
-def emit_step(step: Any) -> None:
-    """Whoever hears this thread's launches: of something that belongs between them."""
-    listener = getattr(_thread, "listener", None)
-    if listener is not None:
-        listener(step, None, new=False)
-
-
-@contextlib.contextmanager
-def redirect_steps(become: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, launches and waits are told of as what they `become`: there is more to making them again."""
-    _thread.become = become
-    try:
-        yield
-    finally:
-        _thread.become = None
-
-
-def map_step(step: Any) -> Any:
-    """A launch or a wait as whoever hears this thread is to have it."""
-    become = getattr(_thread, "become", None)
-    return step if become is None else become(step)
-
-
-@contextlib.contextmanager
-def dry_run(taker: Callable[..., None]) -> Iterator[None]:
-    """Within, this thread launches nothing: `taker(kernel, programs, arguments, fixed)` has it, if it is new."""
-    _thread.taker = taker
-    try:
-        yield
-    finally:
-        _thread.taker = None
+"""Of each thread, where set: `observer`, `step_map` and `collector` of the contexts below; `entered`."""
 
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
@@ -151,54 +59,61 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> 
 
     Args:
         kernel: Decorated with `triton.jit`.
-        programs: Of the grid, which has one dimension.
-        arguments: Tensors, integers, tuples of integers, floats, descriptors and None, in the kernel's order: all that
-            are no constexprs.
+        programs: Size of the grid, which has one dimension.
+        arguments: Everything that is no constexpr, in the kernel's order: tensors, integers, tuples of integers,
+            floats, tensor descriptors and None.
         fixed: Constexprs by name, and options of the launch.
     """
     enter_context(arguments)
-    listener = getattr(_thread, "listener", None)
-    taker = getattr(_thread, "taker", None)
-    looked = None if not hasattr(kernel, "device_caches") or has_launch_hooks(kernel) else _specialization(arguments)
-    if looked is None and taker is not None:
+    observer = getattr(_thread, "observer", None)
+    collector = getattr(_thread, "collector", None)
+    by_triton = not hasattr(kernel, "device_caches") or has_launch_hooks(kernel)
+    specialization = None if by_triton else _specialization(arguments)
+    if specialization is None:
+        if collector is None:
+            kernel[(programs,)](*arguments, **fixed)
+            if observer is not None:
+                observer(None, kernel, new=False)
         return
-    if looked is None:
-        kernel[(programs,)](*arguments, **fixed)
-        if listener is not None:
-            listener(None, kernel, new=False)
-        return
-    kinds, flat = looked
+    kinds, flat = specialization
     driver = sys.modules["triton"].runtime.driver.active
     device = driver.get_current_device()
     key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
-    ready = _compiled.get(key)
-    if taker is not None:
-        if ready is None:
-            taker(kernel, programs, arguments, fixed)
+    launch = _launches.get(key)
+    if collector is not None:
+        if launch is None:
+            collector(kernel, programs, arguments, fixed)
         return
-    if ready is None:
-        compiled = kernel[(programs,)](*arguments, **fixed)
-        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-            constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
-            _compiled[key] = _compiled_launch(compiled, arguments, constants)
-        if listener is not None:
-            listener(None, kernel, new=key in _compiled)
+    if launch is None:
+        _launch_and_keep(key, kernel, programs, arguments, fixed)
+        if observer is not None:
+            observer(None, kernel, new=key in _launches)
         return
-    if listener is not None:
-        launch = _recorded_launch(ready, programs, arguments)
-        listener(None if launch is None else map_step(launch), kernel, new=False)
-    run, function, metadata, constants, descriptors = ready
-    for place, expand in descriptors:
+    if observer is not None:
+        recorded = _recorded_launch(launch, programs, arguments)
+        observer(None if recorded is None else map_step(recorded), kernel, new=False)
+    run, function, metadata, constants, expanders = launch
+    for place, expand in expanders:
         flat[place : place + 1] = expand(arguments[place])
     stream = driver.get_current_stream(device)
     run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
 
 
-def enter_context(arguments: Sequence[Any]) -> None:
-    """Make the device's context the calling thread's, which the driver wants before it encodes a box.
+def _launch_and_keep(
+    key: tuple[Any, ...], kernel: Any, programs: int, arguments: tuple[Any, ...], fixed: dict[str, Any]
+) -> None:
+    """Launch through Triton, which compiles the kernel or looks it up, and keep what it launched under the key."""
+    compiled = kernel[(programs,)](*arguments, **fixed)
+    if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
+        _launches[key] = _compiled_launch(compiled, arguments, constants)
 
-    A launch does so by itself, but boxes are encoded before it; and a thread of autograd may have done nothing on the
-    device yet. To record an event is allowed while a graph is captured, and waits for nothing.
+
+def enter_context(arguments: Sequence[Any]) -> None:
+    """Make the device's context current on the calling thread, which the driver needs to encode a descriptor.
+
+    A launch does this by itself, but descriptors are encoded before it, and a thread of autograd may not have used the
+    device yet. Recording an event is allowed during graph capture and waits for nothing.
     """
     if not hasattr(_thread, "entered") and any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
         torch.cuda.Event().record()
@@ -206,63 +121,249 @@ def enter_context(arguments: Sequence[Any]) -> None:
 
 
 def current_device() -> int:
-    """Number of the current device."""
-    found: int = sys.modules["triton"].runtime.driver.active.get_current_device()
-    return found
+    """Index of the current device."""
+    index: int = sys.modules["triton"].runtime.driver.active.get_current_device()
+    return index
 
 
 def current_stream(device: int) -> Any:
-    """Its current stream, as a launcher takes it."""
+    """Handle of a device's current stream, as a launcher takes it."""
     return sys.modules["triton"].runtime.driver.active.get_current_stream(device)
 
 
-def _recorded_launch(ready: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
-    """A launch as it can be made again; None if Triton looks at its descriptors."""
-    expanding = dict(ready.descriptors)
+# --- specialization: what a compiled kernel depends on
+
+
+def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """What the code depends on, and what the launcher takes; None if an argument is not recognised.
+
+    The former holds no tensor, no address and no length. The latter has addresses instead of tensors. Triton's launcher
+    takes these too, and then does not query the driver for the device of each: the operators have checked that.
+    """
+    kinds: list[Any] = []
+    flat = list(arguments)
+    for place, x in enumerate(arguments):
+        kind = type(x)
+        if x is None:
+            kinds.append(None)
+        elif kind is Tensor or kind is torch.nn.Parameter:
+            flat[place] = address = x.data_ptr()
+            # Alignment decides whether whole vectors are loaded.
+            kinds += x.dtype, address % 16 == 0
+        elif kind is tuple:
+            kinds.append(_integers_class(x))
+        elif kind is int:
+            kinds.append(_integer_class(x))
+        elif kind is float:
+            kinds.append(kind)
+        elif hasattr(x, "block_shape"):
+            # Shape and strides of a descriptor's tensor are read at the launch.
+            kinds += kind, x.base.dtype, *x.block_shape
+        else:
+            return None
+    return tuple(kinds), flat
+
+
+@functools.lru_cache(maxsize=4096)
+def _integer_class(x: int) -> str:
+    """Whether an integer is 1, a multiple of 16, of 32 bits, of 64 bits.
+
+    For an argument that Triton does not specialise on, this is finer than necessary.
+    """
+    return f"{x == 1} {x % 16 == 0} {-(2**31) <= x < 2**31} {x < 2**63}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _integers_class(x: tuple[int, ...]) -> str:
+    """Classes of strides. Strides repeat from call to call, and those of a new length often have known classes."""
+    return f"({', '.join(map(_integer_class, x))})"
+
+
+def any_launch_hooks() -> bool:
+    """Whether a hook observes all kernels' launches now."""
+    return "triton" in sys.modules and has_launch_hooks()
+
+
+def has_launch_hooks(*kernels: Any) -> bool:
+    """Whether hooks observe these kernels' launches or change their compilation; true if this Triton does not show it."""
+    try:
+        knobs = sys.modules["triton"].knobs
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(
+            # Each is a chain of hooks, which may be empty, or one hook, or None.
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or any(kernel.pre_run_hooks for kernel in kernels)
+            or runtime.debug
+            or runtime.add_stages_inspection_hook
+            or knobs.compilation.instrumentation_mode
+        )
+    except AttributeError:
+        return True
+
+
+# --- recording and dry runs
+
+
+class PointerSlot(NamedTuple):
+    """An argument of a launch that is computed from an address.
+
+    Attributes:
+        slot: Index among the launcher's arguments.
+        tensor: The tensor; after `RecordedLaunch.rebind`, its number.
+        offset: Bytes behind the tensor's first element.
+    """
+
+    slot: int
+    tensor: Any
+    offset: int
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch as a step of a recording.
+
+    Attributes:
+        launch, programs: The kernel, and the size of the grid.
+        arguments: Of the launcher. Entries at the slots below are placeholders.
+        pointers: Slots of tensors.
+        descriptors: Slots of tensor descriptors.
+        encoders: For each descriptor, the function that encodes it for an address.
+        encoded: For each descriptor, address and encoding at the last replay.
+    """
+
+    launch: CompiledLaunch
+    programs: int
+    arguments: list[Any]
+    pointers: tuple[PointerSlot, ...]
+    descriptors: tuple[PointerSlot, ...]
+    encoders: tuple[Callable[[int], Any], ...]
+    encoded: list[tuple[int, Any]]
+
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
+        """The same launch with its slots renumbered; see `recording.Step`."""
+        pointers, descriptors = (
+            tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
+            for slots in (self.pointers, self.descriptors)
+        )
+        return self._replace(pointers=pointers, descriptors=descriptors)
+
+    def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
+        launch, programs, arguments, pointers, descriptors, encoders, encoded = self
+        arguments = arguments.copy()
+        for slot, number, offset in pointers:
+            arguments[slot] = addresses[number] + offset
+        for n, (slot, number, offset) in enumerate(descriptors):
+            address = addresses[number] + offset
+            known, encoding = encoded[n]
+            if known != address:
+                encoding = encoders[n](address)
+                encoded[n] = address, encoding  # one assignment: other threads replay this launch as well
+            arguments[slot] = encoding
+        launch.run(programs, 1, 1, stream, launch.function, launch.metadata, None, None, None, *arguments)
+
+
+def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
+    """A launch in the form that can be replayed; None if Triton has to expand its descriptors."""
+    expanders = dict(launch.expanders)
     flat: list[Any] = []
-    pointers, boxes, encoders = [], [], []
+    pointers, descriptors, encoders = [], [], []
     for place, x in enumerate(arguments):
         if isinstance(x, Tensor):
             pointers.append(PointerSlot(len(flat), x, 0))
             flat.append(0)
         elif hasattr(x, "block_shape"):
-            encode = expanding[place].encoder(x) if place in expanding else None
+            encode = expanders[place].encoder(x) if place in expanders else None
             if encode is None:
                 return None
-            boxes.append(PointerSlot(len(flat), x.base, 0))
+            descriptors.append(PointerSlot(len(flat), x.base, 0))
             encoders.append(encode)
             flat += (None, *x.shape, *x.strides)
         else:
             flat.append(x)
-    flat += ready.constants
-    encoded = [(-1, None)] * len(boxes)
-    return RecordedLaunch(ready, programs, flat, tuple(pointers), tuple(boxes), tuple(encoders), encoded)
+    flat += launch.constants
+    encoded = [(-1, None)] * len(descriptors)
+    return RecordedLaunch(launch, programs, flat, tuple(pointers), tuple(descriptors), tuple(encoders), encoded)
+
+
+@contextlib.contextmanager
+def observe_steps(observer: Callable[..., None]) -> Iterator[None]:
+    """Report this thread's launches, and the steps passed to `emit_step`, to `observer(step, kernel, new=...)`.
+
+    `step` is None for a launch that cannot be replayed. `kernel` is None for a step that is no launch. `new` means that
+    Triton compiled the kernel or looked it up.
+    """
+    _thread.observer = observer
+    try:
+        yield
+    finally:
+        _thread.observer = None
+
+
+def emit_step(step: Any) -> None:
+    """Report a step that is no launch (e.g. a stream fork) to this thread's observer, if there is one."""
+    observer = getattr(_thread, "observer", None)
+    if observer is not None:
+        observer(step, None, new=False)
+
+
+@contextlib.contextmanager
+def redirect_steps(step_map: Callable[[Any], Any]) -> Iterator[None]:
+    """Pass recorded launches and waits through `step_map`, because a replay needs more, such as another stream."""
+    _thread.step_map = step_map
+    try:
+        yield
+    finally:
+        _thread.step_map = None
+
+
+def map_step(step: Any) -> Any:
+    """A launch or wait as this thread's observer is to record it: passed through the `step_map` in force, if any."""
+    step_map = getattr(_thread, "step_map", None)
+    return step if step_map is None else step_map(step)
+
+
+@contextlib.contextmanager
+def dry_run(collector: Callable[..., None]) -> Iterator[None]:
+    """Launch nothing on this thread, and report each kernel that has not been launched like this.
+
+    Reported as `collector(kernel, programs, arguments, fixed)`, with the arguments of `launch_kernel`.
+    """
+    _thread.collector = collector
+    try:
+        yield
+    finally:
+        _thread.collector = None
+
+
+# --- Triton's launcher and tensor descriptors
 
 
 def _compiled_launch(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> CompiledLaunch:
-    """How to launch what was compiled for these arguments.
+    """How to launch a kernel that Triton compiled for these arguments.
 
-    Where Triton wraps its launcher in a function that looks for descriptors among all arguments, that function's own
-    launcher is taken, if it is where it was in Triton 3.6 and 3.7: their places are known here.
+    For a kernel with descriptors, Triton wraps its launcher in a function that searches all arguments for them. Their
+    places are known here, so the wrapped launcher is used, where it is found as in Triton 3.6 and 3.7.
     """
     known = compiled.run, compiled.function, compiled.packed_metadata, constants
     places = [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
-    within = _closure_variables(getattr(compiled.run, "launch", None))
-    launcher, layouts = within.get("launcher"), within.get("tensordesc_meta", ())
+    closure = _closure_variables(getattr(compiled.run, "launch", None))
+    launcher, layouts = closure.get("launcher"), closure.get("tensordesc_meta", ())
     expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
     if launcher is None or expand is None or len(layouts) != len(places):
         return CompiledLaunch(*known, ())
     run = copy.copy(compiled.run)
     run.launch = launcher
-    descriptors = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
-    return CompiledLaunch(run, *known[1:], tuple(descriptors[::-1]))
+    expanders = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
+    return CompiledLaunch(run, *known[1:], tuple(expanders[::-1]))
 
 
 class _DescriptorExpander:
-    """What becomes of a descriptor of one layout: the box's encoding by the driver, then its matrix's sizes.
+    """Expands descriptors of one layout into the launcher's arguments: the driver's encoding, shape and strides.
 
-    Triton's function for that looks up the layout's numbers by name and finds its way to the driver each time; it is
-    asked wherever they are not those of Triton 3.6 and 3.7, or a descriptor asks for more than such boxes.
+    Triton's own function (`expand`) looks the layout's numbers up by name and finds the driver again at each call. It
+    is used where the layout's names are not those of Triton 3.6 and 3.7, and for descriptors with other options.
     """
 
     def __init__(self, expand: Callable[[Any, Any], list[Any]], layout: Any):
@@ -276,93 +377,28 @@ class _DescriptorExpander:
             return
         if all(name in layout for name in names):
             swizzle, size, element, block = (layout[name] for name in names)
-            self.encode, self.box = encode, (swizzle, size, elements[element], block)
+            self.encode, self.block = encode, (swizzle, size, elements[element], block)
 
     def __call__(self, x: Any) -> list[Any]:
         if self.encode is None or not _is_plain_descriptor(x):
             return self.expand(x, self.layout)
         shape, strides = x.shape, x.strides
-        return [self.encode(x.base.data_ptr(), *self.box, shape, strides, 0), *shape, *strides]
+        return [self.encode(x.base.data_ptr(), *self.block, shape, strides, 0), *shape, *strides]
 
     def encoder(self, x: Any) -> Callable[[int], Any] | None:
-        """What makes the encoding of a box like x at another address; None where Triton has to be asked."""
+        """A function from an address to the encoding of `x` there; None if only Triton can encode it."""
         if self.encode is None or not _is_plain_descriptor(x):
             return None
-        encode, box, shape, strides = self.encode, self.box, list(x.shape), list(x.strides)
-        return lambda address: encode(address, *box, shape, strides, 0)
+        encode, block, shape, strides = self.encode, self.block, list(x.shape), list(x.strides)
+        return lambda address: encode(address, *block, shape, strides, 0)
 
 
 def _is_plain_descriptor(x: Any) -> bool:
+    """Whether a descriptor pads with zeros and does not round float32 to TF32."""
     return x.padding == "zero" and not getattr(x, "round_f32_to_tf32", False)
 
 
 def _closure_variables(function: Any) -> dict[str, Any]:
-    """What a function written inside another one has of it."""
+    """Variables of enclosing functions that a function uses, by name."""
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
-
-
-def any_launch_hooks() -> bool:
-    """Whether someone looks at all kernels' launches now."""
-    return "triton" in sys.modules and has_launch_hooks()
-
-
-def has_launch_hooks(*kernels: Any) -> bool:
-    """Whether someone looks at these kernels' launches, or has them compiled in another way, or may for all we know."""
-    try:
-        knobs = sys.modules["triton"].knobs
-        runtime = knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        return bool(
-            # A chain of hooks, which may have none, or one hook, or None.
-            getattr(enter, "calls", enter)
-            or getattr(leave, "calls", leave)
-            or any(kernel.pre_run_hooks for kernel in kernels)
-            or runtime.debug
-            or runtime.add_stages_inspection_hook
-            or knobs.compilation.instrumentation_mode
-        )
-    except AttributeError:
-        return True
-
-
-def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """What code is compiled for, of each argument, and what its launch is given; None if one is not recognised.
-
-    The former holds no tensor, no address and no length. The latter has addresses instead of tensors, which Triton's
-    launcher takes as well, and then does not ask the driver whose they are: operators have made sure of that.
-    """
-    kinds: list[Any] = []
-    flat = list(arguments)
-    for place, x in enumerate(arguments):
-        kind = type(x)
-        if x is None:
-            kinds.append(None)
-        elif kind is Tensor or kind is torch.nn.Parameter:
-            flat[place] = address = x.data_ptr()
-            # Whole vectors may be loaded from the first element on, or not.
-            kinds += x.dtype, address % 16 == 0
-        elif kind is tuple:
-            kinds.append(_integers_class(x))
-        elif kind is int:
-            kinds.append(_integer_class(x))
-        elif kind is float:
-            kinds.append(kind)
-        elif hasattr(x, "block_shape"):
-            # What the matrix is like is read at the launch.
-            kinds += kind, x.base.dtype, *x.block_shape
-        else:
-            return None
-    return tuple(kinds), flat
-
-
-@functools.lru_cache(maxsize=4096)
-def _integer_class(x: int) -> str:
-    """Whether it is 1, a multiple of 16, of 32 bits, of 64 bits. Finer than for arguments that are not specialised."""
-    return f"{x == 1} {x % 16 == 0} {-(2**31) <= x < 2**31} {x < 2**63}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _integers_class(x: tuple[int, ...]) -> str:
-    """Of strides, which repeat from call to call; those that come with a new length may be of a known kind."""
-    return f"({', '.join(map(_integer_class, x))})"

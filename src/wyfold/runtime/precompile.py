@@ -1,10 +1,12 @@
-"""A call's kernels, compiled side by side before the first of them is launched.
+"""Compile a call's kernels in parallel before the first of them is launched.
 
-Triton compiles a kernel when it is launched for the first time, one after another: the first backward of a Gated
-DeltaNet waits for three of them, two seconds each. `precompile_kernels` makes a dry run of a call, which finds its
-kernels, and has Triton compile them in threads: most of that work is done outside Python. Then the
-call itself finds them. Nobody's tensor changes meanwhile; where a call does anything that is not understood, the
-rehearsal ends, and the call compiles what is left as it comes to it.
+Triton compiles a kernel at its first launch, so kernels are compiled one after another: the first backward of a Gated
+DeltaNet waits for three of them, two seconds each. `precompile_kernels` makes a dry run of the call to find its
+kernels, and has Triton compile them in threads; most of that work is done outside Python. The call itself then finds
+them compiled.
+
+The dry run writes to no tensor. It ends at the first operation that it does not know, and the call compiles the
+remaining kernels when it launches them.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from wyfold.runtime import kernel_launch, torch_ops, triton_support
 from wyfold.runtime.recorder import ALLOCATIONS, REPEATABLE, WAIT_TENSOR, OperationMode
 
 THREADS = 8
-"""At most; a call has six kernels or fewer."""
+"""Most threads. A call has at most six kernels."""
 
 
 def precompile_kernels(run: Callable[[], object], device: torch.device) -> None:
-    """Compile what `run` would launch on a CUDA device. Whatever fails here is left for the call itself to say."""
+    """Compile the kernels that `run` would launch on a CUDA device. Errors are suppressed; the call itself raises them.
+
+    Does nothing without Triton, and while the current stream is captured in a graph.
+    """
     if not triton_support.triton_version() or _capturing(device):
         return
-    # Triton's mode stays on if it is interrupted while it waits, and then no later launch of the thread compiles.
+    # Interrupted while it waits, Triton's mode stays active, and no later launch in this context would compile.
     contextvars.copy_context().run(_precompile, run, device)
 
 
 def _precompile(run: Callable[[], object], device: torch.device) -> None:
-    # Nothing may have been launched yet, and so nobody may have imported it.
+    # Triton may not have been imported yet: this can be the first launch of the process.
     mode = getattr(importlib.import_module("triton"), "AsyncCompileMode", None)
     if mode is None:
         return
@@ -45,31 +50,27 @@ def _precompile(run: Callable[[], object], device: torch.device) -> None:
         kernels.append(kernel.run(*arguments, grid=(programs,), warmup=True, **fixed))
 
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    dry_run = kernel_launch.dry_run(compile_kernel)
     with contextlib.suppress(Exception), threads:
         with mode(threads, ignore_errors=True):
-            with (
-                contextlib.suppress(Exception),
-                torch_ops.bypass_dispatch(),
-                kernel_launch.dry_run(compile_kernel),
-                _NoWrites(),
-            ):
+            with contextlib.suppress(Exception), torch_ops.bypass_dispatch(), dry_run, _NoWrites():
                 run()
-        # Loading a kernel compiles its launcher, by a C compiler of its own.
+        # Loading a kernel compiles its launcher, by a separate C compiler.
         for done in [threads.submit(_load, kernel, device) for kernel in kernels]:
             done.result()
 
 
 class _NotRepeatable(Exception):
-    """The call does something that may not bear being done twice."""
+    """The call contains an operation that must perhaps not be executed twice."""
 
 
 class _NoWrites(OperationMode):
-    """Within, tensors are made, and looked at in other shapes; none is written to."""
+    """Mode in which tensors are allocated and viewed, but none that exists is written to."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name == WAIT_TENSOR:
-            return args[0]  # by the call itself, as it does whatever happens here
+            return args[0]  # the call itself waits, whatever happens here
         if name in REPEATABLE and func._schema.is_mutable:
             return args[0]
         if name in ALLOCATIONS or name in REPEATABLE or func.is_view:
@@ -82,8 +83,13 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _load(kernel: Any, device: torch.device) -> None:
-    """Onto the device, which is current for each thread apart. `result`: of a kernel that was still to be compiled."""
+    """Load a compiled kernel onto the device.
+
+    Args:
+        kernel: The compiled kernel, or Triton's future of it.
+        device: Made current first, which is a setting of each thread.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ready = kernel.result() if hasattr(kernel, "result") else kernel
-    ready.run  # noqa: B018  Triton loads it when it is asked for its launcher
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    compiled.run  # noqa: B018  reading the launcher makes Triton load the kernel

@@ -1,4 +1,10 @@
-"""How a call becomes a course: everything that reaches the device is heard, and where each tensor of it comes from."""
+"""Recorder: turns one execution of a call into a `Recording`.
+
+The recorder sees PyTorch's operations as a dispatch mode and kernel launches as an observer of
+`kernel_launch.launch_kernel`. It numbers every tensor, follows views back to the numbered tensor they are part of, and
+writes allocations, launches, operations and waits down as steps on these numbers. It gives up, with a reason, on
+anything that a replay could not repeat exactly.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +25,16 @@ from wyfold.runtime.side_stream import ForkJoin
 Result = TypeVar("Result")
 
 POOLED_BYTES = 1 << 20
-"""Bytes up to which memory that no one will see is asked for in one piece: the allocator treats larger ones apart."""
+"""Largest workspace tensor that is merged into the call's one workspace allocation. PyTorch's allocator keeps larger
+tensors in a separate pool."""
 
 ALIGNMENT = 512
-"""Of what the allocator returns, and so of every piece."""
+"""Alignment in bytes of what PyTorch's allocator returns, and of each tensor in the merged workspace."""
 
 ALLOCATIONS = frozenset(
     f"aten::{name}" for name in ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
 )
-"""Operations that only ask for memory."""
+"""Operations that allocate and do not write."""
 
 REPEATABLE = frozenset(
     f"aten::{name}"
@@ -36,41 +43,38 @@ REPEATABLE = frozenset(
         *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum", "eye", "index_copy_"),
     )
 )
-"""Operations that are repeated as they are: the shape of what they return follows from shapes, and autocast leaves them
-alone, or what they are called on here, integers and float32."""
-
+"""Operations that a replay calls again. Shapes of their results follow from shapes alone, and autocast does not affect
+them on the dtypes they are used with here, integers and float32."""
 
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
-"""What a `WaitCollective` does."""
+"""The operation that a `WaitCollective` step repeats."""
 
 
 def record(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result, Recording | str]:
-    """`run()`, and the course of calls that are equal to it, or why they have none; see `replayed`.
+    """Run a call and record it.
 
-    The reason is empty if a kernel was compiled meanwhile: the next such call is to be heard instead.
+    Args:
+        tensors, run: As for `replay_cache.replayed`.
+
+    Returns:
+        The result of `run()`, and the recording, or the reason why there is none. The reason is empty if a kernel was
+        compiled meanwhile: the next such call can be recorded.
     """
-    listener = _Recorder(tensors)
+    recorder = _Recorder(tensors)
     try:
-        with torch_ops.bypass_dispatch(), kernel_launch.observe_steps(listener.launched), listener:
+        with torch_ops.bypass_dispatch(), kernel_launch.observe_steps(recorder.add_launch), recorder:
             result = run()
-        return result, listener.course(result)
+        return result, recorder.finish(result)
     finally:
-        listener.watches.clear()  # which hold it, and with it the tensors it was given
-
-
-class _NotRecordable(Exception):
-    """Why a call has no course."""
-
-
-class _Location(NamedTuple):
-    """What a tensor is a part of: a numbered tensor, and the bytes behind its first element."""
-
-    tensor: int
-    offset: int
+        recorder.weakrefs.clear()  # their callbacks keep the recorder alive, and it keeps the call's tensors alive
 
 
 class OperationMode(TorchDispatchMode):
-    """A mode for which PyTorch does not import its compiler: that takes seconds, in the first call of a process."""
+    """Dispatch mode for the operations that remain after decomposition.
+
+    Unlike its base class it does not make PyTorch import its compiler. That import takes seconds in the first call of a
+    process.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,182 +82,222 @@ class OperationMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # in inference mode nobody has taken these apart before
-            found = func.decompose(*args, **kwargs)
-        return self.operation(func, args, kwargs) if found is NotImplemented else found
+        with self:  # in inference mode, composite operations arrive here before they are decomposed
+            result = func.decompose(*args, **kwargs)
+        return self.operation(func, args, kwargs) if result is NotImplemented else result
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation of PyTorch comes to that is no other ones together."""
+        """Result of an operation that is not composed of others."""
         raise NotImplementedError
 
 
+class _NotRecordable(Exception):
+    """Reason why a call cannot be recorded."""
+
+
+class _Location(NamedTuple):
+    """First element of a tensor: number of the tensor it is part of, and bytes behind the first element of that."""
+
+    tensor: int
+    offset: int
+
+
 class _Recorder(OperationMode):
-    """Hears one call. Its tensors are numbered as they come: those given, then those made."""
+    """Records one call. Tensors are numbered in order of appearance: arguments first, then allocations.
+
+    Attributes:
+        given, device: Arguments of the call, and its device.
+        locations: `id` of each live tensor -> its location.
+        weakrefs: The same keys -> a reference whose callback reports the end of the tensor.
+        allocated: Number -> the tensor as it was allocated.
+        sizes: Number -> bytes of an allocation.
+        live_views: Number -> count of live tensors that are part of it.
+        same_tensor: Pairs of arguments that are one tensor.
+        steps, kernels: Of the recording.
+        refusal: First reason why the call cannot be recorded; empty so far.
+        compiled: Whether a kernel was compiled or looked up by Triton meanwhile.
+        forked: Whether a side stream is forked. Between fork and join only launches and waits can be replayed.
+    """
 
     def __init__(self, given: tuple[Any, ...]):
         super().__init__()
         self.given, self.device = given, given[0].device
-        self.pieces: dict[int, _Location] = {}  # by `id` of every tensor that is there
-        self.watches: dict[int, weakref.ref[Tensor]] = {}  # of the same, to know when it is gone
-        self.whole: dict[int, weakref.ref[Tensor]] = {}  # what was made, by number
+        self.locations: dict[int, _Location] = {}
+        self.weakrefs: dict[int, weakref.ref[Tensor]] = {}
+        self.allocated: dict[int, weakref.ref[Tensor]] = {}
         self.same_tensor: list[tuple[int, int]] = []
-        self.sizes: dict[int, int] = {}  # bytes of what was made
-        self.alive: dict[int, int] = {}  # how many tensors are parts of it
+        self.sizes: dict[int, int] = {}
+        self.live_views: dict[int, int] = {}
         self.steps: list[Step] = []
         self.kernels: list[Any] = []
         self.refusal, self.compiled = "", False
-        self.forked = False  # launches are made aside, which nothing but launches and waits may come between
+        self.forked = False
         for number, x in enumerate(given):
-            if x is not None and id(x) in self.pieces:
-                self.same_tensor.append((self.pieces[id(x)].tensor, number))
+            if x is not None and id(x) in self.locations:
+                self.same_tensor.append((self.locations[id(x)].tensor, number))
             elif x is not None:
-                self.know(x, _Location(number, 0))
+                self.track(x, _Location(number, 0))
 
-    def know(self, x: Tensor, piece: _Location) -> None:
-        self.pieces[id(x)] = piece
-        self.alive[piece.tensor] = self.alive.get(piece.tensor, 0) + 1
-        self.watches[id(x)] = weakref.ref(x, functools.partial(self.forget, id(x), piece.tensor))
+    # --- steps, as they happen
 
-    def forget(self, identity: int, number: int, _: object) -> None:
-        """A tensor is no longer there."""
-        del self.pieces[identity], self.watches[identity]
-        self.alive[number] -= 1
-        if not self.alive[number]:
-            if self.forked:
-                self.refusal = self.refusal or "memory is given up while launches are made aside"
-            self.steps.append(Free(number))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute an operation of PyTorch and record it."""
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        with self.keeping_refusal():
+            if name == WAIT_TENSOR:
+                self.steps.append(kernel_launch.map_step(WaitCollective(self.locate(args[0]).tensor)))
+                return result
+            if self.forked and not func.is_view:
+                raise _NotRecordable(f"{name} is called while a side stream is forked")
+            if name in ALLOCATIONS:
+                number = self.number_allocation(result)
+                self.steps.append(Allocate(number, tuple(result.shape), result.stride(), result.dtype, self.device))
+            elif func.is_view:
+                for view in (result,) if isinstance(result, Tensor) else result:
+                    self.track_view(args[0], view)
+            elif name in REPEATABLE:
+                self.add_operation(func, args, kwargs, result)
+            else:
+                raise _NotRecordable(f"{name} is called")
+        return result
 
-    def of(self, x: Any, _: int = 0) -> _Location:
-        if id(x) not in self.pieces:
-            raise _NotRecordable("a tensor is used that nobody made")
-        return self.pieces[id(x)]
+    def add_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        if any(isinstance(x, Tensor) for x in kwargs.values()):
+            raise _NotRecordable("a tensor is passed by keyword")
+        arguments = tuple([self.view_of(x) if isinstance(x, Tensor) else x for x in args])
+        number = None if any(result is x for x in args) else self.number_allocation(result)
+        self.steps.append(Operation(func, arguments, kwargs, number))
+
+    def add_launch(self, step: Step | None, kernel: Any, *, new: bool) -> None:
+        """Record a launch, or a step without a kernel; the observer of `kernel_launch.observe_steps`."""
+        with self.keeping_refusal():
+            if new:
+                self.compiled = True
+            elif step is None:
+                raise _NotRecordable("Triton has to expand a launch's descriptors")
+            else:
+                if type(step) is ForkJoin:
+                    self.forked = not step.joins
+                self.steps.append(step.rebind(self.locate))
+                if kernel is not None:
+                    self.kernels.append(kernel)
 
     @contextlib.contextmanager
-    def hearing(self) -> Iterator[None]:
-        """Within, what is not understood is noted, and the call goes on."""
+    def keeping_refusal(self) -> Iterator[None]:
+        """Turn `_NotRecordable` into `refusal` and let the call go on."""
         try:
             yield
         except _NotRecordable as reason:
             self.refusal = self.refusal or str(reason)
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = func(*args, **kwargs)
-        name = func._schema.name
-        with self.hearing():
-            if name == WAIT_TENSOR:
-                self.steps.append(kernel_launch.map_step(WaitCollective(self.of(args[0]).tensor)))
-                return found
-            if self.forked and not func.is_view:
-                raise _NotRecordable(f"{name} is called while launches are made aside")
-            if name in ALLOCATIONS:
-                number = self.make(found)
-                self.steps.append(Allocate(number, tuple(found.shape), found.stride(), found.dtype, self.device))
-            elif func.is_view:
-                for view in (found,) if isinstance(found, Tensor) else found:
-                    self.see(args[0], view)
-            elif name in REPEATABLE:
-                self.do(func, args, kwargs, found)
-            else:
-                raise _NotRecordable(f"{name} is called")
-        return found
+    # --- which memory a tensor is part of
 
-    def make(self, x: Tensor) -> int:
-        """A new tensor's number."""
-        if x.device != self.device:
-            raise _NotRecordable(f"memory is asked for on {x.device}")
-        number = len(self.given) + len(self.sizes)
-        self.sizes[number] = x.untyped_storage().nbytes()
-        self.know(x, _Location(number, 0))
-        self.whole[number] = weakref.ref(x)
-        return number
+    def track(self, x: Tensor, location: _Location) -> None:
+        """Remember where a tensor is, until it is gone."""
+        self.locations[id(x)] = location
+        self.live_views[location.tensor] = self.live_views.get(location.tensor, 0) + 1
+        self.weakrefs[id(x)] = weakref.ref(x, functools.partial(self.untrack, id(x), location.tensor))
 
-    def see(self, x: Tensor, view: Tensor) -> None:
-        """A view of x."""
-        number, offset = self.of(x)
+    def untrack(self, identity: int, number: int, _: object) -> None:
+        """Forget a tensor that is gone. With the last tensor on it an allocation is freed."""
+        del self.locations[identity], self.weakrefs[identity]
+        self.live_views[number] -= 1
+        if not self.live_views[number]:
+            if self.forked:
+                self.refusal = self.refusal or "memory is freed while a side stream is forked"
+            self.steps.append(Free(number))
+
+    def track_view(self, x: Tensor, view: Tensor) -> None:
+        number, offset = self.locate(x)
         if view.dtype != x.dtype:
-            raise _NotRecordable("a tensor is seen as another dtype")
+            raise _NotRecordable("a tensor is viewed as another dtype")
         if view is not x:
-            self.know(view, _Location(number, offset + int(view.storage_offset() - x.storage_offset()) * x.itemsize))
+            self.track(view, _Location(number, offset + int(view.storage_offset() - x.storage_offset()) * x.itemsize))
 
-    def do(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensor) -> None:
-        """An operation that will be repeated."""
-        if any(isinstance(x, Tensor) for x in kwargs.values()):
-            raise _NotRecordable("a tensor is given by name")
-        arguments = tuple([self.part(x) if isinstance(x, Tensor) else x for x in args])
-        number = None if any(found is x for x in args) else self.make(found)
-        self.steps.append(Operation(func, arguments, kwargs, number))
+    def locate(self, x: Any, _: int = 0) -> _Location:
+        """Where a tensor is; also the map that binds a launch's pointers to numbers."""
+        if id(x) not in self.locations:
+            raise _NotRecordable("a tensor of unknown origin is used")
+        return self.locations[id(x)]
 
-    def part(self, x: Tensor) -> View:
-        number, offset = self.of(x)
+    def view_of(self, x: Tensor) -> View:
+        number, offset = self.locate(x)
         return View(number, tuple(x.shape), x.stride(), offset // x.itemsize)
 
-    def launched(self, launch: Step | None, kernel: Any, *, new: bool) -> None:
-        """As `bound.observe_steps` tells it."""
-        with self.hearing():
-            if new:
-                self.compiled = True
-            elif launch is None:
-                raise _NotRecordable("Triton looks at a launch")
-            else:
-                if type(launch) is ForkJoin:
-                    self.forked = not launch.joins
-                self.steps.append(launch.rebind(self.of))
-                if kernel is not None:
-                    self.kernels.append(kernel)
+    def number_allocation(self, x: Tensor) -> int:
+        """The number of a newly allocated tensor."""
+        if x.device != self.device:
+            raise _NotRecordable(f"memory is allocated on {x.device}")
+        number = len(self.given) + len(self.sizes)
+        self.sizes[number] = x.untyped_storage().nbytes()
+        self.track(x, _Location(number, 0))
+        self.allocated[number] = weakref.ref(x)
+        return number
 
-    def course(self, result: Any) -> Recording | str:
-        """What calls like this one do, or why there is no saying."""
+    # --- the recording
+
+    def finish(self, result: Any) -> Recording | str:
+        """The recording of the call that returned `result`, or the reason why there is none."""
         if self.compiled:
             return ""
-        with self.hearing():
+        with self.keeping_refusal():
             if not self.kernels:
-                raise _NotRecordable("nothing is launched")
+                raise _NotRecordable("no kernel is launched")
             if self.refusal:
                 raise _NotRecordable(self.refusal)
             if type(result) is not tuple and result is not None and not isinstance(result, Tensor):
                 raise _NotRecordable(f"the result is a {type(result).__name__}")
-            return self.written(result if type(result) is tuple else (result,), single=type(result) is not tuple)
+            return self.assemble(result if type(result) is tuple else (result,), single=type(result) is not tuple)
         return self.refusal
 
-    def written(self, results: tuple[Any, ...], *, single: bool) -> Recording:
-        numbers = [None if x is None else self.of(x).tensor for x in results]
-        seen = {number: x for number, x in zip(numbers, results) if number is not None}
-        asked = {step.tensor: step for step in self.steps if type(step) is Allocate}
-        for number, x in seen.items():
-            self.check_result(x, asked.get(number))
-        if len(seen) + numbers.count(None) < len(numbers):
+    def assemble(self, results: tuple[Any, ...], *, single: bool) -> Recording:
+        """Build the recording. Small workspace tensors share one allocation, made first and freed with the call."""
+        numbers = [None if x is None else self.locate(x).tensor for x in results]
+        returned = {number: x for number, x in zip(numbers, results) if number is not None}
+        allocations = {step.tensor: step for step in self.steps if type(step) is Allocate}
+        for number, x in returned.items():
+            self.check_result(x, allocations.get(number))
+        if len(returned) + numbers.count(None) < len(numbers):
             raise _NotRecordable("two results share memory")
-        used = {x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is View}
-        small = [n for n in asked if n not in seen and n not in used and self.sizes[n] <= POOLED_BYTES]
-        room, place = len(self.given) + len(self.sizes), {}
+        operands = {
+            x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is View
+        }
+        pooled = [n for n in allocations if n not in returned and n not in operands and self.sizes[n] <= POOLED_BYTES]
+        workspace, moved = len(self.given) + len(self.sizes), {}
         size = 0
-        for number in small:
-            place[number] = room, size
+        for number in pooled:
+            moved[number] = workspace, size
             size += -(-self.sizes[number] // ALIGNMENT) * ALIGNMENT
-        steps: list[Step] = [Allocate(room, (size,), (1,), torch.uint8, self.device)] if small else []
+        steps: list[Step] = [Allocate(workspace, (size,), (1,), torch.uint8, self.device)] if pooled else []
         for step in self.steps:
-            if type(step) is Allocate and step.tensor in seen:
-                x = seen[step.tensor]
+            if type(step) is Allocate and step.tensor in returned:
+                x = returned[step.tensor]
                 steps.append(step._replace(shape=tuple(x.shape), stride=x.stride()))
-            elif not (isinstance(step, Allocate | Free) and step.tensor in place):
+            elif not (isinstance(step, Allocate | Free) and step.tensor in moved):
                 steps.append(
-                    step.rebind(lambda n, offset: (place[n][0], place[n][1] + offset) if n in place else (n, offset))
+                    step.rebind(lambda n, offset: (moved[n][0], moved[n][1] + offset) if n in moved else (n, offset))
                 )
-        while type(steps[-1]) is Free:  # as everything is in the end
+        while type(steps[-1]) is Free:  # the end of a replay frees everything
             steps.pop()
         made = len(self.sizes) + 1
-        return Recording(
-            self.device, tuple(self.kernels), tuple(self.same_tensor), made, tuple(steps), tuple(numbers), single
-        )
+        same_tensor = tuple(self.same_tensor)
+        return Recording(self.device, tuple(self.kernels), same_tensor, made, tuple(steps), tuple(numbers), single)
 
-    def check_result(self, x: Tensor, asked: Allocate | None) -> None:
-        """It is one of those given, or is all of what was made, in the place of which it will be asked for."""
-        number, offset = self.of(x)
+    def check_result(self, x: Tensor, allocation: Allocate | None) -> None:
+        """Check that a result is an argument or a whole allocation.
+
+        Args:
+            x: The result.
+            allocation: Step that allocates it, whose shape and strides a replay replaces by the result's. None for an
+                argument and for the result of an operation, which keeps its shape.
+        """
+        number, offset = self.locate(x)
         if number < len(self.given):
             if x is not self.given[number]:
                 raise _NotRecordable("a result is a view of an argument")
             return
         span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) if x.numel() else 0
-        # Memory is asked for in the result's shape; what an operation returns has the one it has.
-        if offset or span * x.itemsize != self.sizes[number] or (asked is None and x is not self.whole[number]()):
-            raise _NotRecordable("a result is a part of something")
+        whole = not offset and span * x.itemsize == self.sizes[number]
+        if not whole or (allocation is None and x is not self.allocated[number]()):
+            raise _NotRecordable("a result is part of an allocation")

@@ -1,8 +1,8 @@
-"""What a call does once everything is decided: memory asked for, kernels launched, operations of PyTorch, collectives
-waited for, in order.
+"""A recorded call: allocations, kernel launches, torch operations and collective waits, in order.
 
-A course holds no tensor and no address. Its tensors are numbered: first those that a call is given, then those that it
-makes.
+A recording holds no tensor and no address. Its tensors are numbered: the arguments of the call first, then those the
+call allocates. `Recording.run` keeps one list of tensors and one of addresses, both indexed by these numbers, and
+replays one step after another on them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,95 @@ from wyfold.runtime import kernel_launch
 from wyfold.runtime.side_stream import ForkJoin
 
 
+class Recording(NamedTuple):
+    """A recorded call.
+
+    Attributes:
+        device: Device of the call.
+        kernels: Triton kernels of the launches.
+        same_tensor: Pairs of arguments, by number, that must be the same tensor.
+        made: Number of tensors that are not arguments.
+        steps: What the call does, in order.
+        results: Numbers of the returned tensors; None for a returned None.
+        single: Whether the call returns one result instead of a tuple.
+        zeros: Index and text of each zero among the call's values. The text includes the sign.
+    """
+
+    device: torch.device
+    kernels: tuple[Any, ...]
+    same_tensor: tuple[tuple[int, int], ...]
+    made: int
+    steps: tuple[Step, ...]
+    results: tuple[int | None, ...]
+    single: bool
+    zeros: tuple[tuple[int, str], ...] = ()
+
+    def guards_hold(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+        """Whether a call with this key may be replayed: conditions that the cache key does not cover.
+
+        The signs of zeros and the aliasing of arguments must match, no hook may observe the kernels' launches, and the
+        recording's device must be current.
+        """
+        for place, zero in self.zeros:
+            if str(values[place]) != zero:
+                return False
+        for one, other in self.same_tensor:
+            if given[one] is not given[other]:
+                return False
+        if kernel_launch.has_launch_hooks(*self.kernels):
+            return False
+        return kernel_launch.current_device() == (self.device.index or 0)
+
+    def run(self, given: tuple[Any, ...], addresses: list[int]) -> Any:
+        """Replay the call and return its results.
+
+        Args:
+            given: The call's tensors.
+            addresses: Their addresses.
+        """
+        kernel_launch.enter_context(given)
+        stream = kernel_launch.current_stream(self.device.index or 0)
+        tensors = [*given, *[None] * self.made]
+        addresses = addresses + [0] * self.made
+        steps = iter(self.steps)
+        step: Step | None = None
+        try:
+            for step in steps:
+                step.replay(stream, tensors, addresses)
+        except BaseException:
+            # Join the side stream before memory is freed that its launches may still use.
+            for left in (step, *steps):
+                if type(left) is ForkJoin:
+                    left.replay(stream, tensors, addresses)
+            raise
+        if self.single:
+            (result,) = self.results
+            return None if result is None else tensors[result]
+        return tuple([None if result is None else tensors[result] for result in self.results])
+
+
 class Step(Protocol):
-    """Something that reaches the device, or keeps memory."""
+    """One step of a recorded call. Steps that are not defined here: `RecordedLaunch`, `ForkJoin`, `OnSideStream`."""
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        """Do it on numbered tensors at these addresses, and on this stream, or the one beside it."""
+        """Do the step on numbered tensors.
+
+        Args:
+            stream: The call's stream, as a launcher takes it.
+            tensors: By number; entries are added and removed.
+            addresses: By number.
+        """
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Step:
-        """The same of other tensors; to: number, and bytes behind its first element, of what they were."""
+        """The same step with its pointers renumbered.
+
+        Args:
+            to: Maps a tensor (or its number) and a byte offset to the new number and offset.
+        """
 
 
 class Allocate(NamedTuple):
-    """Memory is asked for, which becomes a numbered tensor."""
+    """Allocation of tensor number `tensor`."""
 
     tensor: int
     shape: tuple[int, ...]
@@ -46,7 +123,7 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A tensor is needed no more: its memory is there for the next one."""
+    """Release of tensor number `tensor`, so that later allocations can reuse its memory."""
 
     tensor: int
 
@@ -58,7 +135,13 @@ class Free(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as an operation is given it: a view, from so many elements behind a numbered tensor's first one on."""
+    """A view of a numbered tensor, as an argument of an `Operation`.
+
+    Attributes:
+        tensor: Number of the viewed tensor.
+        shape, stride: Of the view, in elements.
+        offset: Elements between the first element of the tensor and that of the view.
+    """
 
     tensor: int
     shape: tuple[int, ...]
@@ -66,6 +149,7 @@ class View(NamedTuple):
     offset: int
 
     def of(self, tensors: list[Any]) -> Tensor:
+        """The view of the tensor that has this number now."""
         whole: Tensor = tensors[self.tensor]
         if not self.offset and self.shape == whole.shape and self.stride == whole.stride():
             return whole
@@ -76,9 +160,10 @@ class Operation(NamedTuple):
     """An operation of PyTorch.
 
     Attributes:
-        operator, keywords: Called as they are.
-        arguments: `View`s among them stand for tensors.
-        made: Number of its result, or None where that is one of the arguments.
+        operator: The overload that is called.
+        arguments: Positional arguments; a `View` stands for a tensor.
+        keywords: Keyword arguments, none of them a tensor.
+        made: Number of the result, or None if the result is one of the arguments.
     """
 
     operator: Any
@@ -88,17 +173,17 @@ class Operation(NamedTuple):
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
         arguments = [x.of(tensors) if type(x) is View else x for x in self.arguments]
-        found = self.operator(*arguments, **self.keywords)
+        result = self.operator(*arguments, **self.keywords)
         if self.made is not None:
-            tensors[self.made] = found
-            addresses[self.made] = found.data_ptr()
+            tensors[self.made] = result
+            addresses[self.made] = result.data_ptr()
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Operation:
         return self
 
 
 class WaitCollective(NamedTuple):
-    """What is launched after this waits until a collective has written its result, a numbered tensor."""
+    """Stream-side wait until a collective has written tensor number `tensor`. Later launches wait for it."""
 
     tensor: int
 
@@ -111,63 +196,5 @@ class WaitCollective(NamedTuple):
 
 
 def wait_collective(x: Tensor) -> None:
-    """`WaitCollective`, on the current stream."""
+    """Make the current stream wait until the collective that writes `x` is done."""
     torch.ops._c10d_functional.wait_tensor(x)
-
-
-class Recording(NamedTuple):
-    """One call.
-
-    Attributes:
-        device: Where.
-        kernels: Of the launches.
-        alike: Pairs among the given that must be one tensor.
-        made: How many tensors there are besides.
-        steps: What is done, in order.
-        results: Numbers of the tensors that are returned, or None.
-        single: Whether it is one instead of a tuple.
-        zeros: Places of zeros among the call's values, and these in words, which tell their signs.
-    """
-
-    device: torch.device
-    kernels: tuple[Any, ...]
-    same_tensor: tuple[tuple[int, int], ...]
-    made: int
-    steps: tuple[Step, ...]
-    results: tuple[int | None, ...]
-    single: bool
-    zeros: tuple[tuple[int, str], ...] = ()
-
-    def guards_hold(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-        """Whether a call on these may take it now: on its device, with nobody watching its kernels."""
-        for place, zero in self.zeros:
-            if str(values[place]) != zero:
-                return False
-        for one, other in self.same_tensor:
-            if given[one] is not given[other]:
-                return False
-        return not kernel_launch.has_launch_hooks(*self.kernels) and kernel_launch.current_device() == (
-            self.device.index or 0
-        )
-
-    def run(self, given: tuple[Any, ...], addresses: list[int]) -> Any:
-        """Results of a call on these tensors, whose addresses are known already."""
-        kernel_launch.enter_context(given)
-        stream = kernel_launch.current_stream(self.device.index or 0)
-        tensors = [*given, *[None] * self.made]
-        addresses = addresses + [0] * self.made
-        steps = iter(self.steps)
-        step: Step | None = None
-        try:
-            for step in steps:
-                step.replay(stream, tensors, addresses)
-        except BaseException:
-            # Or memory would be given up that launches aside still use.
-            for left in (step, *steps):
-                if type(left) is ForkJoin:
-                    left.replay(stream, tensors, addresses)
-            raise
-        if self.single:
-            (result,) = self.results
-            return None if result is None else tensors[result]
-        return tuple([None if result is None else tensors[result] for result in self.results])

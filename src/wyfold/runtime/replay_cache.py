@@ -1,14 +1,17 @@
-"""Calls that repeat an earlier one: the launches of then, on the tensors of now.
+"""Replay cache: calls with the same metadata re-issue recorded launches on new tensors.
 
-Between an operator's arguments and its launches lies Python that looks at metadata alone: it checks, plans, makes
-views, asks for memory, and finds the kernel for each launch. Calls that are equal in all it may look at come to the
-same launches, with the same numbers and other addresses. Before the first such call its kernels are compiled
-(`runtime/precompile.py`); `replayed` listens to the second one and writes down what reaches the device: memory asked
-for, kernels launched, copies made, collectives waited for. The calls that follow do that and nothing else.
+Between an operator's arguments and its launches there is Python code that reads metadata only. It checks arguments,
+plans, makes views, allocates memory and looks up the kernel of each launch. Calls with equal metadata therefore issue
+the same launches with the same numbers; only addresses differ. `replayed` treats calls with one cache key in order:
 
-What is kept is found by value, holds no tensor and no address, and is given up where it is not understood: a call with
-any other operation in it, of which there are many, goes the ordinary way every time. So does every call that somebody
-else listens to, differentiates or compiles.
+1. The first call has its kernels compiled in parallel (`runtime/precompile.py`), then runs as usual.
+2. The second call runs under a recorder (`runtime/recorder.py`), which writes down what reaches the device:
+   allocations, kernel launches, copies and waits for collectives. The result is a `Recording`.
+3. Every later call replays the recording (`runtime/recording.py`).
+
+Keys compare by value. A recording holds no tensor and no address. A call that contains an operation the recorder does
+not know is never recorded and always runs as usual. So does a call under autograd, a compiler, a profiler or any
+other mode that observes it.
 """
 
 from __future__ import annotations
@@ -28,31 +31,32 @@ from wyfold.runtime.recording import Recording
 Result = TypeVar("Result")
 
 CAPACITY = 2048
-"""Calls remembered, and kinds of them; when there are more, all are forgotten."""
+"""Most entries of each cache below. A full cache is cleared as a whole."""
 
 DEVICES = frozenset(("cuda",))
-"""Types of device whose calls are remembered: elsewhere nothing is launched."""
+"""Device types whose calls are cached. On other devices no kernel is launched."""
 
 _recordings: dict[tuple[Any, ...], Recording | str] = {}
-"""What calls came to. A text says why not; an empty one that such a call was seen once."""
+"""Cache key -> recording. A text is the reason why there is none; an empty text means one such call has run."""
 
 _precompiled: set[tuple[Any, ...]] = set()
-"""Calls, apart from their lengths and real numbers, whose kernels were compiled before them."""
+"""Keys of calls whose kernels were precompiled. They leave out lengths and real numbers."""
 
 
 class Lengths(tuple[int, ...]):
-    """Numbers among a call's values of which kernels know whether there are any, and no more, as of lengths."""
+    """Counts among a call's values that select kernels only by being zero or not, such as numbers of tokens."""
 
 
 def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
-    """`run()`, or what it would do.
+    """Return `run()`, or replay an earlier call with the same metadata.
 
     Args:
-        tensors: All tensors that `run` works on, the first one on the device of the call; None where there is none. In
-            what they hold, it may look only where it would see the same at every such call.
-        values: All else that `run` depends on, and a name for it; by value. `Lengths` among them make no other kernels.
-        run: Returns None, a tensor or a tuple of these, each newly made or one of `tensors`. Called twice where it is
-            new, first with nothing written or launched, so it changes nothing by other ways.
+        tensors: All tensors that `run` works on, the first one on the device of the call; None for an absent one. `run`
+            may read their contents only where the outcome is the same for every call with this key.
+        values: Everything else that `run` depends on, and a name for it. Compared by value. `Lengths` among them do not
+            select other kernels.
+        run: Returns None, a tensor or a tuple of these, each newly allocated or one of `tensors`. Without a cache entry
+            it is called twice, the first time as a dry run without writes or launches. It must have no other effects.
     """
     if torch.compiler.is_compiling():
         return run()
@@ -60,7 +64,7 @@ def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
     key = _key(tensors, values, addresses)
     try:
         recording = None if key is None else _recordings.get(key)
-    except TypeError:  # an argument that is nothing legal
+    except TypeError:  # an argument of an illegal type, which cannot be hashed
         key = None
     if key is None:
         return run()
@@ -70,7 +74,7 @@ def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
         if len(_recordings) >= CAPACITY:
             _recordings.clear()
         _recordings[key] = ""
-        _compile(tensors, values, run)
+        _precompile(tensors, values, run)
         return run()
     if recording or kernel_launch.any_launch_hooks():
         return run()
@@ -82,35 +86,41 @@ def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
 
 
 def forget() -> None:
-    """Every call is new again: after a change of what the package reads once."""
+    """Clear the cache, after a change of something that the package reads once."""
     _recordings.clear()
     _precompiled.clear()
 
 
-def _compile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
-    """Kernels of a call whose like there was none, whatever its lengths and real numbers.
+def _precompile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
+    """Precompile the kernels of a call, unless a call with the same kernels had them precompiled.
 
-    Of lengths, kernels know as a rule only what they make of strides: which of them are multiples of 16.
+    Kernels depend on a length only through the strides it implies, and on these only through divisibility by 16.
     """
-    looks = tuple([None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors])
+    layouts = tuple(
+        [None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors]
+    )
     flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
-    kind = flags, tuple(map(type, values)), tensors[0].device, looks, kernel_configs.table_version()
-    if kind not in _precompiled:
+    key = flags, tuple(map(type, values)), tensors[0].device, layouts, kernel_configs.table_version()
+    if key not in _precompiled:
         if len(_precompiled) >= CAPACITY:
             _precompiled.clear()
-        _precompiled.add(kind)
+        _precompiled.add(key)
         precompile_kernels(run, tensors[0].device)
 
 
 def _widths(x: Tensor) -> tuple[int, ...]:
-    """What a model has in common: neither batch nor tokens, [B, T, HV] or [B, T, HV, K], nor the number of an index."""
+    """Extents that a model fixes: without batch and tokens of [B, T, HV] or [B, T, HV, K]; () for an index tensor."""
     return tuple(x.shape[-2 if x.dim() > 3 else -1 :]) if x.is_floating_point() else ()
 
 
 def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:
-    """Everything that such a call may depend on, by value, and the tensors' addresses; None if it is to be left alone.
+    """Cache key of a call: everything it may depend on, by value. None if the call must run as usual.
 
-    Of an address, kernels and launchers ask whether it is a multiple of 16.
+    Kernels and launchers depend on an address only through its remainder modulo 16.
+
+    Args:
+        tensors, values: As for `replayed`.
+        addresses: Filled with the tensors' addresses, 0 for None.
     """
     first = tensors[0]
     if not isinstance(first, Tensor) or first.device.type not in DEVICES:
@@ -118,7 +128,7 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     if not torch_ops.in_plain_eager() or check.checking_contents() or explaining():
         return None
     differentiable = torch.is_grad_enabled()
-    # True is 1 to a dictionary, but no flag.
+    # The types of the values are part of the key: True equals 1, but is not a legal number.
     key: list[Any] = [
         values,
         tuple(map(type, values)),
@@ -135,7 +145,7 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
             if kind is not Tensor and kind is not torch.nn.Parameter:
                 return None
             address = x.data_ptr()
-            # A tensor without memory stands for something else; so does one that is negated when it is read.
+            # A tensor without memory is a placeholder. A lazily negated one does not hold its values.
             if (not address and x.numel()) or x.is_neg() or (differentiable and x.requires_grad):
                 return None
             addresses.append(address)
@@ -146,5 +156,5 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
 
 
 def zero_positions(values: tuple[Any, ...]) -> list[int]:
-    """Places of zeros among real numbers: those of either sign are equal, and need not come to the same."""
+    """Indices of float zeros in `values`. 0.0 equals -0.0 in a cache key, but results may differ."""
     return [n for n, value in enumerate(values) if type(value) is float and value == 0.0]

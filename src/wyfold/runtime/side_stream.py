@@ -1,14 +1,16 @@
-"""Launches beside others, on a stream of their own, which is served first.
+"""Fork/join on a high-priority side stream.
 
     with fork_side_stream(device) as on_side:
         with on_side:
-            ...             # is launched behind everything before it
-        ...                 # does not wait for that, and makes use of what it leaves idle
-    ...                     # waits for both
+            ...             # on the side stream, behind everything launched before the fork
+        ...                 # on the main stream, which does not wait for the side stream
+    ...                     # on the main stream, behind both
 
-Each stream that calls are made on has one beside it, one of the 32 that PyTorch has of this priority, so that captured
-calls and others do not meet as a rule. Memory that is used on both is asked for before, and is not given up
-within; what is asked for aside is of that stream.
+Each stream on which calls are made has one side stream, of PyTorch's 32 streams of this priority. Calls that are
+captured in a graph and calls that are not therefore do not share a side stream as a rule.
+
+Memory that both streams use is allocated before the fork and not freed before the join. What is allocated on the side
+stream belongs to it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,42 @@ import torch
 from wyfold.runtime import kernel_launch
 
 
-class StreamPair(NamedTuple):
-    """A stream, the one beside it, and what each waits for of the other: made once, for they take longer than waiting.
+@contextlib.contextmanager
+def fork_side_stream(device: torch.device) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Fork the side stream of a CUDA device's current stream, and join it at the end, also after an exception.
 
-    An event may be recorded again while somebody waits for it, who then does not wait longer.
+    Yields:
+        Context in which launches go to the side stream. On other devices it does nothing.
+    """
+    if device.type != "cuda":
+        yield contextlib.nullcontext()
+        return
+    index = device.index or 0
+    pair = _stream_pair(index, torch.cuda.current_stream(device).cuda_stream)
+    try:
+        pair.fork()
+        kernel_launch.emit_step(ForkJoin(index, joins=False))
+        yield _on_side_stream(pair, index)
+    finally:
+        pair.join()
+    kernel_launch.emit_step(ForkJoin(index, joins=True))
+
+
+@contextlib.contextmanager
+def _on_side_stream(pair: StreamPair, index: int) -> Iterator[None]:
+    with torch.cuda.stream(pair.side), kernel_launch.redirect_steps(lambda step: OnSideStream(step, index)):
+        yield
+
+
+class StreamPair(NamedTuple):
+    """A stream, its side stream, and the events by which they wait for each other.
+
+    It is created once, because creation takes longer than waiting. An event may be recorded again while a stream waits
+    for it: the wait is for the earlier record.
+
+    Attributes:
+        main, side: The streams.
+        forked, joined: Events that `fork` records on `main`, and `join` on `side`.
     """
 
     main: torch.cuda.Stream
@@ -43,41 +77,33 @@ class StreamPair(NamedTuple):
 
 
 _stream_pairs: dict[tuple[int, int], StreamPair] = {}
-"""By the device's number and a stream's handle."""
+"""Index of a device and handle of its main stream -> the pair."""
 
 
-@contextlib.contextmanager
-def fork_side_stream(device: torch.device) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """What launches are made in that go to the stream beside the current one of a CUDA device; nowhere else on other
-    devices. What comes after waits for them, also where the calls broke off: memory may be given up then."""
-    if device.type != "cuda":
-        yield contextlib.nullcontext()
-        return
-    number = device.index or 0
-    pair = _stream_pair(number, torch.cuda.current_stream(device).cuda_stream)
-    try:
-        pair.fork()
-        kernel_launch.emit_step(ForkJoin(number, joins=False))
-        yield _on_side_stream(pair, number)
-    finally:
-        pair.join()
-    kernel_launch.emit_step(ForkJoin(number, joins=True))
-
-
-@contextlib.contextmanager
-def _on_side_stream(pair: StreamPair, number: int) -> Iterator[None]:
-    with torch.cuda.stream(pair.side), kernel_launch.redirect_steps(lambda step: OnSideStream(step, number)):
-        yield
+def _stream_pair(index: int, handle: int) -> StreamPair:
+    """The pair of a device's current stream, whose handle this is."""
+    pair = _stream_pairs.get((index, handle))
+    if pair is None:
+        main = torch.cuda.current_stream(index)
+        side = torch.cuda.Stream(index, priority=-1)
+        created = StreamPair(main, side, torch.cuda.Event(), torch.cuda.Event())
+        pair = _stream_pairs.setdefault((index, handle), created)  # another thread may have stored one meanwhile
+    return pair
 
 
 class ForkJoin(NamedTuple):
-    """`fork` or `join` as a step of a call that is repeated. Between the two there are launches and waits alone."""
+    """Fork or join as a step of a recording. Between the two there are only launches and waits.
 
-    number: int
+    Attributes:
+        device_index: Of the device.
+        joins: Whether it is the join.
+    """
+
+    device_index: int
     joins: bool
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        pair = _stream_pair(self.number, stream)
+        pair = _stream_pair(self.device_index, stream)
         if self.joins:
             pair.join()
         else:
@@ -88,26 +114,18 @@ class ForkJoin(NamedTuple):
 
 
 class OnSideStream(NamedTuple):
-    """A launch that was made aside, or a wait, as such a step."""
+    """A launch or wait that is replayed on the side stream.
+
+    Attributes:
+        step: The launch or wait.
+        device_index: Of the device.
+    """
 
     step: Any
-    number: int
+    device_index: int
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        self.step.replay(_stream_pair(self.number, stream).side.cuda_stream, tensors, addresses)
+        self.step.replay(_stream_pair(self.device_index, stream).side.cuda_stream, tensors, addresses)
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> OnSideStream:
         return self._replace(step=self.step.rebind(to))
-
-
-def _stream_pair(number: int, handle: int) -> StreamPair:
-    """Of a device's current stream."""
-    found = _stream_pairs.get((number, handle))
-    if found is None:
-        main = torch.cuda.current_stream(number)
-        side = torch.cuda.Stream(number, priority=-1)
-        # Another thread may have come first: all are to find the same.
-        found = _stream_pairs.setdefault(
-            (number, handle), StreamPair(main, side, torch.cuda.Event(), torch.cuda.Event())
-        )
-    return found
