@@ -1,4 +1,4 @@
-"""The papers' sequence-mixing layers around the operators, and the cache they decode with."""
+"""Sequence-mixing layers as the papers define them, and the caches they decode with."""
 
 from wyfold.layers.attention import SoftmaxAttention
 from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache

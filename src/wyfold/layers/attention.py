@@ -1,8 +1,7 @@
-"""Softmax attention for the layers of a hybrid that look things up exactly.
+"""Softmax attention for hybrid models.
 
-Every path below sees the same keys, those of the query's own sequence at distances 0 to window - 1, and is the cheapest
-for its case: causal attention, blocks of a window, a mask over remembered keys, one sequence of a packed buffer after
-another.
+All paths attend to the same keys: those of the query's sequence at distances 0 to window - 1. Each is the cheapest for
+its case: causal attention, blocks of one window, a mask over cached keys, or a loop over packed sequences.
 """
 
 from __future__ import annotations
@@ -23,21 +22,25 @@ from wyfold.runtime.torch_ops import autocast_dtype
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention with rotary positions and, at will, a window.
+    """Causal softmax attention with rotary positions and an optional window.
 
-        q, k, v = W_qkv x,   q, k turned by their positions
+        q, k, v = W_qkv x,   q, k = rotary embeddings at their positions
         y[t] = W_o sum_s softmax_s(q[t] k[s] / sqrt(D)) v[s],   t - window < s <= t, same sequence
 
     Args:
         hidden_size: Width of x.
         num_heads: H, query heads.
-        num_kv_heads: Key and value heads, a divisor of H (a delta rule's value heads are a multiple); None = H.
+        num_kv_heads: Key and value heads, a divisor of H (value heads of a delta rule are a multiple of H). None: H.
         head_dim: D, even.
-        window: Keys a query sees, itself included; None = all of them. It bounds the cache.
+        window: Number of keys a query attends to, its own included. None: all of them. Bounds the cache's size.
         rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens.
 
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size is out of range, or num_kv_heads does not divide num_heads.
+
     Source:
-        Rotary positions: arXiv:2104.09864.
+        Rotary positions: RoFormer, arXiv:2104.09864.
     """
 
     def __init__(
@@ -74,21 +77,22 @@ class SoftmaxAttention(nn.Module):
         cache: LayerCache | None = None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
-        """Mixed sequences.
+        """Mix each sequence over time.
 
         Args:
             x: [B, T, hidden_size].
-            layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1 where a row has
-                none yet; replaced. An empty cache starts.
-            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
-                the tokens. Keys and values of all ranks are gathered, queries stay, under a mask of T times all tokens.
+            layout: Boundaries of packed sequences, for which B is 1. No information crosses a boundary.
+            cache: `LayerCache` with "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1
+                where there is no key; the call continues from these and replaces them. An empty cache starts new
+                sequences.
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+                tokens. Keys and values are all-gathered; the mask has T rows and a column for each token of the group.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open; cache is no `LayerCache`.
+            TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
         if self.window is not None and torch.jit.is_tracing():
@@ -124,7 +128,7 @@ class SoftmaxAttention(nn.Module):
         return self.out(o.flatten(2))
 
     def _alike_on_ranks(self, x: Tensor) -> dict[str, object]:
-        """What must be equal on all ranks of a call: what is gathered has its sizes, and one layer all settings."""
+        """Properties that must be equal on all ranks: sizes of the gathered buffers, and the layer's settings."""
         settings = ("num_heads", "num_kv_heads", "head_dim", "window", "rope_base")
         return {
             "B": x.shape[0],
@@ -138,18 +142,23 @@ class SoftmaxAttention(nn.Module):
 
 
 class Keys(NamedTuple):
-    """Keys with their values and positions: [N, S, H, D] twice, and [N, S] int64, -1 where there is no key."""
+    """Keys, values and positions.
+
+    Attributes:
+        keys, values: [N, S, H, D].
+        positions: [N, S] int64, -1 where there is no key.
+    """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
 
     def row(self, n: int, start: int = 0, stop: int | None = None) -> Keys:
-        """Row n alone, from `start` to `stop`."""
+        """Row n, from `start` to `stop` along S."""
         return Keys(*(x[n : n + 1, start:stop] for x in self))
 
     def last(self, count: int | None) -> Keys:
-        """The last `count` along S, or all; a copy when some are dropped, so that they are freed."""
+        """The last `count` entries along S, or all; copied if some are dropped, so that those are freed."""
         drop = 0 if count is None else max(0, self.keys.shape[1] - count)
         return Keys(*(x[:, drop:].clone() for x in self)) if drop else self
 
@@ -158,7 +167,7 @@ class Keys(NamedTuple):
 
 
 def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> Tensor:
-    """[1 or B, T] position of each token in its sequence, counted from the first token the cache ever saw."""
+    """[1 or B, T] position of each token in its sequence, counted from the first token ever cached."""
     if layout is None:
         positions = torch.arange(x.shape[1], device=x.device)[None]
         return positions if past is None else positions + past.positions[:, -1:] + 1
@@ -168,7 +177,7 @@ def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> T
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """PyTorch's attention on [B, T, H, D] tensors; causal where there is no mask."""
+    """PyTorch's attention on [B, T, H, D] tensors; causal without a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = bool(k.shape[1] != q.shape[1])  # a tensor while torch.jit traces
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -176,7 +185,7 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 
 
 def _attend(q: Tensor, fresh: Keys, past: Keys | None, window: int | None) -> tuple[Tensor, Keys]:
-    """Attention of rows that are sequences, and the keys to remember."""
+    """Attention where each row is a sequence; returns the output and the keys to cache."""
     if past is None:
         if window is None or q.shape[1] <= window:
             o = _softmax_attention(q, fresh.keys, fresh.values, None)
@@ -189,20 +198,20 @@ def _attend(q: Tensor, fresh: Keys, past: Keys | None, window: int | None) -> tu
 
 
 def _visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Whether a query at a position sees a key at a position of the same sequence."""
+    """Mask of the keys a query attends to, from their positions in one sequence."""
     return key <= query if window is None else (key <= query) & (key > query - window)
 
 
 def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Windowed attention of T > window tokens in blocks of `window` queries: time and memory grow with T * window.
 
-    A block sees itself and the block before it, so the first is causal attention and all others share one mask.
+    A block attends to itself and the block before it, so the first is causal attention and all others share one mask.
     """
     B, T, H, D = q.shape
     head = _softmax_attention(q[:, :window], k[:, :window], v[:, :window], None)
     short = -T % window
     queries = pad(q[:, window:], (0, 0, 0, 0, 0, short)).reshape(-1, window, H, D)
-    # Keys past the end stand behind every real query, where the mask hides them.
+    # Padding keys come after every actual query, so the causal mask hides them.
     k, v = (pad(x, (0, 0, 0, 0, 0, short)).unfold(1, 2 * window, window).movedim(-1, 2).flatten(0, 1) for x in (k, v))
     token = torch.arange(2 * window, device=q.device)
     mask = _visible(token[window:, None], token, window)
@@ -211,23 +220,23 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _attend_masked(q: Tensor, fresh: Keys, layout: SequenceLayout, window: int | None) -> Tensor:
-    """Attention of a packed buffer under one [T, T] mask, for boundaries that are not to be read here."""
+    """Attention of a packed buffer with one [T, T] mask, for boundaries that cannot be read on the host."""
     ids, positions = layout.sequence_ids, fresh.positions[0]
     mask = (ids[:, None] == ids) & _visible(positions[:, None], positions, window)
-    # Rows past the last boundary may hold anything, and zero times infinity would reach the others.
+    # Rows past the last boundary may hold infinities, and zero times infinity would be NaN in other rows.
     real = (ids >= 0)[:, None, None]
     q, k, v = (torch.where(real, x, 0) for x in (q, fresh.keys, fresh.values))
     return torch.where(real, _softmax_attention(q, k, v, mask), 0)
 
 
 def _attend_across(q: Tensor, fresh: Keys, context: ContextParallel, window: int | None) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, under one [T, total] mask."""
+    """Attention of this rank's queries to the keys of all ranks, with one [T, total] mask."""
     keys, values = context.unshard_compared(torch.stack([fresh.keys, fresh.values]), dim=2).unbind()
     whole = context.whole
     ids, positions = context.sequence_ids(q.device)[0], fresh.positions[0]
     others, places = whole.sequence_ids.to(q.device), whole.positions.to(q.device)
     mask = (ids[:, None] == others) & _visible(positions[:, None], places, window)
-    # Rows past the last boundary may hold anything, and zero times infinity would reach the others.
+    # Rows past the last boundary may hold infinities, and zero times infinity would be NaN in other rows.
     real, given = (ids >= 0)[:, None, None], (others >= 0)[:, None, None]
     q, keys, values = torch.where(real, q, 0), torch.where(given, keys, 0), torch.where(given, values, 0)
     return torch.where(real, _softmax_attention(q, keys, values, mask), 0)
@@ -236,7 +245,7 @@ def _attend_across(q: Tensor, fresh: Keys, context: ContextParallel, window: int
 def _attend_each(
     q: Tensor, fresh: Keys, past: Keys | None, layout: SequenceLayout, window: int | None
 ) -> tuple[Tensor, list[Keys]]:
-    """Attention of a packed buffer, one sequence after another: no pair of two sequences is ever formed."""
+    """Attention of a packed buffer in a loop over its sequences, without computing masked pairs across sequences."""
     borders = layout.cu_seqlens.tolist()
     outputs, kept = [], []
     for n, (start, stop) in enumerate(pairwise(borders)):
@@ -252,7 +261,7 @@ def _attend_each(
 
 
 def _stack(rows: list[Keys]) -> Keys:
-    """One row per sequence, its keys at the end, and no key (position -1) in front of a shorter one."""
+    """Stack one row per sequence, padded in front with position -1."""
     S = max(row.keys.shape[1] for row in rows)
     short = [S - row.keys.shape[1] for row in rows]
     keys, values = (

@@ -1,4 +1,4 @@
-"""The short convolution in front of a recurrence."""
+"""Short causal convolution, applied to q, k and v before a recurrence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from wyfold.runtime.layout import SequenceLayout
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution over time, one filter per channel, and an activation.
+    """Depthwise causal convolution over time, followed by an activation.
 
         y[t] = act(sum_{i < W} weight[:, i] x[t - W + 1 + i] + bias)
 
     Args:
         channels: D.
-        conv_size: W, the filter's length, 2 to 8.
-        bias: Whether to add one.
-        activation: None, "silu" or "swish".
-        backend: Of the operator. None for the table's choice; on CUDA "eager" has to be asked for.
+        conv_size: W, length of the filter, 2 to 8.
+        bias: Add a learned bias.
+        activation: None, "silu" or "swish" (the same as "silu").
+        backend: Backend of the operator. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size, the activation or the backend is not supported.
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464v3, section 3.4.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(W), as torch.nn.Conv1d does for one input channel; no bias at first."""
+        """Draw the weight uniformly within 1 / sqrt(W), as torch.nn.Conv1d for one input channel; zero the bias."""
         bound = self.conv_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -64,20 +71,20 @@ class ShortConvolution(nn.Module):
         cache: LayerCache | LayerPool | None = None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
-        """Convolved x.
+        """Convolve x.
 
         Args:
             x: [B, T, D].
-            layout: Boundaries of packed sequences; the filter never reaches over one.
-            cache: Holds "conv" [N, D, W-1], the latest inputs; replaced. Or a `LayerPool`, whose `conv` is updated in
-                place, without a gradient.
-            cp_context: In the place of layout: x is this rank's share of the tokens.
+            layout: Boundaries of packed sequences; the filter never crosses one.
+            cache: `LayerCache` with "conv" [N, D, W-1], the latest inputs, which the call replaces. Or a `LayerPool`,
+                whose `conv` the call updates in place, without a gradient.
+            cp_context: Instead of layout: x is this rank's share of the tokens.
 
         Returns:
             y: [B, T, D], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: cache is none of these.
+            TypeError: cache is neither a `LayerCache` nor a `LayerPool`.
         """
         if isinstance(cache, LayerPool):
             return self._serve(x, layout, cache)

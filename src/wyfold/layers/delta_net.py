@@ -1,4 +1,4 @@
-"""DeltaNet, and the frame it shares with its gated successors."""
+"""DeltaNet layer, and the base class it shares with its gated successors."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from wyfold.ops.serving_delta import decode, prefill
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
-# A chunk is padded to its full size, 16 tokens or more, so for this few going one by one is less work.
+# A chunk is padded to 16 tokens or more, so the recurrence is less work for up to this many tokens.
 RECURRENT_TOKENS = 8
 
 
 class DeltaMixer(nn.Module):
-    """From hidden states to queries, keys and values, through a delta rule, and back.
+    """Base class of the delta-rule layers.
 
         q, k, v = conv(qkv(x)),   b = beta(x)
         y = out(norm(rule(q / |q|, k / |k|, v, sigmoid(b), gate)))
 
-    A layer of the family says which rule, which gate and which norm: `operators`, `gate_arguments` and `read_out`.
+    A subclass defines the rule, the gate and the norm: `operators`, `gate_arguments` and `read_out`.
 
     Args:
         hidden_size: Width of x.
         num_heads: H, query and key heads.
-        num_v_heads: HV, value heads, a multiple of H; None = H.
+        num_v_heads: HV, value heads, a multiple of H. None: H.
         head_dim: K, width of a query and key.
-        head_v_dim: V, width of a value; None = K.
+        head_v_dim: V, width of a value. None: K.
         conv_size: Length of the short convolution.
-        allow_neg_eigval: beta in [0, 2] in place of [0, 1], so that a state can be turned over, not only shrunk
+        allow_neg_eigval: beta in [0, 2] instead of [0, 1], so that a step can flip the sign of a state's component
             (arXiv:2411.12537).
-        backend: Of every operator in the layer. None for the table's choice; on CUDA "eager" has to be asked for.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
 
     Raises:
-        ValueError: a size that the operator does not offer.
+        ValueError: A size is not supported by the operator.
     """
 
     operators: tuple[Any, Any]  # chunk form, recurrent form
@@ -75,30 +75,38 @@ class DeltaMixer(nn.Module):
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
 
     def gate_arguments(self, x: Tensor) -> dict[str, Any]:
-        """The rule's gate, as keyword arguments of its operator."""
+        """Keyword arguments of the operator that define the gate for x."""
         return {}
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
-        """What the rule read, normed; [B, T, HV, V] both."""
+        """Normalise (and gate) the rule's output.
+
+        Args:
+            o: [B, T, HV, V], output of the rule.
+            x: [B, T, hidden_size], input of the layer.
+
+        Returns:
+            Normalised o: [B, T, HV, V].
+        """
         raise NotImplementedError
 
     def new_pool(
         self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LayerPool:
-        """Zeros for so many sequences.
+        """Allocate a zero-filled pool.
 
         Args:
-            slots: Sequences the pool has room for.
+            slots: Number of sequences the pool holds.
             device: None: that of the layer's parameters.
-            dtype: Of the convolution's inputs; None: that of the layer's parameters. States are float32, or float64
-                with it.
+            dtype: Dtype of the convolution's inputs. None: that of the layer's parameters. States are float32, or
+                float64 if dtype is.
 
         Raises:
-            ValueError: the parameters are on the meta device, as those of an offloaded layer, and no device is given.
+            ValueError: No device is given, and the parameters are on the meta device, as those of an offloaded layer.
         """
         name = type(self).__name__
         check.integer(name, "slots", slots, least=1)
-        weight = self.conv.weight  # its device and dtype alone: sharded and offloaded ones hold no numbers here
+        weight = self.conv.weight  # only for device and dtype: a sharded or offloaded one has no values here
         if device is None and weight.device.type == "meta":
             raise ValueError(
                 f"{name}.new_pool: device must be given for a layer whose parameters are offloaded or meta"
@@ -119,26 +127,27 @@ class DeltaMixer(nn.Module):
         cache: LayerCache | LayerPool | None = None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
-        """Mixed sequences.
+        """Mix each sequence over time.
 
         Args:
             x: [B, T, hidden_size].
-            layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds "conv" [N, D, W-1] and "state" [N, HV, K, V], from which x goes on; replaced. An empty
-                cache starts. Or a `LayerPool`, updated in place, without a gradient.
-            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
-                the tokens, and sequences go on over the ranks. Of each parameter a rank gets its share of the gradient.
+            layout: Boundaries of packed sequences, for which B is 1. No information crosses a boundary.
+            cache: `LayerCache` with "conv" [N, D, W-1] and "state" [N, HV, K, V]; the call continues from these and
+                replaces them. An empty cache starts new sequences. Or a `LayerPool`, which the call updates in place,
+                without a gradient.
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+                tokens; sequences cross ranks. Each rank gets its partial gradient of every parameter.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open; cache is none of these.
+            TypeError: x has another dtype than the parameters outside autocast, or cache has the wrong type.
             ValueError: x, layout and cache do not fit together.
         """
         if isinstance(cache, LayerPool):
             if cp_context is not None:
-                pool: Any = cache  # refused as any cache is, on all ranks
+                pool: Any = cache  # refused like any cache, on all ranks
                 sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, (), cp_context)
             return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
@@ -147,7 +156,7 @@ class DeltaMixer(nn.Module):
         state = None if cache is None else cache.get("state")
         chunk, recurrent = self.operators
         rule = chunk if cache is None or x.shape[1] > RECURRENT_TOKENS else recurrent
-        across = {} if cp_context is None else {"cp_context": cp_context}  # which the recurrent forms do not take
+        across = {} if cp_context is None else {"cp_context": cp_context}  # recurrent forms have no such argument
         o, state = rule(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_heads, self.head_dim)),
@@ -169,7 +178,7 @@ class DeltaMixer(nn.Module):
         return self.out(self.read_out(o, x).flatten(2))
 
     def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
-        """`forward` from the slots of a pool and into them."""
+        """`forward` with states in pool slots."""
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, ())
         where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
         packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
@@ -194,14 +203,24 @@ class DeltaMixer(nn.Module):
 
 
 class DeltaNet(DeltaMixer):
-    """The layer of DeltaNet: each token corrects what the state returns for its key; nothing else is forgotten.
+    """DeltaNet layer: each token corrects the state's value for its key; there is no other decay.
 
         q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_beta x),   y = W_o rms_norm(delta_rule(q/|q|, k/|k|, v, beta))
 
     Args:
-        hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
+        hidden_size: Width of x.
+        num_heads: H, query and key heads.
+        num_v_heads: HV, value heads, a multiple of H. None: H.
+        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
+        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        conv_size: Length of the short convolution, 2 to 8.
+        allow_neg_eigval: beta in [0, 2] instead of [0, 1] (arXiv:2411.12537).
         norm_eps: eps of the output norm.
-        backend: See `DeltaMixer`.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size is not supported by the operator.
 
     Examples:
         >>> import torch
@@ -212,7 +231,7 @@ class DeltaNet(DeltaMixer):
         >>> torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
 
     Source:
-        arXiv:2406.06484.
+        DeltaNet, arXiv:2406.06484, section 2.2.
     """
 
     operators = (chunk_delta_rule, fused_recurrent_delta_rule)
@@ -239,7 +258,7 @@ class DeltaNet(DeltaMixer):
 
 
 def grouped_heads(name: str, num_heads: int, num_v_heads: int | None) -> tuple[int, int]:
-    """H and HV, once HV is known to be a multiple of H."""
+    """Check that HV is a multiple of H; return H and HV."""
     check.integer(name, "num_heads", num_heads, least=1)
     num_v_heads = num_heads if num_v_heads is None else check.integer(name, "num_v_heads", num_v_heads, least=1)
     if num_v_heads % num_heads != 0:

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the delta rule with a decay per key channel."""
+"""Kimi Delta Attention layer: the delta rule with a decay per key channel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wyfold.runtime import check
 
 
 class KimiDeltaAttention(DeltaMixer):
-    """The layer of Kimi Linear: each key channel forgets at its own pace; gates of low rank.
+    """Kimi Delta Attention, the layer of Kimi Linear: a decay per key channel, and low-rank gate projections.
 
         q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_beta x),   a = W_decay2 W_decay1 x
         g = -exp(A_log) softplus(a + dt_bias)                      generic
@@ -23,13 +23,30 @@ class KimiDeltaAttention(DeltaMixer):
         y = W_o (rms_norm(kda(q/|q|, k/|k|, v, g, beta)) * sigmoid(W_gate2 W_gate1 x + b_gate))
 
     Args:
-        hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
-        lower_bound: None for the generic gate; below 0 for the bounded one, in [-5, 0) for the operator's fast path.
+        hidden_size: Width of x.
+        num_heads: H, query and key heads.
+        num_v_heads: HV, value heads, a multiple of H. None: H.
+        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
+        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        conv_size: Length of the short convolution, 2 to 8.
+        allow_neg_eigval: beta in [0, 2] instead of [0, 1] (arXiv:2411.12537).
+        lower_bound: None: the generic gate. Below 0: the bounded one; in [-5, 0) it takes the operator's fast path.
         norm_eps: eps of the output norm.
-        backend: See `DeltaMixer`.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size is not supported by the operator, or lower_bound >= 0.
 
     Source:
-        arXiv:2510.26692.
+        Kimi Linear, arXiv:2510.26692: Eq. (1); projections and gates in section 4, output gate in Eq. (10).
+
+    Examples:
+        >>> import torch
+        >>> from wyfold.layers import KimiDeltaAttention
+        >>> layer = KimiDeltaAttention(hidden_size=32, num_heads=2, head_dim=16)
+        >>> layer(torch.randn(1, 5, 32)).shape
+        torch.Size([1, 5, 32])
     """
 
     operators = (chunk_kda, fused_recurrent_kda)
@@ -62,14 +79,14 @@ class KimiDeltaAttention(DeltaMixer):
 
     @classmethod
     def from_hf(cls, layer: Any, *, backend: str | None = None) -> KimiDeltaAttention:
-        """A copy of a transformers layer that names its parameters as KimiLinearDeltaAttention does; GLM-5 Next's too.
+        """Copy a transformers layer with the parameter names of KimiLinearDeltaAttention, such as GLM-5 Next's.
 
         Args:
             layer: The layer to copy.
-            backend: Of every operator in the copy.
+            backend: Backend of every operator in the copy.
 
         Raises:
-            ValueError: a layer of another kind.
+            ValueError: The layer has other parameters.
         """
         source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
         if "forget_gate.A_log" not in source:

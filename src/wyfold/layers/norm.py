@@ -1,4 +1,4 @@
-"""The norm at the exit of a recurrence."""
+"""Gated RMS norm, applied to the output of a recurrence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ class GatedRMSNorm(nn.Module):
         width: Size of the last dimension, D.
         eps: Added to the mean square.
         activation: "swish" (Gated DeltaNet), "silu" (the same) or "sigmoid" (Kimi Delta Attention).
-        round_before_weight: Whether x is rounded to its dtype before the weight, as Qwen's checkpoints were trained.
-        backend: Of the operator. None for the table's choice; on CUDA "eager" has to be asked for.
+        round_before_weight: Round the normalised row to x's dtype before the weight, as in the training of Qwen's
+            checkpoints.
+        backend: Backend of the operator. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: width < 1, an unknown activation, or an unknown backend.
+
+    Source:
+        Gated DeltaNet, arXiv:2412.06464v3, section 3.4; Kimi Linear, arXiv:2510.26692, Eq. (10).
     """
 
     def __init__(
@@ -43,15 +51,15 @@ class GatedRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A weight of ones."""
+        """Set the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
-        """Normed and gated x.
+        """Normalise and gate x.
 
         Args:
             x: [..., D].
-            g: [..., D], shape of x. The gate before its activation.
+            g: [..., D], shape of x. Pre-activation of the gate.
 
         Returns:
             y: [..., D], dtype of x.

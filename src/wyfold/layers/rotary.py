@@ -1,4 +1,4 @@
-"""Rotary positions: what tells one place of a sequence from another by turning queries and keys."""
+"""Rotary position embedding of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, base: float, *, neighbours: bool = False) -> Tensor:
-    """x with each pair of channels turned by positions * base^(-2 d / D), d = 0 .. D/2 - 1 being the pair's number.
+    """Rotate pair d of channels, d = 0 .. D/2 - 1, by the angle positions * base^(-2 d / D).
 
     Args:
         x: [B, T, H, D], D even.
         positions: [B, T] or [1, T] integer.
-        base: Longest wavelength is about 2 pi base.
+        base: Longest wavelength is about 2 pi base tokens.
         neighbours: Pairs are (x[2 d], x[2 d + 1]); otherwise (x[d], x[d + D/2]).
 
+    Returns:
+        Rotated x: [B, T, H, D], dtype of x.
+
     Source:
-        arXiv:2104.09864.
+        RoFormer, arXiv:2104.09864.
     """
     half = x.shape[-1] // 2
     precision = torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""TTT-Linear: the state is a linear model, trained on the sequence while it is read."""
+"""TTT-Linear layer: the state is a linear model, trained on the sequence by gradient descent."""
 
 from __future__ import annotations
 
@@ -21,32 +21,37 @@ from wyfold.runtime.layout import SequenceLayout
 
 
 class TTTLinear(nn.Module):
-    """The layer of TTT-Linear as published: tokens of a mini-batch take one step of gradient descent on the state.
+    """TTT-Linear layer as published: each mini-batch of tokens takes one step of gradient descent on the state.
 
-        qk, v = W x,   q = conv_q(qk),   k = conv_k(qk),   turned by the place p in the mini-batch
+        qk, v = W x,   q = conv_q(qk),   k = conv_k(qk),   with rotary embeddings at the index p in the mini-batch
         eta[t] = max(1 / (1 + p) + token_step[p], 0),   eta_col[t] = base_step sigmoid(W_step x + b_step) / D
-        y = W_o (layer_norm(q + w LN(what q reads) + b, over all heads) * gelu(W_gate x))
+        y = W_o (layer_norm(q + w LN(S^T q + c) + b, over all heads) * gelu(W_gate x))
 
-    The step along token s's gradient that token t takes is eta[t] eta_col[s]; queries are not scaled; the state starts
-    from a learned one. These are the layers of the paper's Mamba backbone. Those of its Transformer backbone project q
-    and k apart, without a convolution (`conv_size=None`), and have no gate (`gated=False`).
+    Token t uses the step size eta[t] eta_col[s] for token s's gradient. Queries are not scaled. The initial state is
+    learned. These are the layers of the paper's Mamba backbone. Those of its Transformer backbone have separate
+    projections of q and k without a convolution (`conv_size=None`), and no gate (`gated=False`).
 
     Args:
         hidden_size: Width of x.
         num_heads: H, query and key heads.
-        num_v_heads: HV, value heads, each with a state; a multiple of H; None = H.
-        head_dim: D, width of queries, keys and values, at most 128.
+        num_v_heads: HV, value heads, each with a state; a multiple of H. None: H.
+        head_dim: D, width of queries, keys and values: a multiple of 8 from 8 to 128.
         head_v_dim: D or None: the inner model maps keys to values of their width.
-        conv_size: Length of the two short convolutions; None = none, and keys have a projection of their own.
-        mini_batch: Tokens that share the state their gradients are taken at: 16, 32 or 64, part of the model.
+        conv_size: Length of the two short convolutions. None: no convolution, and a separate projection of keys.
+        mini_batch: Tokens whose gradients are taken at the same state: 16, 32 or 64, part of the model.
         base_step: Largest factor of a token's gradient, times D.
-        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens; None = nothing is turned.
-        gated: Whether there is an output gate.
-        norm_eps: eps of the output norm and of the inner one.
-        backend: Of every operator in the layer. None for the table's choice; on CUDA "eager" has to be asked for.
+        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens. None: no rotary embedding.
+        gated: Use an output gate.
+        norm_eps: eps of the output norm and of the inner norm.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size or option is not supported by the operator.
 
     Source:
-        arXiv:2407.04620, sections 2.4 to 2.7; the place's own step, 1 / (1 + p), is of the released models.
+        Learning to (learn at test time), arXiv:2407.04620, sections 2.4 to 2.7; the step 1 / (1 + p) is that of the
+        released models.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class TTTLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Inner norm the identity, the state's start small, its bias zero, the factors half of their largest."""
+        """Initialise: identity inner norm, small initial state with zero bias, factors at half their maximum."""
         nn.init.ones_(self.w)
         nn.init.zeros_(self.b)
         nn.init.normal_(self.start, std=0.02)
@@ -116,23 +121,23 @@ class TTTLinear(nn.Module):
         cache: LayerCache | None = None,
         cp_context: ContextParallel | None = None,
     ) -> Tensor:
-        """Mixed sequences.
+        """Mix each sequence over time.
 
         Args:
             x: [B, T, hidden_size].
-            layout: Boundaries of packed sequences, for which B is 1; nothing crosses one.
-            cache: Holds the fields of a `TTTState`, from which x goes on, inside a mini-batch too, and "conv"
-                [N, 2 H D, W-1] where there is a convolution; replaced. An empty cache starts. No gradient reaches
-                what was read before an open mini-batch.
-            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: x is this rank's share of
-                the tokens, and sequences go on over the ranks, cut between mini-batches. Of each parameter a rank gets
-                its share of the gradient.
+            layout: Boundaries of packed sequences, for which B is 1. No information crosses a boundary.
+            cache: `LayerCache` with the fields of a `TTTState`, and with a convolution also "conv" [N, 2 H D, W-1]; the
+                call continues from these, also inside a mini-batch, and replaces them. An empty cache starts new
+                sequences. No gradient flows into tokens before an open mini-batch.
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+                tokens; sequences cross ranks between mini-batches. Each rank gets its partial gradient of every
+                parameter.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
 
         Raises:
-            TypeError: x has another dtype than the parameters, and no autocast is open; cache is no `LayerCache`.
+            TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
         holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)
@@ -146,7 +151,7 @@ class TTTLinear(nn.Module):
         y = self.norm(o.flatten(2))
         if self.gate is not None:
             y = y * gelu(self.gate(x), approximate="tanh")
-        if layout is not None or cp_context is not None:  # a norm with a bias makes something of nothing
+        if layout is not None or cp_context is not None:  # the norm's bias makes padding rows nonzero
             positions = layout.positions[None] if layout is not None else self._positions(x, cp_context)
             y = y.masked_fill((positions < 0)[..., None], 0)
         return cast(Tensor, self.out(y))
@@ -181,7 +186,7 @@ class TTTLinear(nn.Module):
     def _places(
         self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None, cp_context: ContextParallel | None
     ) -> Tensor:
-        """[B, T] or [1, T] int64, each token's number in its mini-batch; anything past the last boundary."""
+        """[B, T] or [1, T] int64 index of each token in its mini-batch; undefined past the last boundary."""
         places = self._positions(x, cp_context) if layout is None else layout.positions[None]
         if cache is not None and "position" in cache:
             taken = cache["position"].to(torch.int64)
@@ -198,7 +203,7 @@ class TTTLinear(nn.Module):
         leaving: bool,
         cp_context: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """All rows in mini-batches, the last of them maybe short: what was read, and on request the state."""
+        """Run all rows in mini-batches, the last possibly short; return the output and, with `leaving`, the states."""
         return chunk_ttt_linear(
             rows.q,
             rows.k,
@@ -220,7 +225,7 @@ class TTTLinear(nn.Module):
         )
 
     def _by_token(self, rows: _Rows, state: TTTState, layout: SequenceLayout | None) -> tuple[Tensor, TTTState]:
-        """All rows one after another, the mini-batch they end in left open."""
+        """Run all rows with the recurrent form, which leaves the last mini-batch open."""
         result = fused_recurrent_ttt_linear(
             rows.q,
             rows.k,
@@ -241,12 +246,12 @@ class TTTLinear(nn.Module):
         return cast(tuple[Tensor, TTTState], result)
 
     def _resume(self, rows: _Rows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
-        """What was read from the cache on: to the end of the open mini-batch, whole ones, the next open one."""
+        """Continue from the cache: finish the open mini-batch, run whole ones, then leave the last one open."""
         T = rows.q.shape[1]
         begun = "state" in cache
         state = TTTState(*(cache[name] for name in TTTState._fields)) if begun else self._opened(N)
         if layout is not None:
-            lead = T  # the chunk form would close what each packed sequence leaves open
+            lead = T  # the chunk form would close the last mini-batch of each packed sequence
         else:
             lead = self._until_closed(state, T) if begun else 0
         whole = (T - lead) // self.mini_batch * self.mini_batch
@@ -266,16 +271,16 @@ class TTTLinear(nn.Module):
         return torch.cat(outputs, dim=1)
 
     def _opened(self, N: int, state: Tensor | None = None, bias: Tensor | None = None) -> TTTState:
-        """The state of N sequences at the start of a mini-batch; by default, of their first."""
+        """State of N sequences at the start of a mini-batch; by default the learned initial state."""
         if state is None or bias is None:
-            # As wide as an operator's own states, so that a 16-bit layer does not round what it learns.
+            # At least float32, like the operators' states, so that a 16-bit layer does not round its updates.
             wide = torch.promote_types(self.start.dtype, torch.float32)
             state, bias = (s.to(wide).expand(N, *s.shape) for s in (self.start, self.start_bias))
         position = torch.zeros(N, dtype=torch.int32, device=state.device)
         return TTTState(state, bias, torch.zeros_like(state), torch.zeros_like(bias), position)
 
     def _until_closed(self, state: TTTState, T: int) -> int:
-        """Tokens, at most T, that go one by one: those the open mini-batch lacks, or all where rows differ in that."""
+        """Number of tokens, at most T, to the end of the open mini-batch; T if that differs between rows."""
         if T < self.mini_batch:
             return T
         missing = (-state.position % self.mini_batch).unique()
@@ -283,7 +288,13 @@ class TTTLinear(nn.Module):
 
 
 class _Rows(NamedTuple):
-    """Tokens as the operators take them: q, k [B, T, H, D], v [B, T, HV, D], eta and eta_col [B, T, HV]."""
+    """Token inputs of the operators.
+
+    Attributes:
+        q, k: [B, T, H, D].
+        v: [B, T, HV, D].
+        eta, eta_col: [B, T, HV].
+    """
 
     q: Tensor
     k: Tensor

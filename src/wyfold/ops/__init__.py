@@ -1,7 +1,7 @@
-"""Public operators: checks, defaults, flags into records, a plan, one call.
+"""Public operators. Each checks its arguments, applies defaults, makes a plan and calls the implementation.
 
-Importing any of them imports all: each registers `torch.ops.wyfold` operators, which a program that was exported, or
-that counts operations, looks up by name.
+Importing any of them imports all: each registers `torch.ops.wyfold` operators, which exported programs and FLOP
+counters look up by name.
 """
 
 from wyfold.ops import (

@@ -1,4 +1,4 @@
-"""How a call of the delta family is cut: its tokens into chunks, and what is long into segments."""
+"""Chunk size and segmentation of a delta-family call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wyfold.runtime.torch_ops import constant_to_compilers
 
 
 def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
-    """Whether the host knows that no sequence of a long buffer is long enough to be cut."""
+    """Whether the host knows that no sequence of a long buffer is long enough for segments."""
     if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segment_rule.forcing() is not None:
         return False
     if torch.compiler.is_compiling() or q.shape[1] < segment_rule.SHORTEST:
@@ -25,12 +25,12 @@ def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
     longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
     if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
         longest = max(boundaries(op, on_cpu, "cu_seqlens_cpu").diff().tolist(), default=0)
-    # Whatever the chunk is, none has as many of them as the shortest that is cut.
+    # For every chunk size, the longest sequence then has fewer chunks than the shortest segmented one.
     return longest is not None and longest <= segment_rule.SHORTEST - max(CHUNK_SIZES)
 
 
 def chunk_size_of(call: DeltaCall, checked: CheckedDelta) -> int:
-    """Rows of a chunk; for the recurrent form, whose bits do not depend on it, the distance of the kept states."""
+    """Chunk size. For the recurrent form, whose bits do not depend on it, the spacing of saved states."""
     op, chunk, every = call.op, call.chunk, checked.every
     if chunk is None:
         return math.gcd(every, 64)
@@ -44,7 +44,7 @@ def chunk_size_of(call: DeltaCall, checked: CheckedDelta) -> int:
 
 
 def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
-    """Fastest rows of a chunk, by device, kind of gate and widths alone.
+    """Fastest chunk size for the device, gate kind and widths.
 
     See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
     """
@@ -52,14 +52,14 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
     if not channel_gate:
         return 64
-    # A text has a value for compilers too, to which widths may be symbols.
+    # Formatting the widths specialises them: to compilers they may be symbolic.
     widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
     return 64 if _has_channel_gradient_kernel(q.device, q.dtype, widths) else 32
 
 
 @constant_to_compilers
 def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
-    """Whether gradients of a channel gate's chunks of 64 are gathered by the kernel that has registers for them."""
+    """Whether the Gluon gradient kernel for chunks of 64 with a channel gate is available."""
     if device.type != "cuda" or not triton_support.support_of(device).proof or dtype not in table.FLOATS:
         return False
     return kernel_configs.has_row(
@@ -68,9 +68,9 @@ def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, width
 
 
 def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
-    """How a call's long sequences are cut into segments, `WHOLE` if none of its could be long enough.
+    """Segmentation of a call's long sequences; `WHOLE` if no sequence can be long enough.
 
-    Eager launches gain nothing by it; states on the way are those of one scan.
+    `WHOLE` also on eager, which gains nothing, and with intermediate states, which are those of one scan.
     """
     chunk, flags, q = call.chunk, call.flags, checked.q
     if chunk is None:
@@ -80,7 +80,7 @@ def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
     if flags.batch_invariant or checked.every or (runs_eagerly(call) and segment_rule.forcing() is None):
         return segment_rule.WHOLE
     B, T, HV, V = checked.v.shape
-    # As long as the last chunk would make it: sequences that are counted by chunks must not be asked for their tokens.
+    # Round T up to whole chunks: the rule counts chunks and must not depend on tokens within the last one.
     if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
         return segment_rule.WHOLE
     cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
@@ -88,7 +88,7 @@ def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
 
 
 def runs_eagerly(call: DeltaCall) -> bool:
-    """Whether the eager backend is asked for, or is what these tensors get."""
+    """Whether the call demands the eager backend, or gets it because of its device."""
     return call.flags.backend == "eager" or (call.flags.backend is None and call.q.device.type != "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the delta family as records: a call as its caller made it, the field's flags by what they are about."""
+"""Records of the delta family's arguments, as the caller passed them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from wyfold.runtime.layout import SequenceLayout
 
 
 class DeltaCall(NamedTuple):
-    """One call of a differentiable operator; `chunk` is None where it goes token by token."""
+    """Arguments of one call of a differentiable operator, named as in `chunk_gated_delta_rule`.
+
+    Attributes:
+        op: Operator's name, for messages.
+        gate: Gate arguments.
+        chunk: Arguments of the chunk form. None: token by token.
+        flags: Arguments of both forms.
+    """
 
     op: str
     q: Tensor
@@ -28,7 +35,14 @@ class DeltaCall(NamedTuple):
 
 
 class GateFlags(NamedTuple):
-    """The field's gate flags; `channel` says which operator asks."""
+    """Gate arguments.
+
+    Attributes:
+        channel: One decay per key channel (KDA) instead of one per head.
+        in_kernel: use_gate_in_kernel.
+        A_log, dt_bias, lower_bound: As in `chunk_kda`.
+        safe: safe_gate.
+    """
 
     channel: bool = False
     in_kernel: bool = False
@@ -39,7 +53,7 @@ class GateFlags(NamedTuple):
 
 
 class ChunkFlags(NamedTuple):
-    """What only the chunk forms take; None in its place means token by token."""
+    """Arguments that only the chunk forms have, named as in `chunk_gated_delta_rule`."""
 
     chunk_size: int | None
     disable_recompute: bool
@@ -49,7 +63,7 @@ class ChunkFlags(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Arguments that every form takes and that are no tensors."""
+    """Non-tensor arguments of both forms, named as in `chunk_gated_delta_rule`."""
 
     scale: float | None
     output_final_state: bool

@@ -1,4 +1,4 @@
-"""One call of the delta family: what the six public operators share, from checks to results."""
+"""Shared implementation of the six public delta-family operators, from checks to results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call_delta(
     cu_seqlens: Tensor | SequenceLayout | None,
     flags: Flags,
 ) -> Results:
-    """Check, plan, run. The arguments are those of the public operators (`chunk_gated_delta_rule` defines them)."""
+    """Check, plan and run a call; `chunk_gated_delta_rule` documents the arguments."""
 
     def run() -> Results:
         return _call_delta(DeltaCall(op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags))
@@ -78,14 +78,14 @@ def _call_delta(call: DeltaCall) -> Results:
 
 
 def _plan_key(call: DeltaCall) -> tuple[Any, ...] | None:
-    """Everything that `make_plan` looks at, by value; None if a plan must not be reused."""
+    """Cache key of everything `make_plan` reads; None if the plan must not be reused."""
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
     tokens = 0
     if isinstance(cu_seqlens, SequenceLayout):
         tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
     size, keep, on_cpu, context, splits = chunk or _NO_CHUNK_FLAGS
     shared = None if context is None else context.sizes
-    # Boundaries on the CPU are compared with those beside the tokens where both can be read.
+    # On the CPU, the contents of cu_seqlens and cu_seqlens_cpu are compared.
     if on_cpu is not None and isinstance(q, Tensor) and q.device.type == "cpu":
         return None
     asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits
@@ -94,7 +94,7 @@ def _plan_key(call: DeltaCall) -> tuple[Any, ...] | None:
 
 
 def _alike_on_ranks(call: DeltaCall, options: DeltaOptions) -> dict[str, object]:
-    """What must be equal on all ranks of a call: what they tell each other has its sizes, and one model all options."""
+    """Properties that must be equal on all ranks: sizes of the collectives' buffers, and the options of the model."""
     (B, _, H, K), (HV, V) = call.q.shape, call.v.shape[2:]
     sizes = {"B": B, "H": H, "HV": HV, "K": K, "V": V, "dtype of q": in_autocast_dtype(call.q)[0].dtype}
     given = {f"{name} given": x is not None for name, x in (("g", call.g), ("beta", call.beta))}
@@ -110,5 +110,5 @@ def _alike_on_ranks(call: DeltaCall, options: DeltaOptions) -> dict[str, object]
         "segments",
     )
     asked = {name: value for name, value in options._asdict().items() if name not in local}
-    # Whether a backward follows, and with it that every rank takes part in its collective.
+    # All ranks must take part in the backward's collective, or none.
     return {**sizes, **given, **asked, "requires_grad": asked.pop("save")}

@@ -1,4 +1,4 @@
-"""The checks of a call of the delta family, in the order in which its mistakes are told."""
+"""Argument checks of the delta family. Their order decides which of several errors is reported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 
 
 
 class CheckedDelta(NamedTuple):
-    """What the checks of a call found, and its defaults.
+    """A checked delta-family call, with defaults applied.
 
     Attributes:
-        q, k, v: As an open autocast hands them on.
-        sizes: Of the letters B, T, H, HV, K, V.
-        packed: Whether sequences lie one after another in one row.
-        sequences: N; with a context, the pieces of sequences that are here.
-        activation, lower_bound, clamp: Of the gate, as `DeltaOptions` has them.
-        scale: Of q.
-        every: Tokens between the states that are kept; 0: none are.
+        q, k, v: In the dtype of an active autocast.
+        sizes: Sizes of the letters B, T, H, HV, K, V.
+        packed: Sequences are packed into one row.
+        sequences: N; with a context, the pieces of sequences on this rank.
+        activation, lower_bound, clamp: Gate options, as in `DeltaOptions`.
+        scale: Factor of q.
+        every: Tokens between returned intermediate states; 0: none are returned.
     """
 
     q: Tensor
@@ -44,7 +44,7 @@ class CheckedDelta(NamedTuple):
 
 
 def check_call(call: DeltaCall) -> CheckedDelta:
-    """Every check but those of how the call is cut (`delta_cuts`)."""
+    """Run all checks except those of chunk size and segments (`chunking`)."""
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
     check.flag(
         op,
@@ -100,7 +100,7 @@ def check_tensors(
 def check_boundaries(
     op: str, q: Tensor, cu_seqlens: Tensor | SequenceLayout | None, on_cpu: Tensor | None, B: int, T: int
 ) -> tuple[Tensor | None, int]:
-    """The boundaries as a tensor, and the number of sequences."""
+    """Check the boundaries; return them as a tensor, and the number of sequences."""
     if cu_seqlens is None:
         if on_cpu is not None:
             raise ValueError(f"{op}: cu_seqlens_cpu must come with cu_seqlens, got cu_seqlens=None")
@@ -142,7 +142,7 @@ def _check_strength(op: str, beta: Tensor | None, flags: Flags) -> None:
 def check_gate(
     op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None
 ) -> tuple[str, float, float]:
-    """Activation, its lower bound, and the clamp; 0 for none."""
+    """Check the gate; return its activation, the lower bound and the clamp, each 0 if unused."""
     check.flag(op, use_gate_in_kernel=gate.in_kernel, safe_gate=gate.safe)
     bound = None if gate.lower_bound is None else check.number(op, "lower_bound", gate.lower_bound)
     if bound is not None and bound >= 0:

@@ -1,4 +1,4 @@
-"""What will run for a call of the delta family: its plan, and the options that its pipeline goes by."""
+"""Plan of a delta-family call, and the options its implementation runs with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wyfold.runtime.plan import Plan, explaining
 
 
 def make_plan(call: DeltaCall) -> DeltaOptions:
-    """What will run, if every check is passed."""
+    """Check the call and return its options."""
     chunk, flags = call.chunk, call.flags
     checked = check_call(call)
     chunk_size = chunk_size_of(call, checked)
@@ -59,7 +59,7 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
 def _plan(
     call: DeltaCall, checked: CheckedDelta, chunk_size: int, cut: Cut, given: tuple[Tensor | None, ...], *, save: bool
 ) -> Plan:
-    """The launches of both directions, and who makes them; given: all floating tensors."""
+    """Launches of both directions and their backend. given: all floating tensors of the call."""
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
     communicates = context is not None and not runs_eagerly(call) and _has_collectives(context, sizes)
@@ -117,12 +117,13 @@ def launch_keys(
     kept: bool,
     norm: bool,
 ) -> list[tuple[str, str]]:
-    """(stage, what its configuration depends on) of a call's kernels.
+    """(stage, launch key) of each kernel of a chunked call.
 
     Args:
-        scanned: Sequences, or likely segments.
-        kept: Whether states on the way are wanted.
-        norm: Whether rows of q and k are normalised inside.
+        stages: Stages of the forward and of the backward.
+        scanned: Number of sequences, or the likely number of segments.
+        kept: Intermediate states are returned.
+        norm: Kernels normalise the rows of q and k.
     """
     prepare: Any = table.kernel_module("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
@@ -141,7 +142,7 @@ def launch_keys(
 
 
 def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool) -> list[tuple[str, str]]:
-    """The same of a call token by token: its walk, the walk back, and what gathers the gradients."""
+    """(stage, launch key) of a recurrent call's kernels: forward, backward, and the sum of partial gradients."""
     module: Any = table.kernel_module("recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
     walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
@@ -149,12 +150,12 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
 
 
 def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:
-    """Whether there is anything to tell, and kernels find what this rank has to."""
+    """Whether sequences cross ranks and kernels can summarise this rank's segments."""
     return bool(context.partition.chains) and summarized_by_kernels(context, sizes["B"], sizes["K"], sizes["V"])
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
-    """What the ranks of a call tell each other, one line for each direction."""
+    """Descriptions of the call's collectives, one for each direction."""
     B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
     counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
     return tuple(
@@ -165,7 +166,7 @@ def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, 
 
 
 def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
-    """What may be too large for a card (`beyond` in support.json)."""
+    """Stages whose sizes may be too large for a card (`beyond` in support.json), with their keys."""
     if q.dtype == torch.float64:
         return ()
     key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"

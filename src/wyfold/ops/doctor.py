@@ -1,4 +1,4 @@
-"""What this process would run on, and what it would run."""
+"""Report on the machine, its software, and the backend of every operator."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ EXTRAS = {
     "safetensors": "cli",
     "transformers": "bench",
 }
-"""Optional package -> the extra of wyfold that brings it."""
+"""Optional package -> the extra of wyfold that installs it."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """Who serves one operator's calls on one device.
+    """Backend of one operator on one device.
 
     Attributes:
         operator: Public name.
-        device: Type of device.
-        backend: The one a call without `backend=` gets; None: such a call is refused.
-        forward, backward: Its launches, as "stage (module)".
-        refused: Every other backend -> why not it.
+        device: Device type.
+        backend: Backend of a call without `backend=`. None: such a call is refused.
+        forward, backward: Launches, as "stage (module)".
+        refused: Every other backend -> reason against it.
     """
 
     operator: str
@@ -63,16 +63,16 @@ class Service:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What `doctor` found.
+    """Result of `doctor`.
 
     Attributes:
-        hardware: Processor, cores, memory; each GPU by name and architecture.
-        versions: Package -> version, of what is installed.
-        known_bad: Sentences about versions here that are known not to work.
-        services: Who serves each operator on each device of this machine.
-        cells: Stage -> backends that have it, each with what its results rest on.
-        extras: Optional package -> its version, or the line that installs it.
-        settings: Everything outside a call's arguments that its work depends on.
+        hardware: Processor, cores, memory; name and architecture of each GPU.
+        versions: Installed package -> version.
+        known_bad: Sentences about installed versions that are known not to work.
+        services: Backend of each operator on each device of this machine.
+        cells: Stage -> backend -> evidence for its results.
+        extras: Optional package -> its version, or the command that installs it.
+        settings: Process-wide settings that affect calls.
     """
 
     hardware: Mapping[str, Any]
@@ -84,7 +84,7 @@ class DoctorReport:
     settings: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested dictionaries, lists and plain values."""
+        """The report as nested dictionaries, lists and plain values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class DoctorReport:
         return "\n".join(lines)
 
     def reasons(self) -> dict[str, dict[str, list[str]]]:
-        """Backend -> reason -> operators it was not chosen for, with the device where there are several."""
+        """Backend -> reason -> operators it was not chosen for, with their device if there are several devices."""
         several = len({service.device for service in self.services}) > 1
         found: dict[str, dict[str, list[str]]] = {}
         for service in self.services:
@@ -109,12 +109,12 @@ class DoctorReport:
 
 
 def doctor() -> DoctorReport:
-    """Device, versions, and which backend serves each operator here and why the others do not.
+    """Report hardware, versions, and for each operator its backend and the reasons against the others.
 
-    Nothing is run, changed or downloaded, and no environment variable is read.
+    Runs no operator, changes nothing, downloads nothing, and reads no environment variable.
 
     Returns:
-        DoctorReport; print it, or take its fields.
+        DoctorReport, with fields for programs and `str` for people.
 
     Examples:
         >>> import wyfold
@@ -140,7 +140,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, torch, wyfold, and what else of their company is installed."""
+    """Versions of Python, wyfold, torch, CUDA, Triton and installed optional packages."""
     found = {"python": platform.python_version(), "wyfold": _own_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -151,7 +151,7 @@ def versions() -> dict[str, str]:
 
 
 def _own_version() -> str:
-    """The one version string; read from the loaded package, which may run from a source tree that is not installed."""
+    """Version of the loaded package, which may be a source tree that is not installed."""
     return str(sys.modules["wyfold"].__version__)
 
 
@@ -185,7 +185,7 @@ def _gpus() -> list[torch.device]:
 
 
 def _kernels_on(device: torch.device) -> str:
-    """What is known about the kernels on a GPU: verified, unverified or refused."""
+    """Status of the kernels on a GPU: verified, unverified or refused."""
     support = triton_support.support_of(device)
     if support.refusal:
         return f"refused: {support.refusal}"
@@ -202,7 +202,7 @@ def _known_bad() -> tuple[str, ...]:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         found.append(f"torch {torch.__version__} is older than {oldest}, the oldest that wyfold is made for")
-    # A CPU build of torch brings no Triton, and needs none.
+    # A CPU build of torch neither installs nor needs Triton.
     if (triton_support.triton_version() or torch.version.cuda) and (
         reason := triton_support.version_refusal(triton_support.triton_version())
     ):
@@ -213,7 +213,7 @@ def _known_bad() -> tuple[str, ...]:
 
 
 def _cells() -> dict[str, dict[str, str]]:
-    """Stage -> backend -> what its results rest on."""
+    """Stage -> backend -> evidence for its results."""
     kernels = (
         "; ".join(dict.fromkeys(map(_kernels_on, _gpus()))) or triton_support.support_of(torch.device("cuda")).refusal
     )

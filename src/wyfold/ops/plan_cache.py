@@ -1,4 +1,4 @@
-"""What calls asked for came to, kept: checks and plans look at metadata, and are the same for the same metadata."""
+"""Cached plans. Checks and planning depend on metadata only, so equal metadata gives an equal plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from wyfold.runtime.torch_ops import autocast_dtype
 Planned = TypeVar("Planned")
 
 MAX_PLANS = 4096
-"""Plans kept; when there are more, all are forgotten."""
+"""Capacity of the cache; a full cache is cleared."""
 
 _plans: dict[tuple[Any, ...], Any] = {}
 
 
 def cached_plan(key: tuple[Any, ...] | None, make_plan: Callable[[], Planned]) -> Planned:
-    """What `make_plan` says, asked once for every key; None is no key."""
+    """Return the plan cached under `key`, or call `make_plan` and cache its result; with None, do not cache."""
     found: Planned | None = None if key is None else _plans.get(key)
     if found is None:
         found = make_plan()
@@ -36,10 +36,10 @@ def cached_plan(key: tuple[Any, ...] | None, make_plan: Callable[[], Planned]) -
 
 
 def plan_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | None) -> tuple[Any, ...] | None:
-    """A call by what is decided from it: its tensors' metadata, q's first; other values; and what is around it.
+    """Cache key of a call: metadata of its tensors (q first), other values, and the state of the process.
 
-    None if a plan must not be reused: where contents are looked at, where a call is made for its plan alone, where
-    sizes may be symbols, and for what is nothing legal.
+    None if the plan must not be reused: `checked` reads contents, `explain` needs the plan itself, compilation has
+    symbolic sizes, and illegal arguments must be refused each time.
     """
     q = tensors[0]
     if torch.compiler.is_compiling() or check.checking_contents() or explaining() or q is None:
@@ -48,13 +48,13 @@ def plan_key(tensors: tuple[Any, ...], values: tuple[Any, ...], backend: str | N
         return None
     try:
         metadata = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
-    except RuntimeError:  # a nested tensor, which has no shape
+    except RuntimeError:  # a nested tensor has no shape
         return None
     around = any_requires_grad(tensors), autocast_dtype(q.device.type), table.refusal(q.device, backend)
-    types = tuple(map(type, values))  # True is 1 to a dictionary, but no flag
+    types = tuple(map(type, values))  # True == 1 as a dictionary key, but 1 is not a legal flag
     try:
         hash(values)
-    except TypeError:  # an argument that is nothing legal
+    except TypeError:  # an illegal argument
         return None
     return metadata, (values, types), around
 

@@ -1,4 +1,4 @@
-"""What operators ask of a `ContextParallel` before the ranks of a group run them together."""
+"""Checks that all ranks of a context-parallel call agree before any of them runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Planned = TypeVar("Planned")
 
 
 def context_of(op: str, context: object) -> ContextParallel:
-    """The context, if it is one."""
+    """Return the context, or raise TypeError if it is not one."""
     if not isinstance(context, ContextParallel):
         raise TypeError(f"{op}: cp_context must be a ContextParallel or None, got {type(context).__name__}")
     return context
@@ -29,21 +29,21 @@ def ranks_agree(
     describe: Callable[[Planned], Mapping[str, object]] | None = None,
     module: Hashable = None,
 ) -> Planned:
-    """What `make_plan` says, once all ranks are known to do the same (`ContextParallel.ranks_agree`).
+    """Call `make_plan` and return its result once all ranks agree (`ContextParallel.ranks_agree`).
 
     Args:
-        op: Operator's name.
-        context: What the caller gave as cp_context.
-        x: A tensor of the call, beside which ranks compare; whatever else is wrong with it.
-        make_plan: Checks this rank's arguments.
-        describe: Gives what must be equal on all ranks. None: nothing is compared here, but in the operator that is
-            called next; ranks that wait there receive this rank's refusal.
-        module: Of a module's call, settings that are among the compared ones; its calls differ by them and by B. None:
-            an operator is called, whose calls differ by the shape and dtype of x.
+        op: Operator's name, for messages.
+        context: The caller's cp_context.
+        x: A tensor of the call; ranks compare on its device. It may still be invalid.
+        make_plan: Checks this rank's arguments and returns the plan.
+        describe: Maps the plan to properties that must be equal on all ranks. None: the operator called next compares;
+            ranks waiting there receive this rank's error.
+        module: For a module's call, compared settings that identify it, together with B. None: an operator's call,
+            identified by the shape and dtype of x.
 
     Raises:
-        TypeError: no context, or this rank's own refusal.
-        ValueError: this rank's own refusal; another rank refused, or is about to do something else.
+        TypeError: context is not a ContextParallel, or this rank's arguments are refused.
+        ValueError: This rank's arguments are refused, another rank raised, or ranks disagree.
     """
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     found = context_of(op, context)
@@ -51,9 +51,10 @@ def ranks_agree(
 
 
 def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:
-    """`kind` of `ContextParallel.ranks_agree`.
+    """Identity of a call for `ContextParallel.ranks_agree`.
 
-    Left out is what differs only where x is wrong: T, the width and dtype of a module's input, and B beside boundaries.
+    Properties that differ only for an invalid x are left out: T, the width and dtype of a module's input, and B of a
+    packed batch.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         return None
@@ -62,7 +63,7 @@ def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:
 
 
 def check_share(op: str, context: ContextParallel, name: str, x: Tensor, cu_seqlens: object) -> None:
-    """x [B, T, ...] is this rank's share, and the boundaries are the context's alone."""
+    """Check that x [B, T, ...] is this rank's share, and that only the context has boundaries."""
     if cu_seqlens is not None:
         raise ValueError(f"{op}: cu_seqlens must be None with cp_context, which has the boundaries, got both")
     context.check_tokens(op, x, name)

@@ -1,4 +1,4 @@
-"""One call of a serving operator: what the public ones share, from checks to the result."""
+"""Shared implementation of the delta family's serving operators, from checks to the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ INDICES = (torch.int32, torch.int64)
 
 
 class SlotFlags(NamedTuple):
-    """Where the states of a call are, as the operators take it."""
+    """Arguments that locate states in pools, named as in `decode`, `verify` and `prefill`.
+
+    Attributes:
+        v_first: state_v_first.
+        each: Keep the state after every token (`verify`).
+    """
 
     pool: Tensor
     state_indices: Tensor | None
@@ -43,7 +48,7 @@ class SlotFlags(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """Arguments that the operators share with the differentiable ones."""
+    """Non-tensor arguments that the differentiable operators have too, named as in `chunk_gated_delta_rule`."""
 
     scale: float | None
     use_qk_l2norm_in_kernel: bool
@@ -63,7 +68,21 @@ def call_served(
     swapped: bool = False,
     chunked: bool = False,
 ) -> Tensor:
-    """Check, plan, run. `swapped`: tokens are [1, N, ..]. `chunked`: not token by token."""
+    """Check, plan and run a call.
+
+    Args:
+        op: Operator's name, for messages.
+        tokens: q, k, v, g and beta.
+        slots: Location of the states.
+        gate: Gate arguments.
+        arithmetic: Other options.
+        cu_seqlens: Boundaries of packed sequences.
+        swapped: Tokens are [1, N, ..] instead of [N, 1, ..].
+        chunked: Use the chunk form instead of the recurrence.
+
+    Returns:
+        o: Shape of v.
+    """
 
     def run() -> Tensor:
         return _call_served(op, tokens, slots, gate, arithmetic, cu_seqlens, swapped=swapped, chunked=chunked)
@@ -115,7 +134,7 @@ def _call_served(
 
 
 class ServingCall(NamedTuple):
-    """One call as it is checked: tokens are [N, 1, ..] or packed, and so is `out`."""
+    """Arguments of one call, with tokens and `out` as [N, 1, ..] or packed."""
 
     op: str
     q: Tensor
@@ -132,7 +151,7 @@ class ServingCall(NamedTuple):
 
 
 def _plan_key(call: ServingCall) -> tuple[Any, ...] | None:
-    """Everything that `_make_plan` looks at, by value; None if a plan must not be reused."""
+    """Cache key of everything `_make_plan` reads; None if the plan must not be reused."""
     slots, gate, cu, tokens = call.slots, call.gate, call.cu_seqlens, 0
     if isinstance(cu, SequenceLayout):
         tokens, cu = cu.tokens, cu.cu_seqlens
@@ -146,7 +165,7 @@ def _plan_key(call: ServingCall) -> tuple[Any, ...] | None:
 
 
 def _make_plan(call: ServingCall) -> DeltaOptions:
-    """What will run, if every check is passed."""
+    """Check the call and return its options."""
     op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend), chunked = call
     sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
@@ -225,7 +244,7 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
 def _check_checkpoints(
     op: str, q: Tensor, slots: SlotFlags, chunk_size: int, sizes: dict[str, int], *, packed: bool
 ) -> int:
-    """Tokens between the states that are kept; 0 where none are."""
+    """Check the checkpoint arguments; return the tokens between stored states, or 0 if none are stored."""
     given = slots.checkpoint_every, slots.checkpoint_pool, slots.checkpoint_indices
     if all(x is None for x in given):
         return 0
@@ -241,7 +260,7 @@ def _check_checkpoints(
 
 
 def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) -> None:
-    """The pool, and the tensors that say which of its slots are meant."""
+    """Check the pool and the index tensors."""
     check.flag(op, state_v_first=slots.v_first)
     check.integer(op, "pad_slot_id", slots.pad_slot_id, least=-1)
     N = sizes["N"]
@@ -255,8 +274,10 @@ def _check_slots(op: str, q: Tensor, slots: SlotFlags, sizes: dict[str, int]) ->
 
 
 def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, sizes: dict[str, int]) -> None:
-    """That no two states go to one slot, and none where another row's comes from: one may be written before the other
-    is read. What skipped rows name, and columns behind a row's last token, is not looked at."""
+    """Check that no slot is written twice, or written by one row and read by another.
+
+    Indices of skipped rows and columns after a row's last token are ignored.
+    """
     given, accepted, N = slots.has_initial_state, slots.num_accepted_tokens, sizes["N"]
     indices = slots.state_indices, slots.output_state_indices
     rows = torch.arange(N, device=q.device)
@@ -284,8 +305,10 @@ def _check_distinct(op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, siz
 def _check_distinct_checkpoints(
     op: str, q: Tensor, slots: SlotFlags, cu: Tensor | None, every: int, sizes: dict[str, int]
 ) -> None:
-    """That no two states between go to one slot. What skipped rows name, and rows past the last state of a packing, is
-    not looked at."""
+    """Check that no two checkpoints go to one slot.
+
+    Indices of skipped sequences, and those past the last checkpoint of a packed batch, are ignored.
+    """
     source, between, pool = slots.state_indices, slots.checkpoint_indices, slots.checkpoint_pool
     rows = torch.arange(sizes["N"], device=q.device)
     if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu, rows)):
@@ -301,12 +324,12 @@ def _check_distinct_checkpoints(
 
 
 def _live_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
-    """Which numbers are a live slot of a pool."""
+    """Mask of the indices that are live slots of a pool."""
     return (x > slots.pad_slot_id) & (x < pool.shape[0])
 
 
 def _check_distinct_slots(op: str, name: str, x: Tensor, those: Tensor) -> None:
-    """Slots are distinct among those."""
+    """Check that the selected slots are distinct."""
     if x[those].unique().numel() != int(those.sum()):
         raise ValueError(f"{op}: {name} must hold distinct slots, got {x.squeeze(1).tolist()}")
 
@@ -324,7 +347,7 @@ def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: boo
 def _check_rows(
     op: str, q: Tensor, name: str, x: Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """An optional tensor of integers or flags, one per sequence, draft or checkpoint."""
+    """Check an optional tensor of integers or flags, one per sequence, draft or checkpoint."""
     if x is None:
         return
     if list(check.tensor(op, name, x).shape) != shape or x.dtype not in dtypes:
@@ -335,5 +358,5 @@ def _check_rows(
 
 
 def _swap_batch_time(x: Any) -> Any:
-    """Rows before tokens; what is no such tensor is refused later, under its name."""
+    """Swap the first two dimensions of a tensor; return anything else as it is, for a later check to refuse."""
     return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

@@ -1,4 +1,4 @@
-"""Arguments of TTT-Linear as records, and its step sizes, which are tensors or numbers."""
+"""Records of TTT-Linear's arguments, and conversion of step sizes, which are tensors or numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from wyfold.runtime.layout import SequenceLayout
 
 
 class TTTCall(NamedTuple):
-    """One call of a differentiable operator.
+    """Arguments of one call of a differentiable operator.
 
     Attributes:
-        states: initial_state and initial_state_bias; of a recurrent call a TTTState, or nothing.
-        recurrent: Whether a mini-batch may be entered and left in its middle.
+        op: Operator's name, for messages.
+        q, k, v, w, b, eta, eta_col, cu_seqlens, backend: As in `chunk_ttt_linear`.
+        states: (initial_state, initial_state_bias). For a recurrent call, the fields of a TTTState, or ().
+        context: cp_context.
+        form: Options of the call.
+        recurrent: The call may start and end inside a mini-batch.
     """
 
     op: str
@@ -37,7 +41,12 @@ class TTTCall(NamedTuple):
 
 
 class TTTForm(NamedTuple):
-    """Arguments that are no tensors, and that a decision depends on."""
+    """Non-tensor arguments of a call, named as in `chunk_ttt_linear`.
+
+    Attributes:
+        final_state: output_final_state.
+        keep_states: disable_recompute.
+    """
 
     residual: str
     scale: float | None
@@ -51,13 +60,13 @@ class TTTForm(NamedTuple):
 
 
 def split_numbers(*given: Any) -> tuple[tuple[float | None, ...], tuple[Any, ...]]:
-    """Those that are numbers, and those that are not, with None in the others' places."""
+    """Split arguments into numbers and non-numbers, each with None in the place of the others."""
     numbers = tuple([x if isinstance(x, float | int) else None for x in given])
     return numbers, tuple([x if number is None else None for x, number in zip(given, numbers, strict=True)])
 
 
 def column(v: Tensor, eta: Tensor | float) -> Tensor:
-    """Step sizes, or factors of them, as [B, T, HV, 1]."""
+    """Step sizes, or their factors, as a tensor [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
     return torch.full((1, 1, 1, 1), eta, dtype=check.state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

@@ -1,4 +1,4 @@
-"""One call of TTT-Linear: what its two public operators share, from checks to results."""
+"""Shared implementation of the two public TTT-Linear operators, from checks to results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wyfold.runtime.torch_ops import in_autocast_dtype
 
 
 def call_ttt(call: TTTCall) -> TTTResult:
-    """Check, plan, run. The arguments are those of the public operators (`chunk_ttt_linear` defines them)."""
+    """Check, plan and run a call; `chunk_ttt_linear` documents the arguments."""
 
     def make_plan() -> TTTOptions:
         return _make_plan(call)
@@ -40,7 +40,7 @@ def call_ttt(call: TTTCall) -> TTTResult:
 
 
 def _plan_key(call: TTTCall) -> tuple[Any, ...] | None:
-    """Everything that `_make_plan` looks at in a call without a context, by value; None if it must not be reused."""
+    """Cache key of everything `_make_plan` reads in a call without a context; None if the plan must not be reused."""
     tokens, cu = 0, call.cu_seqlens
     if isinstance(cu, SequenceLayout):
         tokens, cu = cu.tokens, cu.cu_seqlens
@@ -50,7 +50,7 @@ def _plan_key(call: TTTCall) -> tuple[Any, ...] | None:
 
 
 def _make_plan(call: TTTCall) -> TTTOptions:
-    """What will run, if every check is passed."""
+    """Check the call and return its options."""
     form, checked = call.form, check_call(call)
     learning = call[1:8] if call.recurrent else (*call[1:8], *call.states)
     return TTTOptions(
@@ -70,7 +70,7 @@ def _make_plan(call: TTTCall) -> TTTOptions:
 
 
 def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
-    """The launches of both directions, and who makes them."""
+    """Launches of both directions and their backend."""
     q, k, v, packed, _ = checked
     B, T, _, D = v.shape
     stages, C = ("ttt_open",) if call.recurrent else ("ttt",), call.form.chunk_size
@@ -90,21 +90,21 @@ def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
 
 
 def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
-    """What the ranks of a call hand on, one line for each direction."""
+    """Descriptions of the call's collectives, one for each direction."""
     depth, (B, _, HV, D) = context.partition.depth, v.shape
     size = f"{B} x {HV} x {D + 1} x {D} for each sequence handed on"
     return tuple(f"{depth} all-gathers {way} of {size}" for way in ("forward", "backward")) if depth else ()
 
 
 def _launch_keys(device: torch.device, dtype: torch.dtype, D: int, C: int) -> list[tuple[str, str]]:
-    """Of `plan`: what a walk reads on its way needs no launch of its own."""
+    """Launch keys for `table.plan`. The Gluon forward also computes the readout, so that launch is left out."""
     walk, read, *back = [("ttt", key) for key in table.kernel_module("ttt", "triton").launch_keys(dtype, D, C)]
     both = table.selected_backend("ttt", "triton", walk[1], device) == "gluon"
     return [walk, *back] if both else [walk, read, *back]
 
 
 def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
-    """What must be equal on all ranks of a call."""
+    """Properties that must be equal on all ranks of a call."""
     (B, _, H, _), (HV, D) = t.q.shape, t.v.shape[2:]
     sizes = {"B": B, "H": H, "HV": HV, "D": D, "dtype of q": t.q.dtype, "eta_col given": t.eta_col is not None}
     asked = {name: getattr(options, name) for name in ("residual", "scale", "eps", "chunk_size")}
@@ -112,7 +112,7 @@ def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:
 
 
 def _tensors(call: TTTCall) -> TTTTensors:
-    """Of a call that was checked; where sequences stand is a constant."""
+    """Tensors of a checked call; a recurrent call's state is detached."""
     cu, eta_col = call.cu_seqlens, call.eta_col
     if isinstance(cu, SequenceLayout):
         cu = cu.cu_seqlens

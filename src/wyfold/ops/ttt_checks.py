@@ -1,4 +1,4 @@
-"""The checks of a call of TTT-Linear, in the order in which its mistakes are told."""
+"""Argument checks of TTT-Linear. Their order decides which of several errors is reported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RESIDUALS = ("o", "q")
 
 
 class CheckedTTT(NamedTuple):
-    """What the checks of a call found, and its defaults.
+    """A checked TTT-Linear call, with defaults applied.
 
     Attributes:
-        q, k, v: As an open autocast hands them on.
-        packed_sequences: N, of a packed batch and of every recurrent call; else None, where each row is a sequence.
-        scale: Of the q that reads.
+        q, k, v: In the dtype of an active autocast.
+        packed_sequences: N of a packed batch and of every recurrent call; None if each row is a sequence.
+        scale: Factor of q in the readout.
     """
 
     q: Tensor
@@ -37,7 +37,7 @@ class CheckedTTT(NamedTuple):
 
 
 def check_call(call: TTTCall) -> CheckedTTT:
-    """Every check, and what they found."""
+    """Run all checks of a call."""
     op, q, k, v, w, b, eta, eta_col, states, cu_seqlens, context, form, _, recurrent = call
     check.flag(
         op,
@@ -71,7 +71,7 @@ def check_tokens(
     eta_col: Tensor | float | None,
     cu_seqlens: Tensor | SequenceLayout | None,
 ) -> tuple[Tensor | None, int]:
-    """The boundaries as a tensor, and the number of sequences."""
+    """Check the token tensors; return the boundaries as a tensor, and the number of sequences."""
     step, factor = (x if isinstance(x, Tensor) else None for x in (eta, eta_col))
     sizes = check.shapes(
         op,
@@ -101,7 +101,7 @@ def check_tokens(
 
 
 def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
-    """The number of sequences that begin here."""
+    """Check that ranks' borders lie between mini-batches; return the number of sequences that begin on this rank."""
     check_share(op, context, "q", q, cu)
     for piece in (piece for chain in context.partition.chains for piece in chain[:-1]):
         end = piece.done + piece.length
@@ -122,7 +122,7 @@ def _check_initial(op: str, v: Tensor, N: int, state: Tensor | None, bias: Tenso
 def _check_ttt_state(
     op: str, v: Tensor, N: int, state: Tensor, bias: Tensor, grad: Tensor, bias_grad: Tensor, position: Tensor
 ) -> None:
-    """The fields of a TTTState."""
+    """Check the fields of a TTTState."""
     check.tensor(op, "state.position", position)
     named: dict[str, tuple[Tensor | None, str]] = {
         "state.state": (state, "N HV K V"),
@@ -140,7 +140,7 @@ def _check_ttt_state(
 def _check_states(
     op: str, v: Tensor, N: int, states: Mapping[str, tuple[Tensor | None, str]], *, optional: tuple[str, ...] = ()
 ) -> None:
-    """States fit the tokens: their letters' sizes, device and dtype."""
+    """Check shapes, device and dtypes of states against the tokens."""
     sizes = {"N": N, "HV": v.shape[2], "K": v.shape[3], "V": v.shape[3]}
     check.shapes(op, optional=optional, known=sizes, **states)
     tensors = {name: state for name, (state, _) in states.items()}
@@ -149,7 +149,7 @@ def _check_states(
 
 
 def check_form(op: str, chunk_size: int, residual: str, eps: float, dtype: torch.dtype) -> None:
-    """Numbers and words that belong to the model."""
+    """Check the model's options: mini-batch size, residual and eps."""
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
     check.choice(op, "residual", residual, RESIDUALS)
     check.epsilon(op, eps, torch.float64 if dtype == torch.float64 else torch.float32)
