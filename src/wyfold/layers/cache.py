@@ -1,17 +1,17 @@
-"""What layers remember between calls.
+"""Decoding caches and serving pools of layers.
 
-A layer keeps what it needs to go on in a `LayerCache`: tensors by name, whose first dimension is the sequence. It
-starts empty, and each call replaces its tensors by their successors without writing into them, so `snapshot` is free. A
-`DecodingCache` holds one per layer of a model.
+A `LayerCache` holds one layer's state between calls: tensors by name, with one row per sequence. It starts empty. Each
+call replaces the tensors and never writes into them, so `snapshot` is free. A `DecodingCache` holds one per layer of a
+model.
 
-A cache is an object that wrappers of modules pass on as it is. Wrappers rebuild dicts, tuples, dataclasses and
-registered pytrees among the arguments they cast or move (FSDP2 with a mixed precision policy, accelerate's hooks), and
-what a layer writes into a rebuilt container is lost. So these classes are none of those, and `to` works in place.
+These classes are not dicts, tuples, dataclasses or registered pytrees. Module wrappers (FSDP2 with a mixed precision
+policy, accelerate's hooks) rebuild such containers among their arguments, and a layer's writes to a rebuilt container
+would be lost. For the same reason `to` works in place.
 
-The size of a cache does not grow with the tokens seen, softmax attention without a window excepted.
+The size of a cache does not grow with the number of tokens, except for softmax attention without a window.
 
-To serve, a layer of the delta family keeps many sequences in a `LayerPool` instead, each in a slot, and updates those
-that a call names in place; no gradient passes. `DecodingPools` holds one per layer.
+For serving, a `LayerPool` holds many sequences of a delta-family layer, one per slot; a call updates its slots in
+place, without a gradient. `DecodingPools` holds one pool per layer.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_ops import autocast_dtype
 
 ACTIVATIONS = frozenset({"conv", "keys", "values"})
-"""Tensors of a cache that have the dtype of the layer's activations; other floats are recurrent states."""
+"""Cache tensors with the dtype of the layer's activations; other floating tensors are recurrent states."""
 
 
 class LayerCache:
-    """What one layer remembers of N sequences: tensors by name, replaced by each call.
+    """State of one layer for N sequences: tensors by name, replaced by each call.
 
     Args:
-        tensors: Name -> [N, ...], a mapping or another cache; None or empty for a fresh start. The mapping is copied,
-            its tensors are not.
+        tensors: Name -> [N, ...], a mapping or another cache; None or empty to start new sequences. The mapping is
+            copied, its tensors are not.
 
-    To save a cache, save `dict(cache.items())`; `LayerCache(tensors)` of what was loaded goes on from there.
+    To save a cache, save `dict(cache.items())`; to restore it, pass the loaded tensors to `LayerCache`.
 
     Raises:
-        TypeError, ValueError: tensors is no mapping, or does not map names to tensors [N, ...].
+        TypeError: tensors is not a mapping of names to tensors.
+        ValueError: A tensor has no dimension N.
 
     Examples:
         >>> import torch
@@ -67,8 +68,8 @@ class LayerCache:
     def __setitem__(self, name: str, x: Tensor) -> None:
         _check_entry(name, x)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # A checkpoint runs the layer again from the state that the first run left, which gives wrong gradients. A
-            # gradient hook that calls a layer with an unrelated cache cannot be distinguished from that here.
+            # Activation checkpointing repeats the layer from the state its first run left: wrong gradients. A gradient
+            # hook that calls a layer with an unrelated cache cannot be distinguished from that here.
             raise RuntimeError(
                 "LayerCache: a layer must not be called with a cache inside a backward pass, as activation "
                 "checkpointing does, and no cache may be changed there; use the checkpoint without a cache, or the "
@@ -118,7 +119,8 @@ class LayerCache:
             tensors: A mapping, another cache, or pairs of a name and a tensor.
 
         Raises:
-            TypeError, ValueError: what is given does not map names to tensors [N, ...]; nothing is replaced.
+            TypeError: tensors does not map names to tensors; nothing is replaced.
+            ValueError: A tensor has no dimension N; nothing is replaced.
         """
         given = dict(tensors.items() if isinstance(tensors, Mapping | LayerCache) else tensors)
         for name, x in given.items():
@@ -127,11 +129,11 @@ class LayerCache:
             self[name] = x
 
     def clear(self) -> None:
-        """Remove every tensor; the next call starts afresh."""
+        """Remove every tensor; the next call starts new sequences."""
         self._tensors.clear()
 
     def snapshot(self) -> LayerCache:
-        """A second cache with the same tensors; calls replace tensors and write into none, so nothing is copied."""
+        """A second cache with the same tensors. Nothing is copied, because calls replace tensors."""
         return LayerCache(self._tensors)
 
     def reorder(self, rows: Tensor) -> LayerCache:
@@ -141,8 +143,9 @@ class LayerCache:
             rows: [N'] int32 or int64, from 0 to N - 1. Repeats and another length are allowed.
 
         Raises:
-            TypeError, ValueError: rows is of another type, dtype or shape, or names a row that is not there (on a GPU
-                inside `checked`); no tensor is replaced.
+            TypeError: rows is not a tensor; no tensor is replaced.
+            ValueError: rows has a wrong dtype or shape, or an index out of range (on a GPU checked only inside
+                `checked`); no tensor is replaced.
         """
         _check_rows("LayerCache.reorder", rows, min((x.shape[0] for x in self.values()), default=None))
         self.update([(name, x.index_select(0, rows.to(x.device))) for name, x in self.items()])
@@ -164,10 +167,10 @@ class LayerCache:
         """Move or cast in place.
 
         Args:
-            device: None leaves tensors where they are.
-            dtype: Of the convolution's inputs and of attention's keys and values; recurrent states keep theirs.
-            state_dtype: Of the recurrent states. Integers are never cast.
-            non_blocking: Whether the copies may run beside the host.
+            device: None: the current device.
+            dtype: Dtype of the convolution's inputs and of attention's keys and values. None: unchanged.
+            state_dtype: Dtype of the recurrent states. None: unchanged. Integers are never cast.
+            non_blocking: Allow asynchronous copies.
 
         Returns:
             The cache itself.
@@ -189,19 +192,20 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensors hold."""
+        """Total size of the tensors in bytes."""
         return sum(x.nbytes for x in self.values())
 
 
 class DecodingCache:
-    """The caches of a model's layers, moved and reordered together.
+    """Caches of all layers of a model, moved and reordered together.
 
     Args:
-        layers: One `LayerCache` per layer, empty for a fresh start.
-        batch_size: N, sequences that go on together.
+        layers: One `LayerCache` per layer, empty to start new sequences.
+        batch_size: N, number of sequences.
 
     Raises:
-        TypeError: a layer's cache is no `LayerCache`.
+        TypeError: An entry of layers is not a `LayerCache`.
+        ValueError: batch_size < 1.
 
     Examples:
         >>> import torch
@@ -221,13 +225,15 @@ class DecodingCache:
         self.batch_size = check.integer("DecodingCache", "batch_size", batch_size, least=1)
 
     def reorder(self, rows: Tensor) -> DecodingCache:
-        """Row i becomes what row rows[i] was, in place: beams, finished sequences dropped, a prompt forked.
+        """Replace row i by row rows[i], in place: for beam search, to drop finished sequences, or to fork a prompt.
 
         Args:
             rows: [N'] int32 or int64, from 0 to N - 1. Repeats and another length are allowed.
 
         Raises:
-            TypeError, ValueError: as `LayerCache.reorder`; no layer is reordered.
+            TypeError: rows is not a tensor; no layer is reordered.
+            ValueError: rows has a wrong dtype or shape, or an index out of range (on a GPU checked only inside
+                `checked`); no layer is reordered.
         """
         held = [x.shape[0] for layer in self.layers for x in layer.values()]
         _check_rows("DecodingCache.reorder", rows, min([self.batch_size, *held]))
@@ -237,7 +243,7 @@ class DecodingCache:
         return self
 
     def detach(self) -> DecodingCache:
-        """Forget in place how the tensors were computed: training goes on from here without a gradient to the past."""
+        """Drop the gradient history of all tensors, in place: truncated backpropagation through time."""
         for layer in self.layers:
             layer.detach()
         return self
@@ -250,7 +256,7 @@ class DecodingCache:
         state_dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> DecodingCache:
-        """Move or cast in place, as `LayerCache.to`: `dtype` leaves recurrent states as they are.
+        """Move or cast in place, as `LayerCache.to`: `dtype` does not apply to recurrent states.
 
         Returns:
             The cache itself.
@@ -260,7 +266,7 @@ class DecodingCache:
         return self
 
     def snapshot(self) -> DecodingCache:
-        """A second cache with the same contents; free, since later calls replace tensors and write into none."""
+        """A second cache with the same contents. Nothing is copied, because calls replace tensors."""
         return DecodingCache([layer.snapshot() for layer in self.layers], self.batch_size)
 
     def __copy__(self) -> DecodingCache:
@@ -268,35 +274,35 @@ class DecodingCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensors hold."""
+        """Total size of the tensors in bytes."""
         return sum(layer.nbytes for layer in self.layers)
 
 
 class LayerPool:
-    """What a layer remembers of many sequences, and which of them a call is for; updated in place.
+    """State of one layer for many sequences, updated in place, and the slots of the current call.
 
     Attributes:
         conv: [slots, D, W-1] latest inputs of the short convolution.
         state: [slots, HV, V, K] states, V-first.
-        slots: [N] int32 or int64 slot of each sequence of a call; None: sequence n is in slot n.
-        given: [N] bool, False where a sequence starts, whatever its slot holds; None: everywhere True.
+        slots: [N] int32 or int64 slot of each sequence of the call. None: sequence n uses slot n.
+        given: [N] bool, has_initial_state. False: the sequence starts from zeros and ignores its slot. None: all True.
     """
 
     def __init__(self, conv: Tensor, state: Tensor, slots: Tensor | None = None, given: Tensor | None = None):
         self.conv, self.state, self.slots, self.given = conv, state, slots, given
 
     def at(self, slots: Tensor | None, has_initial_state: Tensor | None = None) -> LayerPool:
-        """The same pool for a call of these slots."""
+        """The same pool, for a call with these slots."""
         return LayerPool(self.conv, self.state, slots, has_initial_state)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool holds."""
+        """Size of the pool in bytes."""
         return self.conv.nbytes + self.state.nbytes
 
 
 class PooledCache:
-    """The pools of a model's layers for one call of N = batch_size sequences; from `DecodingPools.at`.
+    """Pools of all layers of a model for one call with N = batch_size sequences; made by `DecodingPools.at`.
 
     Attributes:
         layers: One `LayerPool` per layer.
@@ -308,10 +314,10 @@ class PooledCache:
 
 
 class DecodingPools:
-    """The pools of a model's layers, zeros at first. What one call wrote the next one finds; nothing else is allocated.
+    """Pools of all layers of a model, initially zero. Calls update them in place and allocate no other state.
 
     Args:
-        layers: One `LayerPool` per layer, all of so many slots.
+        layers: One `LayerPool` per layer, all with the same number of slots.
 
     Examples:
         >>> import torch
@@ -328,24 +334,24 @@ class DecodingPools:
         self.layers = tuple(layers)
 
     def at(self, slots: Tensor | None = None, has_initial_state: Tensor | None = None) -> PooledCache:
-        """The `cache=` of a call.
+        """The `cache=` argument of a call.
 
         Args:
-            slots: [N] int32 or int64, distinct; one that is none is skipped, and its rows of the output mean nothing.
+            slots: [N] int32 or int64, distinct. A row whose index is not a slot is skipped; its output is undefined.
                 None: every slot, in order.
-            has_initial_state: [N] bool. False: the sequence starts, whatever its slot holds.
+            has_initial_state: [N] bool. False: the sequence starts from zeros and ignores its slot. None: all True.
         """
         N = self.layers[0].state.shape[0] if slots is None else slots.shape[0]
         return PooledCache([pool.at(slots, has_initial_state) for pool in self.layers], N)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pools hold."""
+        """Total size of the pools in bytes."""
         return sum(pool.nbytes for pool in self.layers)
 
 
 def _check_entry(name: object, x: object) -> None:
-    """Refuse what is no tensor of rows under a name."""
+    """Refuse an entry that is not a tensor [N, ...] with a string as its name."""
     if not isinstance(name, str):
         raise TypeError(f"LayerCache: names must be str, got {type(name).__name__}")
     if not isinstance(x, Tensor):
@@ -357,7 +363,7 @@ def _check_entry(name: object, x: object) -> None:
 
 
 def _check_rows(op: str, rows: Tensor, count: int | None) -> None:
-    """Refuse rows that are no row numbers of a cache of `count` sequences; None: the cache is empty."""
+    """Refuse invalid row indices of a cache with `count` sequences; None: the cache is empty."""
     check.shapes(op, rows=(rows, "N"))
     check.floating(op, (torch.int32, torch.int64), rows=rows)
     if count is None or rows.numel() == 0 or not check.readable(rows):
@@ -368,10 +374,10 @@ def _check_rows(op: str, rows: Tensor, count: int | None) -> None:
 
 
 def require_cache(layer: str, cache: object) -> LayerCache:
-    """The cache of a layer's call, if it is a `LayerCache`.
+    """Return the cache of a layer's call if it is a `LayerCache`.
 
     Raises:
-        TypeError: it is something else; a dict among others, of which a wrapper of modules would pass on a copy.
+        TypeError: cache has another type, for example a dict, which module wrappers would copy.
     """
     if isinstance(cache, LayerCache):
         return cache
@@ -394,23 +400,23 @@ def sequences(
     cp_context: ContextParallel | None = None,
     alike: Callable[[Tensor], Mapping[str, object]] | None = None,
 ) -> int:
-    """N, the sequences of a layer's input, once the input, its layout and the cache agree.
+    """Check a layer's input, layout and cache against each other; return N, the number of sequences.
 
     Args:
         layer: Name for messages.
         x: [B, T, width].
         width: The layer's hidden_size.
         reader: The layer's first projection of x.
-        layout: Boundaries of a packed input, for which B is 1; None if each row is a sequence.
+        layout: Boundaries of a packed input, for which B is 1. None: each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
-        holds: Names of the tensors in the layer's cache: with another layer's it would silently start afresh.
-        cp_context: In the place of layout and cache; N are then the sequences that begin on this rank. What one rank
-            refuses in the first call of a kind is refused on all.
-        alike: Gives what must be equal on all ranks. None: the layer's operators compare it.
+        holds: Names of the tensors in the layer's cache. With another layer's cache it would silently start from zeros.
+        cp_context: Instead of layout and cache; N is then the number of sequences that begin on this rank. An error on
+            one rank in the first call of a kind is raised on all ranks.
+        alike: Returns the properties that must be equal on all ranks. None: the layer's operators compare theirs.
 
     Raises:
-        TypeError: an argument of another type; x of another dtype than the parameters, but for an open autocast.
-        ValueError: a shape that differs from what the other arguments imply.
+        TypeError: An argument has the wrong type, or x has another dtype than the parameters outside autocast.
+        ValueError: A shape contradicts the other arguments.
     """
 
     def count() -> int:
@@ -431,7 +437,7 @@ def _count(
     holds: tuple[str, ...],
     cp_context: ContextParallel | None,
 ) -> int:
-    """`sequences` of one process."""
+    """`sequences` without comparison of ranks."""
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
     check.floating(layer, x=x)
     _of_parameters(layer, x, reader)
@@ -462,9 +468,9 @@ def _count(
 
 
 def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
-    """Refuse an x that PyTorch would, in its own words, once it is multiplied.
+    """Refuse an x whose dtype PyTorch's matrix product would refuse, with a clearer message.
 
-    A module that replaces the projection, with quantized parameters for example, checks its input itself.
+    A module that replaces the projection, for example with quantized parameters, checks its input itself.
     """
     if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
         return

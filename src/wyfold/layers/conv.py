@@ -106,7 +106,7 @@ class ShortConvolution(nn.Module):
         return y
 
     def _serve(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
-        """`forward` from the slots of a pool and into them; one token of each sequence, or prompts of any lengths."""
+        """`forward` with inputs in pool slots, for one token of each sequence or prompts of any lengths."""
         where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
         if layout is None and x.shape[1] == 1:
             return conv1d_update(x, pool.conv, self.weight, self.bias, activation=self.activation, **where)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the delta rule with one decay per head, and the parameters of decays."""
+"""Gated DeltaNet layer: the delta rule with one decay per head; and the parameters of decays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_
 
 
 class DecayParameters(nn.Module):
-    """What turns a projected x into a log decay: g = -exp(A_log) softplus(raw + dt_bias).
+    """Parameters A_log and dt_bias of a log decay, g = -exp(A_log) softplus(raw + dt_bias).
 
-    They are few and their rounding reaches every token, so they belong in float32. A module of their own, with a
-    forward, is what lets FSDP2's mixed precision leave them there: shard it before the block it is in. They have the
-    attribute `_no_weight_decay = True`, by which optimizers of the field leave them out of weight decay. A wrapper that
-    replaces parameters (FSDP2 does) drops it: sort parameters into groups before.
+    There are few of them and their rounding affects every token, so they should stay in float32. They are a separate
+    module with a forward, so that FSDP2's mixed precision can exempt them: shard this module before its block. They
+    carry the attribute `_no_weight_decay = True`, which common optimizers read. A wrapper that replaces parameters
+    (FSDP2 does) drops it; build the optimizer's parameter groups before.
 
     Args:
         num_v_heads: HV.
         channels: K for a decay per key channel; None for one per head.
-        bounded: Whether the gate is lower_bound * sigmoid(exp(A_log) (raw + dt_bias)). Its rate multiplies inside the
-            sigmoid, so it starts at 1: the spread of rates that suits the softplus would saturate it.
+        bounded: The gate is lower_bound * sigmoid(exp(A_log) (raw + dt_bias)). Its rate is a factor inside the sigmoid
+            and starts at 1: the spread of rates used for the softplus would saturate it.
     """
 
     def __init__(self, num_v_heads: int, channels: int | None = None, *, bounded: bool = False):
@@ -37,26 +37,26 @@ class DecayParameters(nn.Module):
         self.reset_parameters()
 
     def _mark(self) -> None:
-        """Mark the parameters as those that the field's optimizers exempt from weight decay."""
+        """Mark the parameters as exempt from weight decay, for optimizers that read the attribute."""
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> DecayParameters:
         super()._apply(fn, recurse)
-        self._mark()  # `to_empty` makes parameters of their own
+        self._mark()  # `to_empty` creates new parameters
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of a copy or a pickle, whose parameters carry no attributes
+        super().__setstate__(state)  # copies and pickles of parameters drop attributes
         self._mark()
 
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
         super()._load_from_state_dict(*given, **named)
-        self._mark()  # `assign=True` takes the parameters it is given
+        self._mark()  # `assign=True` replaces the parameters
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates exp(A_log) uniform in [1, 16]; softplus(dt_bias) log-uniform in [0.001, 0.1], as in Mamba-2."""
+        """Draw rates exp(A_log) uniformly in [1, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1] (Mamba-2)."""
         if self.bounded:
             self.A_log.zero_()
         else:
@@ -65,27 +65,44 @@ class DecayParameters(nn.Module):
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A_log [HV] and dt_bias [HV] or [HV, K]."""
-        # FSDP frees what it gathered as soon as this returns: FSDP2 has changed the class then, and FSDP1 has put views
-        # into its flat parameter in the place of the parameters.
+        """Return A_log [HV] and dt_bias [HV] or [HV, K]."""
+        # FSDP frees gathered parameters as soon as this returns, so copy them. FSDP2 is recognised by the changed
+        # class, FSDP1 by views into its flat parameter in place of the parameters.
         if hasattr(type(self), "unshard") or not isinstance(self.A_log, nn.Parameter):
             return self.A_log.clone(), self.dt_bias.clone()
         return self.A_log, self.dt_bias
 
 
 class GatedDeltaNet(DeltaMixer):
-    """The layer of Gated DeltaNet: the delta rule after a decay of the whole state, chosen by each token.
+    """Gated DeltaNet layer: each token decays its head's whole state before the delta rule.
 
         q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_beta x),   g = -exp(A_log) softplus(W_decay x + dt_bias)
         y = W_o (rms_norm(gated_delta_rule(q/|q|, k/|k|, v, g, beta)) * silu(W_gate x))
 
     Args:
-        hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size, allow_neg_eigval: See `DeltaMixer`.
+        hidden_size: Width of x.
+        num_heads: H, query and key heads.
+        num_v_heads: HV, value heads, a multiple of H. None: H.
+        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
+        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        conv_size: Length of the short convolution, 2 to 8.
+        allow_neg_eigval: beta in [0, 2] instead of [0, 1] (arXiv:2411.12537).
         norm_eps: eps of the output norm.
-        backend: See `DeltaMixer`.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size is not supported by the operator.
 
     Source:
-        arXiv:2412.06464.
+        Gated DeltaNet, arXiv:2412.06464v3: Eq. (10); projections, norm and gate in section 3.4.
+
+    Examples:
+        >>> import torch
+        >>> from wyfold.layers import GatedDeltaNet
+        >>> layer = GatedDeltaNet(hidden_size=32, num_heads=2, head_dim=16)
+        >>> layer(torch.randn(1, 5, 32)).shape
+        torch.Size([1, 5, 32])
     """
 
     operators = (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
@@ -112,21 +129,21 @@ class GatedDeltaNet(DeltaMixer):
 
     @classmethod
     def from_hf(cls, layer: Any, *, backend: str | None = None) -> GatedDeltaNet:
-        """A copy of a transformers layer of the Qwen family, its projections fused (Qwen3-Next) or split (Qwen3.5).
+        """Copy a transformers layer of the Qwen family, with fused (Qwen3-Next) or split (Qwen3.5) projections.
 
         Args:
             layer: A Qwen3NextGatedDeltaNet, or a layer with the parameters of Qwen3_5GatedDeltaNet.
-            backend: Of every operator in the copy.
+            backend: Backend of every operator in the copy.
 
         Raises:
-            ValueError: a layer of another kind.
+            ValueError: The layer has other parameters.
         """
         source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
         if not ({"in_proj_qkvz.weight", "in_proj_ba.weight"} <= source.keys() or "in_proj_qkv.weight" in source):
             raise ValueError(f"GatedDeltaNet.from_hf: layer must have Qwen's projections, got {type(layer).__name__}")
         H, HV, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
         if "in_proj_qkvz.weight" in source:
-            # Rows of one key head and its group of value heads stand together: q, k, v..., z... and b..., a...
+            # Rows are grouped by key head, each with its value heads: q, k, v..., z... and b..., a...
             q, k, v, z = _grouped_rows(source.pop("in_proj_qkvz.weight"), H, [K, K, HV // H * V, HV // H * V])
             b, a = _grouped_rows(source.pop("in_proj_ba.weight"), H, [HV // H, HV // H])
             qkv = torch.cat([q, k, v])
@@ -159,5 +176,5 @@ class GatedDeltaNet(DeltaMixer):
 
 
 def _grouped_rows(weight: Tensor, groups: int, sizes: list[int]) -> list[Tensor]:
-    """Parts of a matrix whose rows repeat, group after group, in pieces of the given sizes."""
+    """Split a matrix whose rows are `groups` groups of parts with the given sizes; return each part of all groups."""
     return [part.flatten(0, 1) for part in weight.unflatten(0, (groups, -1)).split(sizes, dim=1)]

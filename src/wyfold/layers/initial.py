@@ -1,4 +1,4 @@
-"""Initial values that differ from those of PyTorch's module."""
+"""Initialisation of PyTorch modules with values other than their own defaults."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""One decoder: a small language model whose layers are named by a pattern.
+"""`Decoder`: a small language model whose layers are chosen by a pattern.
 
-Notable:
-- delta-rule, TTT and softmax attention layers in any order, `pattern="kda*3 attention"` repeated to depth
-- pre-norm blocks: RMSNorm, mixer, residual; RMSNorm, SwiGLU, residual; no biases but those of the papers' gates
-- rotary positions in the attention layers alone: recurrences and convolutions know the order of what they read
-- embedding and output matrix are one, unless the configuration says otherwise
-- packed documents by a `SequenceLayout` that every layer reads
-- generation from a cache whose size does not grow, but for attention without a window
-- the loss is float32 whatever the parameters are
+- Delta-rule, TTT and softmax attention layers in any order; `pattern="kda*3 attention"` is repeated to the depth.
+- Pre-norm blocks: RMSNorm, mixer, residual; RMSNorm, SwiGLU, residual. No biases except in the papers' gates.
+- Rotary positions in attention layers only; recurrences and convolutions depend on order by themselves.
+- Embedding and output matrix are tied by default.
+- Packed documents by a `SequenceLayout`, passed to every layer.
+- Generation from a cache of constant size, except for attention without a window.
+- The loss is float32 for parameters of any dtype.
 """
 
 from wyfold.models.block import SwiGLU

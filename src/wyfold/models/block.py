@@ -1,4 +1,4 @@
-"""A block of the decoder: a mixer and an MLP, each behind a norm and beside the residual stream."""
+"""Pre-norm residual block of the decoder: a mixer and an MLP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT_RESULTS = frozenset(
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    recomputed: str | None = None  # by the backward, as `Decoder.recompute` says it
+    recomputed: str | None = None  # set by `Decoder.recompute`
 
     def __init__(self, config: DecoderConfig, name: str, backend: str | None):
         super().__init__()
@@ -50,12 +50,12 @@ class Block(nn.Module):
             self.recomputed is None
             or cache is not None
             or not torch.is_grad_enabled()
-            or exporting()  # a program has no checkpoints; what it computes is the same
+            or exporting()  # an exported program has no checkpoints; its results are the same
         ):
             return self._mixed(x, layout, cache, cp_context)
-        # Inside the block's own call, so that what shards its parameters gathers them before they are used again.
+        # Checkpoint inside the block's forward, so that a sharding wrapper gathers parameters for the recomputation.
         selective: dict[str, Any] = {}
-        if self.recomputed == "selective":  # otherwise left out: a compiler traces no context function of eager mode
+        if self.recomputed == "selective":  # omitted otherwise: compilers cannot trace the eager context function
             selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
         return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, **selective)
 
@@ -71,13 +71,13 @@ class Block(nn.Module):
 
 
 def _kept(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """What selective checkpointing keeps of a block: the results of its one sequential step."""
+    """Policy of selective checkpointing: keep the results of the recurrence or attention, recompute the rest."""
     kept = str(operator).rpartition(".")[0] in KEPT_RESULTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SwiGLU(nn.Module):
-    """W_o (silu(W_a x) * W_b x), W_a and W_b in one matrix."""
+    """MLP W_o (silu(W_a x) * W_b x), with W_a and W_b in one matrix."""
 
     def __init__(self, width: int, inner: int):
         super().__init__()

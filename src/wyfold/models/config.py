@@ -1,4 +1,4 @@
-"""What a decoder is made of: sizes, and a pattern of mixers."""
+"""Configuration of a decoder: sizes, and a pattern of mixers."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ MIXERS: dict[str, type[nn.Module]] = {
 }
 LARGEST = {"vocab_size": 2**31 - 1, "mlp_size": 2**28}
 WIDEST = 2**24
-"""Of all other sizes; no matrix of such sizes has more bytes than 64 bits count."""
+"""Maximum of all other sizes; the bytes of a matrix of such sizes fit into 64 bits."""
 NOT_IN_SHAPES = ("head_dim", "norm_eps", "options")
-"""Fields that change results without changing the name or shape of a tensor; `head_dim`, because attention of 4 heads
-of 64 has the tensors of 8 heads of 32. All others follow from names and shapes once these three are given."""
+"""Fields that change results without changing the name or shape of a tensor. `head_dim` is one, because attention with
+4 heads of 64 has the tensors of 8 heads of 32. All other fields follow from names and shapes and these three."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """What a decoder is made of.
+    """Configuration of a `Decoder`.
 
     Args:
         vocab_size: Token ids are 0 to vocab_size - 1. 256 for bytes.
         hidden_size: Width of the residual stream.
-        num_layers: Blocks.
-        pattern: Names of mixers, each with an optional count, "kda*3 attention", repeated to num_layers: delta_net,
-            gated_delta_net (gdn), kda, ttt_linear, attention.
-        num_heads, num_v_heads, head_dim, head_v_dim, conv_size: Passed to every mixer that takes them.
-        mlp_size: Inner width of the MLP; None = 8/3 of hidden_size, up to a multiple of 16.
-        tied: Whether the output matrix is the embedding.
+        num_layers: Number of blocks.
+        pattern: Names of mixers with optional counts, such as "kda*3 attention", repeated to num_layers. Names:
+            delta_net, gated_delta_net (gdn), kda, ttt_linear, attention.
+        num_heads, num_v_heads, head_dim, head_v_dim, conv_size: Passed to every mixer that has such an argument.
+        mlp_size: Inner width of the MLP. None: 8/3 of hidden_size, rounded up to a multiple of 16.
+        tied: Use the embedding as the output matrix.
         norm_eps: eps of the norms of the residual stream.
-        options: Mixer's name -> its further or differing arguments: {"attention": {"window": 256}}.
+        options: Mixer's name -> additional or overriding arguments: {"attention": {"window": 256}}.
 
     Raises:
-        TypeError, ValueError: naming the field.
+        TypeError: A field has the wrong type; the message names it.
+        ValueError: A field is out of range or unknown to its mixer; the message names it.
 
     Examples:
         >>> DecoderConfig(pattern="gdn*2 attention", num_layers=4).layers
@@ -95,20 +96,20 @@ class DecoderConfig:
         return tuple(period[i % len(period)] for i in range(self.num_layers))
 
     def mixer(self, name: str, *, backend: str | None = None) -> nn.Module:
-        """A fresh mixer of that name, its operators on `backend`."""
+        """A new mixer of that name, with its operators on `backend`."""
         shared = ("hidden_size", "num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
         known = inspect.signature(MIXERS[name]).parameters
         arguments = {field: getattr(self, field) for field in shared if field in known}
-        if "backend" in known:  # softmax attention is PyTorch's own, on every device
+        if "backend" in known:  # softmax attention has none: it is PyTorch's on every device
             arguments["backend"] = backend
         return MIXERS[name](**arguments | dict(self.options.get(name, {})))
 
     def _check_mixer(self, name: str) -> None:
-        """A mixer's own refusal, now and under the name of the field it comes from."""
+        """Build a mixer on the meta device, and raise its errors under the name of the configuration's field."""
         try:
             with torch.device("meta"):
                 self.mixer(name)
-        except (OverflowError, RuntimeError) as error:  # what PyTorch says of sizes that 64 bits do not count
+        except (OverflowError, RuntimeError) as error:  # sizes whose product exceeds 64 bits
             reason = str(error).partition("\n")[0]
             raise ValueError(f"DecoderConfig: sizes must fit into memory, got more in {name}: {reason}") from error
         except (TypeError, ValueError) as error:
@@ -116,7 +117,7 @@ class DecoderConfig:
             field = argument
             if argument in self.options.get(name, {}):
                 field = f"options[{name!r}][{argument!r}]"
-            elif not hasattr(self, argument):  # of a part of the mixer, which calls it by a shorter name
+            elif not hasattr(self, argument):  # an argument of a submodule, which has another name there
                 field = f"options[{name!r}]: {argument}"
             raise type(error)(f"DecoderConfig: {field} {complaint}, in {name}") from error
 
@@ -126,17 +127,17 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, text: str, *, required: Collection[str] = ()) -> DecoderConfig:
-        """The configuration that `to_json` wrote; a missing field has its default.
+        """Parse the output of `to_json`; a missing field has its default.
 
         Args:
             text: A JSON object.
-            required: Fields that have to be given. `Decoder.load` requires head_dim, norm_eps and options: a default in
-                their place could give another model with the same tensors. It compares what follows from the other
-                fields with the names and shapes of the tensors.
+            required: Fields that must be present. `Decoder.load` requires head_dim, norm_eps and options, because a
+                default could give another model with the same tensors. It compares the names and shapes of the tensors
+                with those that follow from the other fields.
 
         Raises:
-            ValueError: no JSON object, a number that is not finite, a required field that is missing, a field given
-                twice or unknown to this version, or a field's value of the wrong type or range.
+            ValueError: text is not a JSON object; a number is not finite; a required field is missing; a field is
+                given twice, unknown to this version, or has a value of the wrong type or range.
         """
         try:
             fields = json.loads(
@@ -173,7 +174,7 @@ def _read_integer(word: str) -> int:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose names differ."""
+    """Build a JSON object's dict, refusing repeated names."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
@@ -183,11 +184,11 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_size(field: str, value: object) -> None:
-    """A whole number from 1 to the most that makes sense of it."""
+    """Check that a size is an integer from 1 to the field's maximum."""
     size = check.integer("DecoderConfig", field, value, least=1)
     most = MOST_LAYERS if field == "num_layers" else LARGEST.get(field, WIDEST)
     if size > most:
-        # A number of thousands of digits is no part of a message; Python refuses to spell it.
+        # Python refuses to format an integer of thousands of digits.
         got = size if size < 2**64 else f"a number of {size.bit_length()} bits"
         raise ValueError(f"DecoderConfig: {field} must be at most {most}, got {got}")
 
@@ -196,7 +197,7 @@ def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
     name = canonical("options", mixer)
     if not isinstance(options, Mapping):
         raise TypeError(f"DecoderConfig: options[{mixer!r}] must map names to values, got {type(options).__name__}")
-    elsewhere = ("hidden_size", "backend")  # one for all layers; and the decoder's own, which no configuration keeps
+    elsewhere = ("hidden_size", "backend")  # set for all layers; an argument of the decoder, never stored
     known = [option for option in inspect.signature(MIXERS[name]).parameters if option not in elsewhere]
     for option in options:
         if option not in known:

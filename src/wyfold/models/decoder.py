@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, norm, output matrix; its loss, and its ways into generation and onto a disk."""
+"""The decoder: embedding, blocks, norm and output matrix; with loss, generation, save and load."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_ops import autocast_dtype
 
-_SHORT = 60  # characters of a setting, in a message
-IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
+_SHORT = 60  # maximal characters of a setting in a message
+IGNORED = -100  # label without a loss, as in torch.nn.functional.cross_entropy
 
 
 class Decoder(nn.Module):
-    """The language model of a `DecoderConfig`.
+    """Language model described by a `DecoderConfig`.
 
     Args:
-        config: What it is made of, and all that `save` keeps beside the weights.
-        backend: Of every operator in its layers; belongs to this instance, not to the model. None for the table's
-            choice; on CUDA "eager" has to be asked for.
+        config: Configuration; `save` stores it with the weights.
+        backend: Backend of every operator in the layers; not stored by `save`. None: the best available one, which on
+            CUDA is never "eager".
+
+    Raises:
+        TypeError: config is not a DecoderConfig.
+        ValueError: backend is unknown.
 
     Examples:
         >>> import torch
@@ -68,10 +72,10 @@ class Decoder(nn.Module):
                 module.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter as a new decoder's: `reset_parameters` of every module, in any order.
+        """Initialise every parameter as in a new decoder, by `reset_parameters` of every module in any order.
 
-        Matrices are normal, of deviation 0.02, divided by sqrt(2 num_layers) for those that write into the residual
-        stream; biases are zeros; norms, filters and decays start as their layers say.
+        Matrices are normal with standard deviation 0.02, divided by sqrt(2 num_layers) for those that write to the
+        residual stream. Biases are zeros. Layers define the initial norms, filters and decays.
         """
         for module in self.modules():
             reset: Any = getattr(module, "reset_parameters", None)
@@ -88,30 +92,31 @@ class Decoder(nn.Module):
         cp_context: ContextParallel | None = None,
         places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of each next token, and their loss.
+        """Compute next-token logits, and the loss if labels are given.
 
         Args:
             ids: [B, T] integer.
-            labels: [B, T] int64. The token that follows ids[b, t], given by the caller; -100 where there is none to
-                learn, as at the end of a packed document. Rows past the layout's last boundary never count.
-            layout: Boundaries of packed documents, for which B is 1; no layer looks over one.
-            cache: From `new_cache`, or to serve from `new_pools(..).at`; ids go on where it stands, and it moves on.
-            cp_context: From `wyfold.cp.build_cp_context`, in the place of layout and cache: ids and labels are this
-                rank's share of the tokens, cut from those of all by `cp_context.shard`.
-            places: [B, n] int64. The places t of each row whose logits are wanted, where few are; labels are then
-                [B, n], theirs. Without cp_context.
+            labels: [B, T] int64. The token that follows ids[b, t], chosen by the caller; -100 for positions without a
+                loss, such as the end of a packed document. Rows past the layout's last boundary never count.
+            layout: Boundaries of packed documents, for which B is 1. No information crosses a boundary.
+            cache: From `new_cache`, or for serving from `new_pools(..).at`. The call continues from it and updates it.
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. ids and labels are this rank's
+                share of the tokens, made by `cp_context.shard`.
+            places: [B, n] int64. Positions t of each row whose logits to compute, if not all; labels are then [B, n].
+                Not with cp_context.
 
         Returns:
             logits: [B, T, vocab_size], dtype of the parameters; [B, n, vocab_size] with places.
-            loss: Mean cross entropy in nats over the labels that count, 0 if none does; float32. None without labels.
-                With a cp_context this rank's share of it: the sum over its labels by the count of all ranks' labels,
-                so that what ranks return, and the gradients they get, add up to the one loss and its gradients.
+            loss: Mean cross entropy in nats over the labels other than -100, 0 if there are none; float32. None without
+                labels. With a cp_context, this rank's share: the sum over its labels divided by the number of labels of
+                all ranks. Losses and gradients of the ranks then sum to the loss and its gradient.
 
         Raises:
-            ValueError: arguments that do not fit together; on the CPU, or inside `checked`, ids and labels that are no
-                tokens, and places beyond a row. With a cp_context, what one rank refuses and what differs between ranks
-                is raised on all of them in the first call of each kind; later by the rank that refuses alone, unless
-                the context was made with check="always".
+            TypeError: An argument has the wrong Python type.
+            ValueError: Arguments do not fit together. On the CPU or inside `checked` also: ids or labels are not
+                tokens, or places lie outside a row. With a cp_context, an error of one rank, or a difference between
+                ranks, is raised on all ranks in the first call of each kind. Later errors are raised on one rank only,
+                unless the context has check="always".
         """
         if cp_context is None:
             self._check_call(ids, labels, layout, cache, cp_context, places)
@@ -163,9 +168,9 @@ class Decoder(nn.Module):
         cp_context: ContextParallel,
         places: Tensor | None,
     ) -> Tensor:
-        """`_hidden` of this rank's share, once all ranks are known to call the same model alike.
+        """`_hidden` of this rank's share, after ranks have compared model and call.
 
-        They compare once for all layers: what these do follows from the model and from what is compared here.
+        One comparison serves all layers, whose calls follow from the compared properties.
         """
 
         def check_call() -> None:
@@ -179,7 +184,7 @@ class Decoder(nn.Module):
             return self._hidden(ids, None, None, cp_context)
 
     def _alike_on_ranks(self, ids: Tensor, labels: Tensor | None) -> dict[str, object]:
-        """What must be equal on all ranks of a call."""
+        """Properties that must be equal on all ranks of a call."""
         parameters = tuple((x.shape, x.dtype, x.requires_grad) for x in self.parameters())
         return {
             "B": ids.shape[0],
@@ -193,18 +198,18 @@ class Decoder(nn.Module):
         }
 
     def recompute(self, what: str | None) -> None:
-        """What a training step computes again in its backward, in order to keep less: memory for time, the same bits.
+        """Set activation checkpointing: less memory, more time, the same bits.
 
         Args:
-            what: None for nothing. "blocks": each block keeps its input alone. "selective": it keeps what its
-                recurrence and its attention returned besides, and computes again projections, norms and MLP. Inside of
-                `torch.compile`, PyTorch 2.11 keeps for "blocks" what it keeps for "selective".
+            what: None: no recomputation. "blocks": a block saves only its input. "selective": a block also saves the
+                results of its recurrence or attention, and recomputes projections, norms and MLP. Inside
+                `torch.compile`, PyTorch 2.11 saves the same for "blocks" as for "selective".
 
         Raises:
-            ValueError: what is none of these, or something else has taken the place of a block.
+            ValueError: what is unknown, or a block was replaced by another module.
         """
         check.choice("Decoder.recompute", "what", what, (None, *RECOMPUTED))
-        # The blocks themselves: an attribute of a wrapper around one (torch.compile, FSDP, checkpoints) says nothing.
+        # Set the attribute on the blocks themselves, not on wrappers around them (torch.compile, FSDP, checkpoints).
         blocks = [module for module in self.modules() if isinstance(module, Block)]
         if len(blocks) != self.config.num_layers:
             raise ValueError(
@@ -215,22 +220,24 @@ class Decoder(nn.Module):
             block.recomputed = what
 
     def new_cache(self, batch_size: int) -> DecodingCache:
-        """A cache with which `batch_size` sequences start."""
+        """An empty cache for `batch_size` sequences."""
         return DecodingCache([LayerCache() for _ in self.blocks], batch_size)
 
     def new_pools(
         self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> DecodingPools:
-        """Zeroed states of so many sequences, updated in place by calls that name their slots.
+        """Allocate zero-filled pools for serving, which calls update in place at given slots.
 
         Args:
-            slots: Sequences the pools have room for.
+            slots: Number of sequences the pools hold.
             device: None: that of the parameters.
-            dtype: Of the convolutions' inputs; None: that of the parameters. To be given where a wrapper computes in
+            dtype: Dtype of the convolutions' inputs. None: that of the parameters. Required if a wrapper computes in
                 another one, as FSDP2 does with a mixed precision policy. States are at least float32.
 
         Raises:
-            ValueError: a layer is not of the delta family, or the parameters are offloaded and no device is given.
+            TypeError: slots is not an int.
+            ValueError: slots < 1, a layer is not of the delta family, or the parameters are offloaded and no device is
+                given.
         """
         for name, block in zip(self.config.layers, self.blocks, strict=True):
             if not hasattr(block.mixer, "new_pool"):
@@ -250,10 +257,18 @@ class Decoder(nn.Module):
         generator: torch.Generator | None = None,
         stop: int | None = None,
     ) -> Tensor:
-        """The prompts with what follows them; arguments and errors as in `stream`.
+        """Generate a continuation of each prompt.
+
+        Args:
+            ids: [B, T] integer, T >= 1. Prompts of one length.
+            max_new_tokens, temperature, top_k, top_p, seed, generator, stop: As in `stream`.
 
         Returns:
-            ids: [B, T + n], n <= max_new_tokens; a row that stopped is filled up with `stop`.
+            ids: [B, T + n], n <= max_new_tokens; a row that stopped is padded with `stop`.
+
+        Raises:
+            TypeError: An argument has the wrong type; the message names it.
+            ValueError: An argument has a wrong shape or value; the message names it.
         """
         tokens = self.stream(
             ids,
@@ -281,31 +296,32 @@ class Decoder(nn.Module):
         layout: SequenceLayout | None = None,
         shared_draws: bool = False,
     ) -> Iterator[Tensor]:
-        """Tokens that follow the prompts, each as soon as it is drawn.
+        """Generate token by token, yielding each as soon as it is sampled.
 
-        Prompts are read in pieces of 2,048 tokens by the chunk forms, so a long one takes no more activations than a
-        piece; each token is one step of the recurrences. Attention without a window keeps every key; nothing else
-        that is kept grows. On a GPU, a model of the delta family alone keeps its states in pools that are updated in
-        place, and from the third token on a step is the replay of a CUDA graph.
+        Prompts are prefilled in pieces of 2,048 tokens by the chunk forms, which bounds the memory of activations; each
+        new token is one step of the recurrences. Only the cache of attention without a window grows. On a GPU, a model
+        with delta-family layers only keeps its states in pools, and from the third token on each step replays a CUDA
+        graph.
 
         Args:
-            ids: [B, T] integer. Prompts of one length, at least one token; or of any lengths, packed [1, T].
-            max_new_tokens: Most tokens to draw.
-            temperature: Logits are divided by it; 0 takes the likeliest token.
-            top_k: Draw among the k likeliest.
-            top_p: Draw among the likeliest that together hold this probability, in (0, 1].
-            seed: Of the draws, below 2**64; None draws from `generator`, or from PyTorch's own.
-            generator: On the device of the model.
-            stop: Token that ends a row; the stream ends when every row has drawn it.
-            layout: Boundaries of packed prompts, none of them empty. Waits for its device once.
-            shared_draws: Every row draws by the same random numbers, those of a prompt that is alone: what follows a
-                prompt does not depend on the others.
+            ids: [B, T] integer, T >= 1. Prompts of one length; or prompts of any lengths, packed [1, T] with layout.
+            max_new_tokens: Maximal number of tokens to generate.
+            temperature: Divisor of the logits; 0 selects the likeliest token.
+            top_k: Sample among the k likeliest. None: all.
+            top_p: Sample among the likeliest that together have this probability, in (0, 1]. None: all.
+            seed: Seed of the sampling, below 2**64. None: use `generator`, or PyTorch's default generator.
+            generator: Random generator on the model's device.
+            stop: Token that ends a row; the stream ends when every row has produced it.
+            layout: Boundaries of packed prompts, none of them empty. Synchronises with its device once.
+            shared_draws: All rows use the random numbers of a single row, so that a prompt's continuation does not
+                depend on the others.
 
         Yields:
             token: [N] int64, N = B, or the number of packed prompts.
 
         Raises:
-            TypeError, ValueError: naming the argument, before anything runs.
+            TypeError: An argument has the wrong type; the message names it. Raised before anything runs.
+            ValueError: An argument has a wrong shape or value; the message names it. Raised before anything runs.
         """
         name = "Decoder.generate"
         self._check(ids, layout, None)
@@ -333,19 +349,18 @@ class Decoder(nn.Module):
         return continued(self, ids, lengths, max_new_tokens, draw, stop)
 
     def save(self, folder: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write `config.json` and `model.safetensors` into a folder, each whole or not at all.
+        """Write `config.json` and `model.safetensors` into a folder, each atomically.
 
         Args:
-            folder: Created if it is missing.
-            state_dict: The decoder's tensors, gathered from wherever they are. None: the decoder's own, which have to
-                be ordinary tensors under the decoder's own names: neither sharded nor offloaded nor adapted. Those of a
-                subclass that is not built from a configuration alone are written under the names they have; its `load`
-                is its own.
+            folder: Created if missing.
+            state_dict: The decoder's tensors, gathered by the caller. None: the decoder's own, which must be ordinary
+                tensors under the decoder's names, not sharded, offloaded or adapted. For a subclass with further
+                constructor arguments, any names are written; the subclass must define its own `load`.
 
         Raises:
-            ImportError: safetensors is missing.
-            ValueError: tensors that `load` could not read, before anything is written.
-            OSError: a file cannot be written; an earlier one of its name is as it was.
+            ImportError: safetensors is not installed.
+            ValueError: `load` could not read the tensors; nothing is written.
+            OSError: A file cannot be written; an earlier file of that name is unchanged.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         disk.write(Path(folder), self.config, self._loadable(tensors))
@@ -354,18 +369,18 @@ class Decoder(nn.Module):
     def load(
         cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", backend: str | None = None
     ) -> Decoder:
-        """The decoder that `save` wrote, in the dtype it had.
+        """Load a decoder written by `save`, in its stored dtype.
 
         Args:
-            folder: Holds `config.json` and `model.safetensors`.
-            device: Of the parameters.
-            backend: As for a new decoder; none was saved.
+            folder: Folder with `config.json` and `model.safetensors`.
+            device: Device of the parameters.
+            backend: As for a new decoder.
 
         Raises:
-            ImportError: safetensors is missing.
-            FileNotFoundError: the folder holds no decoder.
-            ValueError: a file is damaged, or the tensors are not those that the configuration describes; names the
-                file and what is wrong. Nothing is built or read before that is known.
+            ImportError: safetensors is not installed.
+            FileNotFoundError: The folder holds no decoder.
+            ValueError: A file is damaged, or the tensors do not match the configuration; the message names the file.
+                Raised before the model is built or tensors are read.
         """
         config, infos = disk.read_header(Path(folder))
         with torch.device("meta"):
@@ -412,9 +427,7 @@ class Decoder(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(hidden)
-        if (
-            "base_layer" in self.embedding._modules
-        ):  # peft's way to hold what it adapts; it knows embeddings of ids only
+        if "base_layer" in self.embedding._modules:  # adapted by peft, which supports embeddings of ids only
             raise ValueError(
                 "Decoder: embedding must not be adapted where it is the output matrix as well; "
                 "take it out of the adapter's target modules, or use a decoder with tied=False"
@@ -422,9 +435,9 @@ class Decoder(nn.Module):
         return self.embedding(hidden, readout=True)
 
     def _loadable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under the names that `load` expects, if they are all there and hold numbers."""
+        """Check that the tensors are complete ordinary ones; return them under the names that `load` expects."""
         expected = self._expected()
-        found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of compiled parts
+        found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # compiled submodules add a prefix
         named = "Decoder.save: state_dict"
         for wrong, what in ((expected.keys() - found.keys(), "hold"), (found.keys() - expected.keys(), "not hold")):
             if wrong:
@@ -446,13 +459,13 @@ class Decoder(nn.Module):
         return found
 
     def _expected(self) -> dict[str, Tensor]:
-        """Tensors that `load` expects, by name: of a new decoder, or those here if the class needs other arguments."""
+        """Tensors that `load` expects, by name: a new decoder's, or this one's if its class needs other arguments."""
         with torch.device("meta"):
             if type(self).__init__ is Decoder.__init__:
                 return type(self)(self.config).state_dict()
             try:
                 new = type(self)(self.config)
-            except Exception:  # what a subclass's constructor raises for arguments that it does not know
+            except Exception:  # a subclass's constructor may raise anything for missing arguments
                 new = None
         if new is None or new.config != self.config:
             new = self
@@ -460,18 +473,18 @@ class Decoder(nn.Module):
 
 
 class TiedEmbedding(nn.Embedding):
-    """An embedding whose matrix is the output matrix as well.
+    """Embedding whose matrix is also the output matrix.
 
-    Both uses are calls of this module, so that whatever gathers, moves, casts or adapts its weight does so for both.
+    Both uses are calls of this module, so that hooks that gather, move, cast or adapt its weight apply to both.
     """
 
     def forward(self, x: Tensor, *, readout: bool = False) -> Tensor:
-        """Vectors of token ids, [B, T] -> [B, T, D]; with `readout` logits of hidden states, [B, T, D] -> [B, T, V]."""
+        """Embed token ids, [B, T] -> [B, T, D]; with `readout` map hidden states to logits, [B, T, D] -> [B, T, V]."""
         return F.linear(x, self.weight) if readout else super().forward(x)
 
 
 def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
-    """Of numbers on a GPU, which are not waited for, PyTorch's kernels say it."""
+    """Check that indices are in range; on a GPU this is left to PyTorch's kernels, to avoid a synchronisation."""
     if not check.readable(x):
         return
     kept = x[x != IGNORED] if besides else x
@@ -485,7 +498,7 @@ def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
 
 @lru_cache(maxsize=64)
 def _summary(parameters: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> str:
-    """Shapes, dtypes and requires_grad of parameters as ranks compare them."""
+    """Summary and digest of the parameters' shapes, dtypes and requires_grad, compared between ranks."""
     numbers = sum(shape.numel() for shape, _, _ in parameters)
     dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in parameters}))
     return f"{len(parameters)} of {numbers} numbers, {dtypes} ({collectives.digest(repr(parameters))})"

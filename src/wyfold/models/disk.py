@@ -17,7 +17,7 @@ __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "read", "read_header", "write", "write
 
 
 def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Both files, each whole or not at all."""
+    """Write both files, each atomically."""
     _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_FILE, {name: x.detach().contiguous() for name, x in tensors.items()})
@@ -25,10 +25,10 @@ def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) ->
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all.
+    """Write a safetensors file atomically.
 
     Raises:
-        OSError: the file cannot be written; a full disk, for one.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     from safetensors import SafetensorError
 
@@ -40,11 +40,14 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
-    """The configuration, and what the header of the weights says of each tensor; the two fit in depth and width.
+    """Read the configuration and the weights' header, and check that they agree in depth and width.
+
+    Returns:
+        Configuration, and tensor name -> dtype and shape.
 
     Raises:
-        FileNotFoundError: one of the files is missing.
-        ValueError: naming the file and what is wrong with it.
+        FileNotFoundError: One of the files is missing.
+        ValueError: A file is damaged or the two disagree; the message names the file.
     """
     _safetensors()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -53,13 +56,13 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
     try:
         text = files.read_bytes(folder / CONFIG_FILE, files.LARGEST_CONFIG).decode("utf-8")
         config = DecoderConfig.from_json(text, required=NOT_IN_SHAPES)
-    except (ValueError, TypeError) as error:  # bytes that are no UTF-8 are a ValueError too
+    except (ValueError, TypeError) as error:  # invalid UTF-8 raises a ValueError too
         raise ValueError(f"Decoder.load: {folder / CONFIG_FILE} is damaged: {error}") from error
     try:
         infos = files.read_header(folder / WEIGHTS_FILE)
     except ValueError as error:
         raise ValueError(f"Decoder.load: {folder / WEIGHTS_FILE} is damaged: {error}") from error
-    # Before a model is built: what it would take follows from the tensors that are there, not from a number in a file.
+    # Check before a model is built: its memory must follow from the tensors present, not from a number in a file.
     blocks = len({name.split(".")[1] for name in infos if name.startswith("blocks.")})
     embedding = infos.get("embedding.weight")
     if blocks != config.num_layers:
@@ -71,10 +74,10 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
 
 
 def require_same(folder: Path, infos: Mapping[str, TensorInfo], expected: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not, by name, shape and kind, those of the model that the configuration describes.
+    """Check that the weights have the names, shapes and kinds of dtype of the configuration's model.
 
     Raises:
-        ValueError: naming the first tensor that differs.
+        ValueError: A tensor differs; the message names the first one.
     """
     for name, x in expected.items():
         found = infos.get(name)
@@ -87,10 +90,10 @@ def require_same(folder: Path, infos: Mapping[str, TensorInfo], expected: Mappin
 
 
 def read(folder: Path, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors of the weights' file, on `device`.
+    """Read the tensors of the weights' file onto `device`.
 
     Raises:
-        ValueError: the file cannot be read; names it.
+        ValueError: The file cannot be read; the message names it.
     """
     from safetensors import SafetensorError
 

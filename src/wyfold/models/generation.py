@@ -1,4 +1,4 @@
-"""What follows a prompt: it is read in pieces, then a token is drawn and read, one after another."""
+"""Generation: prefill the prompt in pieces, then sample and feed back one token at a time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from wyfold.runtime.layout import SequenceLayout
 if TYPE_CHECKING:
     from wyfold.models.decoder import Decoder
 
-PREFILL_TOKENS = 2048  # a longer prompt is read in pieces, so that its activations do not grow with it
-SHARP = 1e-6  # below this temperature quotients of logits leave the range of float32
-PREFILL_GRID = 64  # packed prompts are cut at multiples of it, where a cut changes no state
+PREFILL_TOKENS = 2048  # longer prompts are prefilled in pieces, to bound the memory of activations
+SHARP = 1e-6  # below this temperature logits / temperature can exceed float32's range
+PREFILL_GRID = 64  # packed prompts are split at multiples of this, where a split changes no state
 
 
 def continued(
     model: Decoder, ids: Tensor, lengths: list[int] | None, max_new_tokens: int, draw: Draw, stop: int | None
 ) -> Iterator[Tensor]:
-    """The tokens of `Decoder.stream`; lengths: of packed prompts.
+    """Yield the tokens of `Decoder.stream`. lengths: of packed prompts, else None.
 
-    Every step is a call of the model, so that hooks of wrappers run, which gather or fetch what a step needs.
+    Every step calls the model, so that wrappers' hooks run, which gather or fetch parameters.
     """
-    # What FSDP gathers inside inference mode could not be differentiated afterwards.
+    # Parameters that FSDP gathers in inference mode could not be differentiated afterwards.
     mode = torch.inference_mode if _plain(model, ids.device) else torch.no_grad
     return mode()(_continued)(model, ids, lengths, max_new_tokens, draw, stop)
 
@@ -39,7 +39,7 @@ def _continued(
     model: Decoder, ids: Tensor, lengths: list[int] | None, max_new_tokens: int, draw: Draw, stop: int | None
 ) -> Iterator[Tensor]:
     N = ids.shape[0] if lengths is None else len(lengths)
-    # A graph repeats launches alone: neither collectives nor what a hook does on the host.
+    # A CUDA graph replays launches only, neither collectives nor hooks on the host.
     launched = ids.device.type == "cuda" and model.backend != "eager" and _plain(model, ids.device)
     pooled = launched and all(hasattr(block.mixer, "new_pool") for block in model.blocks)
     cache: DecodingCache | PooledCache = model.new_pools(N).at() if pooled else model.new_cache(N)
@@ -60,14 +60,14 @@ def _continued(
 
 
 def _plain(model: Decoder, device: torch.device) -> bool:
-    """Whether every parameter is an ordinary tensor on that device: neither sharded nor offloaded."""
+    """Whether every parameter is an ordinary tensor on that device, neither sharded nor offloaded."""
     return all(type(x) is torch.nn.Parameter and x.device == device for x in model.parameters())
 
 
 def _everywhere(model: Decoder, ended: bool) -> bool:
-    """Whether generation has ended in every process that shards a parameter: until then all of them call the model."""
+    """Whether generation has ended in all processes that share sharded parameters; until then all call the model."""
     meshes = {mesh: None for x in model.parameters() if (mesh := getattr(x, "device_mesh", None)) is not None}
-    for mesh in meshes:  # in the order of the parameters, which is the same in every process
+    for mesh in meshes:  # ordered by parameter, which is the same in every process
         flag = torch.tensor(ended, dtype=torch.int32, device=mesh.device_type)
         for dimension in range(mesh.ndim):
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=mesh.get_group(dimension))
@@ -76,7 +76,7 @@ def _everywhere(model: Decoder, ended: bool) -> bool:
 
 
 def _read(model: Decoder, ids: Tensor, lengths: list[int] | None, cache: DecodingCache | PooledCache) -> Tensor:
-    """Logits [N, vocab_size] behind the prompts, which are read piece by piece."""
+    """Prefill the prompts piece by piece; return the logits [N, vocab_size] after each."""
     if lengths is None:
         *before, last = ids.split(PREFILL_TOKENS, dim=1)
         for part in before:
@@ -101,7 +101,15 @@ def _read(model: Decoder, ids: Tensor, lengths: list[int] | None, cache: Decodin
 
 @dataclass(frozen=True)
 class Draw:
-    """One token for each row of logits."""
+    """Sampler: draws one token for each row of logits.
+
+    Attributes:
+        temperature: Divisor of the logits; 0: the likeliest token.
+        top_k: Sample among the k likeliest. None: all.
+        top_p: Sample among the likeliest tokens that together have this probability. None: all.
+        generator: Source of random numbers. None: PyTorch's default.
+        shared: All rows use the same random numbers, those of a single row.
+    """
 
     temperature: float
     top_k: int | None
@@ -117,12 +125,12 @@ class Draw:
             logits = logits[:, : min(self.top_k, logits.shape[1])]
         probability = logits.softmax(dim=-1)
         if self.top_p is not None:
-            # A token stays while those before it hold less than top_p, so the likeliest always does.
+            # Keep a token while the likelier ones sum to less than top_p; the likeliest is always kept.
             before = probability.cumsum(dim=-1) - probability
             stays = before < self.top_p
-            stays[:, 0] = True  # also where float32 has no number as small as top_p
+            stays[:, 0] = True  # also if top_p underflows to 0 in float32
             probability = torch.where(stays, probability, 0)
-        if self.shared:  # what torch.multinomial does for one row, its random numbers for all of them
+        if self.shared:  # torch.multinomial's algorithm for one row, with its random numbers for all rows
             waiting = torch.empty_like(probability[:1]).exponential_(generator=self.generator)
             rank = (probability / waiting).argmax(dim=-1, keepdim=True)
         else:
@@ -130,7 +138,7 @@ class Draw:
         return tokens.gather(1, rank)[:, 0]
 
     def _heated(self, logits: Tensor) -> Tensor:
-        """Logits [N, vocab_size] over the temperature; of a very low one less their largest, in float64."""
+        """Logits [N, vocab_size] over the temperature; for a very low one shifted by their maximum, in float64."""
         if self.temperature >= SHARP:
             return logits.float() / self.temperature
         logits = logits.double()
@@ -138,6 +146,6 @@ class Draw:
 
 
 def _step(model: Decoder, cache: DecodingCache | PooledCache, token: Tensor) -> Tensor:
-    """Logits [N, vocab_size] behind one more token [N] of each sequence."""
+    """Feed one token [N] of each sequence; return the logits [N, vocab_size] after it."""
     logits: Tensor = model(token[:, None], cache=cache)[0]
     return logits[:, -1]
