@@ -1,7 +1,7 @@
-"""Sigmoid and softplus whose bits do not depend on where a number lies in its tensor.
+"""Sigmoid and softplus whose bits do not depend on a number's position in its tensor.
 
-`torch.sigmoid`, `silu` and `softplus` run other code on the last few elements of a block than on the others, which
-would make packed and separate differ in the last bit on the CPU; `torch.exp` and `torch.log1p` do not
+`torch.sigmoid`, `silu` and `softplus` process the last few elements of a block by other code than the rest. Packed and
+separate calls would then differ in the last bit on the CPU. `torch.exp` and `torch.log1p` have no such tail
 (docs/facts/cpu.md, CPU-2).
 """
 

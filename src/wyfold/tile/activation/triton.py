@@ -1,10 +1,11 @@
-"""Sigmoid, SiLU and softplus on the device, in float32.
+"""Sigmoid, SiLU and softplus in Triton kernels, in float32.
 
-Inside them every exponential is of a number <= 0, so that nothing overflows on the way to a finite result, and of the
-two sides of a sigmoid the smaller one is computed: the other is 1 less that, which loses nothing.
-Fused multiply-adds are asked for where they are wanted, and `tl.exp2` and `tl.rsqrt` are one instruction each where
-`tl.exp` is five and a division eight; `* -1.0` becomes a sign on an operand where unary minus is a subtraction from
-zero. A kernel that only moves memory has no more than some thirty to spend per number.
+Every exponential has an argument <= 0, so no intermediate result overflows. Of the two sides of a sigmoid the smaller
+one is computed; the other is 1 minus it, which is accurate.
+
+Fused multiply-adds are explicit. `tl.exp2` and `tl.rsqrt` are one instruction each, where `tl.exp` is five and a
+division is eight. `* -1.0` becomes the sign of an operand, where unary minus is a subtraction from zero. A memory-bound
+kernel can spend about thirty instructions per number.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def silu_bwd(x, dy):
 
 @triton.jit
 def exp(x):
-    """e^x to about an ulp, for rates and slow gates, whose error every token shares; 0 below 2^-126.
+    """e^x to about an ulp, for rates and slow gates, whose error affects every token; 0 below 2^-126.
 
-    `tl.exp` is 2^(x log2 e) with the product rounded once, which costs some |x| / 2 ulp. Here x loses n ln 2 first, n
-    the nearest integer to x log2 e: adding and subtracting 1.5 * 2^23 rounds to one, and the upper part of ln 2 is
-    short enough for its product with n to be exact. What is left, at most ln(2) / 2, has its series, whose first term
-    left out is below 6e-9: a card's own power of two is off by 2 ulp.
+    `tl.exp` computes 2^(x log2 e) with one rounding of the product, which costs about |x| / 2 ulp. Here n ln 2 is
+    subtracted from x first, where n is the integer nearest to x log2 e. Adding and subtracting 1.5 * 2^23 rounds to an
+    integer, and the upper part of ln 2 is short enough for an exact product with n. The remainder, at most ln(2) / 2,
+    goes through a series whose first omitted term is below 6e-9; the GPU's own power of two is off by 2 ulp.
     """
-    x = tl.where(x > 90.0, 90.0, tl.where(x < -110.0, -110.0, x))  # infinity and 0 there; a NaN stays one
+    x = tl.where(x > 90.0, 90.0, tl.where(x < -110.0, -110.0, x))  # e^x is infinite or 0 beyond; a NaN stays NaN
     n = tl.minimum((x * 1.4426950408889634 + 12582912.0) - 12582912.0, 127.0)
     rest = tl.fma(n, -1.428606765330187e-06, tl.fma(n, -0.693145751953125, x))
     series = tl.fma(rest, 1.0 / 5040.0, 1.0 / 720.0)
@@ -69,10 +70,10 @@ def exp(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in [0, 1], to about an ulp of the result, however small.
+    """log(1 + x) for x in [0, 1], to about an ulp of the result, also for tiny x.
 
-    2 artanh(s), s = x / (2 + x) <= 1/3, by its series, whose first term left out is below 2e-8 of the sum. As 2 s is
-    x - s x, the series stands as a correction to x.
+    2 artanh(s) with s = x / (2 + x) <= 1/3, by a series whose first omitted term is below 2e-8 of the sum. Since 2 s is
+    x - s x, the series is a correction to x.
     """
     s = x * reciprocal(2.0 + x)
     z = s * s
@@ -86,14 +87,17 @@ def log1p(x):
 
 @triton.jit
 def smaller_side(x):
-    """sigmoid(-|x|), at most 1/2. Its exponential's error, some |x| / 2 ulp, is little beside the 1 it is added to."""
+    """sigmoid(-|x|), at most 1/2.
+
+    The error of its exponential, about |x| / 2 ulp, is small relative to the 1 it is added to.
+    """
     e = tl.exp2(tl.abs(x) * -1.4426950408889634)
     return e * reciprocal(1.0 + e)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x for x in [1, 3], to half an ulp: the square of an inverse root, and a Newton step."""
+    """1 / x for x in [1, 3], to half an ulp: the square of an inverse root, then a Newton step."""
     r = tl.rsqrt(x)
     r = r * r
     return tl.fma(r, tl.fma(x * -1.0, r, 1.0), r)

@@ -1,6 +1,7 @@
-"""Numbers taken apart for Hopper kernels that lay out tiles themselves (Gluon), and products of what that makes.
+"""Numbers split into bfloat16 parts, and products of the parts, for Hopper kernels that choose their own layouts
+(Gluon).
 
-A pair is a float32 number as two bfloat16 ones; `mm_exact` of the Triton twin makes the same of it.
+A pair is a float32 number as the sum of two bfloat16 numbers, as in `mm_exact` of the Triton twin.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 @gluon.jit
 def pair(x):
-    """Two bfloat16 parts of a tile's columns, the larger above.   [2 BT, ..]"""
+    """Two bfloat16 parts of a tile's columns, the larger part above the smaller.   [2 BT, ..]"""
     high, low = parts(x)
     return above(high, low)
 
 
 @gluon.jit
 def above(x, y):
-    """x above y."""
+    """Concatenate x and y along rows, x first."""
     return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * x.shape[0], x.shape[1]))
 
 
 @gluon.jit
 def mm_pairs(a_high, a_low, b_high, b_low, acc, LB: gl.constexpr):
-    """acc + a b, small products first."""
+    """acc + a b; the small partial products are added first."""
     A: gl.constexpr = gl.DotOperandLayout(0, LB, 2)
     high = gl.convert_layout(a_high, A, assert_trivial=True)
     low = gl.convert_layout(a_low, A, assert_trivial=True)
@@ -37,7 +38,7 @@ def mm_pairs(a_high, a_low, b_high, b_low, acc, LB: gl.constexpr):
 
 @gluon.jit
 def mm_pairs_async(a_high, a_low, b_high, b_low, acc, ADD: gl.constexpr, A: gl.constexpr):
-    """acc + a b, or a b alone, under way; b lies in shared memory."""
+    """Issue acc + a b, or a b alone; b lies in shared memory. The caller waits for the product."""
     high = gl.convert_layout(a_high, A, assert_trivial=True)
     low = gl.convert_layout(a_low, A, assert_trivial=True)
     acc = warpgroup_mma(low, b_high, acc, use_acc=ADD, is_async=True)
@@ -47,7 +48,10 @@ def mm_pairs_async(a_high, a_low, b_high, b_low, acc, ADD: gl.constexpr, A: gl.c
 
 @gluon.jit
 def parts(x):
-    """x as a sum of two bfloat16, but for 2^-17 of it; x has been rounded, for none of this is contracted."""
+    """Split x into a sum of two bfloat16 numbers, to within 2^-17 of x.
+
+    x must be rounded already, because no operation here is contracted.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 u, v; .reg .f32 s, t;"
         " cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 u, $0, 16; and.b32 v, $0, 0xffff0000;"
@@ -62,8 +66,11 @@ def parts(x):
 
 @gluon.jit
 def in_bfloat16(x):
-    """x rounded to bfloat16, as such and in float32. Numbers are converted two by two: one by one takes four times as
-    long, which is what the compiler does where both are wanted."""
+    """x rounded to bfloat16, as bfloat16 and as float32.
+
+    Numbers are converted two by two. Where both results are used, the compiler would convert one by one, in four times
+    the time.
+    """
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
         "=&r,=&r,=&r,f,f",
@@ -76,13 +83,13 @@ def in_bfloat16(x):
 
 @gluon.jit
 def one_over(x):
-    """1 / x of numbers between 2^-126 and 2^126: the bits that the division has, which takes care of all others too."""
+    """1 / x for numbers between 2^-126 and 2^126, with the bits of a division, which also handles all others."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def exp2(x):
-    """2^x; what is too small for a normal number is 0."""
+    """2^x; results too small for a normal number are 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

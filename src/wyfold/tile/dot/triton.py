@@ -1,9 +1,9 @@
-"""Matrix products of tiles on the device.
+"""Matrix products of tiles in Triton kernels.
 
-`mm` feeds operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 as TF32 (the same mantissa,
-without its overflow) to the nearest, since the unit by itself cuts, at two to four times the error, and float32 by
-three TF32 products. `mm_exact` is for the inverse and the factors made from it, whose operands must not be rounded:
-float32 by three partial products (docs/numerics.md).
+`mm` takes operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 as TF32, float32 as three
+TF32 products. TF32 has the mantissa of float16 without its overflow. Operands are rounded to the nearest TF32 number
+first, since the matrix unit truncates, with two to four times the error. `mm_exact` is for the inverse and the factors
+made from it, whose operands must not be rounded: it uses three partial products for float32 (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import triton.language as tl
 from wyfold.runtime.triton_support import interpreting
 
 NARROWEST = 64
-"""Columns that a right operand has at least, beside 64 rows: narrower ones in 16 bits are read from outside shared
-memory on Hopper by what Triton 3.6 makes of some kernels (docs/facts/hopper.md, H200-4)."""
+"""Least number of columns of a right operand that has 64 rows.
+
+Narrower 16-bit operands are read from outside shared memory on Hopper in some kernels compiled by Triton 3.6
+(docs/facts/hopper.md, H200-4).
+"""
 
 
 def operand(dtype: torch.dtype) -> tl.dtype:
@@ -27,7 +30,7 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 
 
 def workspace(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of tiles that travel between launches: float16 has no room for what is not normalised."""
+    """Dtype of tiles passed between launches; float32 for float16, which unnormalised tiles would overflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -40,10 +43,11 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def contracts(dtype: torch.dtype) -> bool:
-    """Whether a compiler may contract products into sums around these matrix products.
+    """Whether the compiler may contract products and sums around these matrix products into fused multiply-adds.
 
-    It does as it sees fit, in each variant of a kernel anew, so that packed would not be separate in last bits. Where
-    operands have bfloat16's 8 bits, what may differ is written such that it cannot, at fewer instructions.
+    It decides separately in each variant of a kernel, so packed and separate calls would differ in last bits. With
+    bfloat16 operands, which have 8 bits, the affected expressions are written so that the variants cannot differ, in
+    fewer instructions.
     """
     return dtype == torch.bfloat16
 
@@ -58,7 +62,7 @@ def exact(dtype: torch.dtype) -> str:
 
 @triton.jit
 def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b, operands rounded to OP, and where PRECISION says so to TF32; the unit by itself cuts them to that."""
+    """acc + a b, operands rounded to OP, and to TF32 where PRECISION says so, since the unit alone truncates."""
     if OP == tl.float32 and PRECISION == "tf32 to nearest":
         return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision="tf32")
     else:
@@ -67,8 +71,10 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def mm_unit_diagonal(a, by, b, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """(a by) b of a square b with ones on its diagonal, which so much of a passes as it is: what `mm` rounds off the
-    operand is added again. by: None for 1."""
+    """(a by) b for a square b with a unit diagonal; by: None for 1.
+
+    The unit diagonal passes a through unchanged, so the part that `mm` rounds off the operand is added again.
+    """
     operand = a
     if by is not None:
         operand = a * by
@@ -91,7 +97,7 @@ def _remainder(a, by, rounded):
 
 @triton.jit
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b of operands of any float that are not rounded; bfloat16 is one part. Small products first."""
+    """acc + a b of unrounded operands of any float dtype; bfloat16 needs one part. Small products are added first."""
     if EXACT == "bf16x3":
         if a.dtype == tl.bfloat16:
             b_high, b_low = bf16_parts(b)
@@ -129,9 +135,9 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def bf16_parts(x):
-    """x as a sum of two bfloat16, but for 2^-17 of it. A NaN stays one in the second.
+    """Split x into a sum of two bfloat16 numbers, to within 2^-17 of x. A NaN stays NaN in the second.
 
-    Integer arithmetic on the bits rounds: a conversion there and back is several times slower on a GPU.
+    Integer arithmetic on the bits does the rounding: a conversion and its inverse are several times slower on a GPU.
     """
     x = x.to(tl.float32)
     high = _rounded(x, 0x8000, -0x10000)
@@ -140,7 +146,7 @@ def bf16_parts(x):
 
 @triton.jit
 def bf16_thirds(x):
-    """x as a sum of three bfloat16: all of a float32. A NaN stays one in the last."""
+    """Split float32 x exactly into a sum of three bfloat16 numbers. A NaN stays NaN in the last."""
     x = x.to(tl.float32)
     high = _rounded(x, 0x8000, -0x10000)
     mid = _rounded(x - high, 0, -0x10000)
@@ -149,10 +155,10 @@ def bf16_thirds(x):
 
 @triton.jit
 def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a a^T, operands rounded to OP, in two sums, which `self_sum` joins behind the last slice.
+    """acc + a a^T, operands rounded to OP, in two sums that `self_sum` joins after the last slice.
 
-    Three TF32 products are two here: of low high^T and high low^T either is the other's transpose. That sum stays by
-    itself, since a product cuts what it adds to the last bit of what it adds to.
+    Three TF32 products become two: low high^T and high low^T are each other's transpose. Their sum is kept separate,
+    since a product truncates its addends to the last bit of the accumulator.
     """
     if OP == tl.float32 and PRECISION == "tf32x3":
         high, low = tf32_parts(a)
@@ -164,7 +170,7 @@ def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def self_sum(acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Of `self_products`' two sums what they stand for; the second is used where float32 is taken apart alone."""
+    """Join the two sums of `self_products`; the second is used only where float32 is split."""
     if OP == tl.float32 and PRECISION == "tf32x3":
         return acc + (rest + tl.trans(rest))
     else:
@@ -173,9 +179,10 @@ def self_sum(acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def tf32_parts(x):
-    """x as a sum of two: the nearest number of TF32's 11 bits, and what is left, of which a product takes 11 bits too.
+    """Split x into the nearest TF32 number, which has 11 bits, and the remainder, of which a product also reads 11
+    bits.
 
-    A NaN stays one in the second.
+    A NaN stays NaN in the second.
     """
     x = x.to(tl.float32)
     high = _rounded(x, 0x1000, -0x2000)
@@ -184,16 +191,16 @@ def tf32_parts(x):
 
 @triton.jit
 def settled(x):
-    """x, rounded: a product is not contracted into the sum or difference it goes to, here and not in another variant.
+    """x, rounded before it is used: no product is contracted with a later sum or difference, in any variant.
 
-    To add zero is contracted instead, which changes nothing.
+    The compiler contracts the added zero instead, which changes no bit.
     """
     return x + 0.0
 
 
 @triton.jit
 def nearest_tf32(x):
-    """x in float32 with TF32's 11 bits, which other 16-bit floats have already. A NaN stays one."""
+    """Round float32 x to TF32's 11 bits; other 16-bit floats have at most as many. A NaN stays NaN."""
     if x.dtype == tl.float32:
         return _nearest_tf32(x)
     else:
@@ -215,5 +222,8 @@ else:
 
 @triton.jit
 def _rounded(x, half: tl.constexpr, mask: tl.constexpr):
-    """x with fewer bits, to the nearest if half is half of the last one left. The carry can make anything of a NaN."""
+    """Drop bits of x, rounding to nearest if `half` is half of the last bit kept.
+
+    The carry can turn a NaN into any number.
+    """
     return ((x.to(tl.int32, bitcast=True) + half) & mask).to(tl.float32, bitcast=True)

@@ -1,1 +1,1 @@
-"""Tokens to tiles and back."""
+"""Layouts of tokens and tiles in memory; the only tile functions that load and store them."""

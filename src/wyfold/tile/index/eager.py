@@ -1,7 +1,7 @@
 """Tokens to chunk tiles and back: the only tile functions that read or write whole tensors.
 
 A tile tensor is [chunks * HV, C, W], contiguous, in float32 (float64 for float64 tokens), chunks in the order of
-`runtime.chunks`. Rows of padding are zero, so that nothing outside a sequence, NaN included, can reach a sum.
+`runtime.chunk_layout`. Rows of padding are zero, so values outside a sequence, NaN included, cannot reach a sum.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from wyfold.runtime.chunk_layout import ChunkTable
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype arithmetic runs in: float64 for float64, else float32."""
+    """Dtype of the arithmetic: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_chunks(x: Tensor, table: ChunkTable, heads: int, dtype: torch.dtype) -> Tensor:
-    """Tiles of x, each head repeated for the value heads that read it.
+    """Gather x into tiles; each head is repeated for the value heads that read it.
 
     Args:
-        x: [B, T, H, W] tokens of the part, B = table.sequences if all are alike, else 1. Any strides.
+        x: [B, T, H, W] tokens of the part. B = table.sequences if all lengths are equal, else 1. Any strides.
         table: The part's chunk grid.
         heads: HV, a multiple of H.
         dtype: Dtype of the tiles.
@@ -51,7 +51,7 @@ def to_chunks(x: Tensor, table: ChunkTable, heads: int, dtype: torch.dtype) -> T
 
 
 def from_chunks(tiles: Tensor, table: ChunkTable, out: Tensor) -> None:
-    """Write tiles to their tokens, rounding once to out's dtype.
+    """Scatter tiles to their tokens, rounding once to out's dtype.
 
     Args:
         tiles: [chunks * H, C, W].
@@ -72,7 +72,7 @@ def from_chunks(tiles: Tensor, table: ChunkTable, out: Tensor) -> None:
 
 
 def sum_groups(tiles: Tensor, heads: int, value_heads: int) -> Tensor:
-    """[chunks * HV, C, W] -> [chunks * H, C, W]: gradients of the value heads of a group, added in the heads' order."""
+    """[chunks * HV, C, W] -> [chunks * H, C, W]: sum the gradients of a group's value heads, in the heads' order."""
     if heads == value_heads:
         return tiles
     grouped = tiles.view(-1, value_heads // heads, *tiles.shape[1:])
@@ -83,7 +83,7 @@ def sum_groups(tiles: Tensor, heads: int, value_heads: int) -> Tensor:
 
 
 def ranked(states: Tensor, table: ChunkTable) -> Tensor:
-    """[n, HV, K, V] per sequence -> [n * HV, K, V] in the order of the table's ranks; a copy, contiguous."""
+    """[n, HV, K, V] per sequence -> [n * HV, K, V] in the order of the table's ranks; always a contiguous copy."""
     if table.order is None:
         return states.flatten(0, 1).clone(memory_format=torch.contiguous_format)
     return states.index_select(0, _on(table.order, states)).contiguous().flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Boxes of a matrix for Hopper kernels that lay out shared memory themselves (Gluon), and its names, which moved.
+"""TMA descriptors and shared-memory tiles for Gluon kernels on Hopper, and Gluon names that changed between versions.
 
-A box lies in shared memory as the matrix units read it: rows of 128 bytes, swizzled, where it has so many.
+A block lies in shared memory as WGMMA reads it: in swizzled rows of 128 bytes where rows are that long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.tile.index.triton import TmaDescriptor
 
-# Triton 3.8 and 3.7 renamed them.
+# Triton 3.7 and 3.8 renamed these functions.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -27,22 +27,25 @@ ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 class GluonTmaDescriptor(TensorDescriptor):
-    """`TmaDescriptor`, and how one lies in shared memory."""
+    """A `TmaDescriptor` with the shared-memory layout of its block."""
 
-    def __init__(self, descriptors: TmaDescriptor, span: int):
+    def __init__(self, descriptor: TmaDescriptor, span: int):
         self.base, self.shape, self.strides, self.block_shape = (
-            descriptors.base,
-            descriptors.shape,
-            descriptors.strides,
-            descriptors.block_shape,
+            descriptor.base,
+            descriptor.shape,
+            descriptor.strides,
+            descriptor.block_shape,
         )
-        self.layout = _layout(tuple(descriptors.block_shape), descriptors.base.dtype, span)
+        self.layout = _layout(tuple(descriptor.block_shape), descriptor.base.dtype, span)
 
 
 def gluon_descriptors(descriptors: Sequence[Any], span: int = 0) -> list[Any]:
-    """Each box as a Gluon kernel takes it; all else as it is.
+    """Convert every `TmaDescriptor` to what a Gluon kernel takes; return other values unchanged.
 
-    Of longer rows so many bytes of all of them lie together: as many as the engine can, 128, if it is not said.
+    Args:
+        descriptors: Arguments of a kernel.
+        span: Bytes of a row that are contiguous in shared memory, for longer rows. 0: as many as TMA can place, at most
+            128.
     """
     return [GluonTmaDescriptor(x, span) if isinstance(x, TmaDescriptor) else x for x in descriptors]
 
@@ -56,9 +59,10 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, span: int) -> gl.NVMMASh
 
 @gluon.jit
 def quarters(squares, descriptor, count: gl.constexpr):
-    """So many tiles [2 n, 2 n] in shared memory as quarters [n, n]: of tile i, number 4 i + 2 of columns + of rows.
+    """View `count` tiles [2 n, 2 n] in shared memory as quarters [n, n].
 
-    A row's halves do not lie together: `squares` has the layout of `descriptor`, whose rows are as long as one of them.
+    The quarter at (row r, column c) of tile i has number 4 i + 2 c + r. The halves of a row are not adjacent: `squares`
+    has the layout of `descriptor`, whose rows are half as long.
     """
     n: gl.constexpr = descriptor.block_shape[0]
     return squares._reinterpret(descriptor.dtype, [4 * count, n, n], descriptor.layout)
@@ -66,7 +70,7 @@ def quarters(squares, descriptor, count: gl.constexpr):
 
 @gluon.jit
 def clear_lower(parts, count: gl.constexpr):
-    """Zero the quarter below the diagonal of each tile, which no box brings."""
+    """Zero the quarter below the diagonal of each tile, which no TMA load writes."""
     n: gl.constexpr = parts.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // n, n // 8], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(count):
@@ -75,7 +79,7 @@ def clear_lower(parts, count: gl.constexpr):
 
 @gluon.jit
 def tma_load_upper(descriptor, tile, full, parts, i):
-    """Bring upper triangular tile `tile`, as `prepare` leaves them, to the quarters of tile i in shared memory."""
+    """Load upper triangular tile `tile`, in the layout `prepare` stores, into the quarters of shared-memory tile i."""
     n: gl.constexpr = descriptor.block_shape[0]
     row = tile * (3 * n)
     tma_load(descriptor, [row, 0], full, parts.index(4 * i))
@@ -85,7 +89,7 @@ def tma_load_upper(descriptor, tile, full, parts, i):
 
 @gluon.jit
 def tma_store_upper(descriptor, tile, parts, i):
-    """The reverse of `tma_load_upper`."""
+    """Store the quarters of shared-memory tile i: the inverse of `tma_load_upper`."""
     n: gl.constexpr = descriptor.block_shape[0]
     row = tile * (3 * n)
     tma_store(descriptor, [row, 0], parts.index(4 * i))
@@ -95,7 +99,10 @@ def tma_store_upper(descriptor, tile, parts, i):
 
 @gluon.jit
 def clear_rows(tile, rows, BT: gl.constexpr, W: gl.constexpr):
-    """Zero the rows of a tile [BT, W] in shared memory from `rows` on, which are no tokens: zero times NaN is NaN."""
+    """Zero rows `rows`.. of a tile [BT, W] in shared memory, which belong to other sequences.
+
+    A product with zero would not suffice: zero times NaN is NaN.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // W, W // 8], [gl.num_warps(), 1], [1, 0])
     x = tile.load(L)
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
@@ -106,7 +113,7 @@ def clear_rows(tile, rows, BT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def clear_tokens(p_o, s_o, b, t, h, rows, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr):
-    """Write zeros to a head's rows that are tokens."""
+    """Write zeros to a head's first `rows` rows."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, L))
@@ -118,7 +125,7 @@ def clear_tokens(p_o, s_o, b, t, h, rows, V: gl.constexpr, BT: gl.constexpr, BV:
 
 @gluon.jit
 def token_tile(p, s, b, t, h, rows, K: gl.constexpr, BT: gl.constexpr):
-    """Rows of a head by address, zero where there is no token.   [BT, K]"""
+    """Load a head's rows through pointers; rows past the last token are zero.   [BT, K]"""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))

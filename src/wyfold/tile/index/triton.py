@@ -1,11 +1,11 @@
-"""Where tokens and tiles lie in memory: the only tile functions that load and store them.
+"""Layouts of tokens and tiles in memory: the only tile functions that load and store them.
 
-Offsets are 64-bit. Rows past a chunk's last token, and columns past a tensor's width, are never touched: a load gives
+Offsets are 64-bit. Rows past a chunk's last token and columns past a tensor's width are never accessed; loads return
 zeros there.
 
-From sm_90 on a copy engine brings whole boxes of a matrix, for which no thread computes an address. A box is given by
-the numbers of its first row and column, 32 bits each, and holds whatever lies there: past a chunk's last token the next
-sequence's rows. What takes an address or a box is called `x_`; TMA says which.
+From sm_90 on, TMA copies whole blocks of a matrix without per-thread addresses. The coordinates of a block are the
+32-bit numbers of its first row and column. A block contains whatever lies there: past a chunk's last token, rows of the
+next sequence. Arguments named `x_` are pointers or descriptors; USE_TMA selects which.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from wyfold.runtime.check import UnsupportedError
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
 
 COORDINATE_LIMIT = 2**31
-"""Rows or columns of a matrix, one more than a box's place can name."""
+"""Exclusive upper bound of a TMA coordinate: rows or columns of a matrix."""
 
 
 def strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """Of a tensor, for a kernel; None stays None."""
+    """Strides of a tensor as a kernel argument; None stays None."""
     return None if x is None else x.stride()
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has the engine; an interpreter has."""
+    """Whether the device has TMA; the interpreter has."""
     return _architecture_has_tma(triton_support.architecture(device))
 
 
@@ -44,14 +44,22 @@ def _architecture_has_tma(name: str) -> bool:
 
 
 class TmaDescriptor(TensorDescriptor):
-    """Boxes of a matrix in memory, for which the functions below have asked all that Triton's descriptor would."""
+    """A TMA descriptor that skips the checks of Triton's constructor: the functions below have made them."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
         self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
 
 
 def token_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None:
-    """Boxes of x [B, T, H, W] as a matrix [B T, W of every head]; None where memory is not laid out for them."""
+    """Descriptor of x [B, T, H, W] as a matrix [B T, columns of all heads].
+
+    Args:
+        x: Tokens, any strides.
+        rows, columns: Shape of a block.
+
+    Returns:
+        None if the layout in memory does not allow a descriptor.
+    """
     (B, T, H, W), (s_b, s_t, s_h, s_w) = x.shape, x.stride()
     width = (H - 1) * s_h + W
     if s_w != 1 or W % columns or s_t * x.itemsize % 16 or x.data_ptr() % 16 or (B > 1 and s_b != T * s_t):
@@ -62,14 +70,17 @@ def token_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None
 
 
 def tma_readable(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x [B, T, H, W] if `token_descriptor` has boxes of it, else a contiguous copy, which it has."""
+    """x [B, T, H, W] itself if `token_descriptor` can describe it, else a contiguous copy."""
     if token_descriptor(x, rows, columns) is not None:
         return x
     return x.new_empty(x.shape).copy_(x)
 
 
 def tile_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None:
-    """Boxes of a contiguous x [tiles, R, W] as a matrix [tiles R, W]; None as above."""
+    """Descriptor of a contiguous x [tiles, R, W] as a matrix [tiles R, W], in blocks [rows, columns].
+
+    None if the sizes or the address do not allow a descriptor.
+    """
     tiles, R, W = x.shape
     if R % rows or W % columns or W * x.itemsize % 16 or x.data_ptr() % 16 or not 0 < tiles * R < COORDINATE_LIMIT:
         return None
@@ -77,19 +88,20 @@ def tile_descriptor(x: Tensor, rows: int, columns: int) -> TmaDescriptor | None:
 
 
 def upper_descriptor(x: Tensor) -> TmaDescriptor | None:
-    """Boxes of a quarter of contiguous upper triangular tiles x [tiles, 3, n, n]; None as above."""
+    """Descriptor of the quarters of contiguous upper triangular tiles x [tiles, 3, n, n]; None as in
+    `tile_descriptor`."""
     return tile_descriptor(x.flatten(0, 1), x.shape[2], x.shape[3])
 
 
 def vector_descriptor(x: Tensor, count: int) -> TmaDescriptor | None:
-    """Boxes of so many numbers of a contiguous x [tiles, count]; None as above."""
+    """Descriptor of blocks of `count` numbers of a contiguous x [tiles, count]; None as in `tile_descriptor`."""
     if count * x.itemsize % 16 or count & (count - 1) or x.data_ptr() % 16 or not 0 < x.numel() < COORDINATE_LIMIT:
         return None
     return TmaDescriptor(x, [x.numel()], [1], [count])
 
 
 def all_or_none(given: Sequence[Tensor | None], descriptors: Sequence[Any]) -> Sequence[Any] | None:
-    """The boxes, if each tensor that was given has one; else None, and all of them go by address."""
+    """The descriptors if every given tensor has one; else None, and all tensors are passed as pointers."""
     return (
         None
         if any(x is not None and descriptor is None for x, descriptor in zip(given, descriptors, strict=True))
@@ -98,7 +110,11 @@ def all_or_none(given: Sequence[Tensor | None], descriptors: Sequence[Any]) -> S
 
 
 def require_descriptors(stage: str, descriptors: Sequence[Any] | None) -> Sequence[Any]:
-    """The boxes; UnsupportedError where the engine cannot count what there is."""
+    """The descriptors.
+
+    Raises:
+        UnsupportedError: There are none, because the call has more rows than a TMA coordinate can count.
+    """
     if descriptors is None:
         raise UnsupportedError(
             f"{stage}: the copy engine counts 2^31 rows, and this call's tiles have more; split the batch",
@@ -109,10 +125,10 @@ def require_descriptors(stage: str, descriptors: Sequence[Any] | None) -> Sequen
 
 @triton.jit
 def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
-    """Sequence of chunk i_c, its number there, its buffer row, its first token, and how many tokens it holds.
+    """Sequence of chunk i_c, its number in the sequence, buffer row, first token, and number of tokens.
 
-    Of a packed batch, chunks that no sequence needs are those of the pseudo-sequence N; past its end they hold none.
-    The count has 32 bits: every mask compares with it.
+    In a packed batch, unused chunks belong to the pseudo-sequence N; chunks past its end hold no token. The count is
+    32-bit because every mask compares with it.
     """
     if PACKED:
         i_n = tl.load(p_sequence + i_c)
@@ -129,7 +145,7 @@ def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.const
 
 @triton.jit
 def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
-    """First chunk of sequence i_n, its buffer row, its first token, and its length."""
+    """First chunk of sequence i_n, its buffer row, first token, and length."""
     if PACKED:
         t = tl.load(p_cu + i_n)
         return tl.load(p_first + i_n), i_n * 0, t, tl.load(p_cu + i_n + 1) - t
@@ -139,9 +155,9 @@ def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
 
 @triton.jit
 def segment_place(i_s, p_sequence, p_first, N):
-    """Sequence of segment i_s, border that it ends at, and whether its sequence begins in it, and ends in it.
+    """Sequence of segment i_s, the border at its end, whether it begins its sequence, and whether it ends it.
 
-    Past the last segment: N, and neither.
+    Past the last segment: sequence N, and neither begins nor ends.
     """
     i_n = tl.load(p_sequence + i_s)
     here = i_n < N
@@ -152,8 +168,13 @@ def segment_place(i_s, p_sequence, p_first, N):
 
 @triton.jit
 def slot_place(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
-    """Slot that sequence i_n enters from, whether it has a state there, slot that it is left in, whether it is to be,
-    and whether it has a live slot at all, as `Slots` has it."""
+    """Pool slots of sequence i_n, under the rules of `Slots`.
+
+    Returns:
+        Slot of the entering state, and whether it holds a state for this call; slot of the leaving state, and whether
+        it
+        is written; whether the sequence has a live slot at all.
+    """
     i_from = i_n
     if p_source is not None:
         i_from = tl.load(p_source + i_n * s_source).to(tl.int64)
@@ -171,7 +192,7 @@ def slot_place(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad)
 def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
 
-    column is a multiple of BW: where W is one too, the mask asks for no column.
+    column is a multiple of BW. If W is one too, the mask needs no test of columns.
     """
     o_r = tl.arange(0, BT)
     o_w = column + tl.arange(0, BW)
@@ -185,7 +206,7 @@ def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.conste
 
 @triton.jit
 def load_tokens(p, strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Rows of one head, zero where there is no token.   [BT, BW]"""
+    """Load rows of one head; rows past the last token are zero.   [BT, BW]"""
     offsets, mask = token_offsets(strides, b, t, h, column, rows, W, BT, BW)
     return tl.load(p + offsets, mask=mask, other=0.0)
 
@@ -207,9 +228,9 @@ def load_sub_chunks(
 ):
     """`load_tokens` in sub-chunks of BR rows.   [BT / BR, BR, BW]
 
-    `opaque_zero` is 0, which the compiler must not know: it then takes no address for a multiple of more than BW / 32
-    elements, so that 32 neighbouring lanes load a row of a sub-chunk, and a thread holds all BR rows of its columns.
-    Sums and choices along the rows of a sub-chunk then need no other thread.
+    `opaque_zero` is 0, unknown to the compiler. It hides that addresses are multiples of more than BW / 32 elements. So
+    32 neighbouring lanes load a row of a sub-chunk, and a thread holds all BR rows of its columns. Sums and selections
+    along the rows of a sub-chunk then need no other thread.
     """
     offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, BW, BR)
     p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
@@ -243,10 +264,10 @@ def store_token_sub_chunks(
 
 @triton.jit
 def to_sub_chunks(x, p, opaque_zero, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
-    """x [BT, BW] float32 in sub-chunks, laid out among the threads as `load_sub_chunks` lays them out.
+    """Reshape x [BT, BW] float32 to sub-chunks, in the register layout of `load_sub_chunks`.
 
-    What a product returns has the matrix unit's layout, and all that it meets would get it too. Here it is what a load
-    that never happens has in place of memory, so that it gets a load's. p: any float32 pointer.
+    The result of a matrix product has the MMA layout, which would spread to every tile it meets. Here x is the fallback
+    of a fully masked load, so it takes the load's layout. p: any float32 pointer; it is never read.
     """
     offsets, _, _, _ = _sub_chunk_offsets(BW, 1, 0, opaque_zero, BT, BW, BR)
     return tl.load(
@@ -258,7 +279,7 @@ def to_sub_chunks(x, p, opaque_zero, BT: tl.constexpr, BW: tl.constexpr, BR: tl.
 def load_tile_sub_chunks(
     p, i_tile, column, opaque_zero, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr
 ):
-    """Columns of a tile of a contiguous [tiles, BT, W] in sub-chunks.   [BT / BR, BR, BW]"""
+    """Load columns of a tile of a contiguous [tiles, BT, W] in sub-chunks.   [BT / BR, BR, BW]"""
     offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, opaque_zero, BT, BW, BR)
     p_tile = p + i_tile.to(tl.int64) * (BT * W)
     return tl.load(p_tile + offsets, mask=tl.broadcast_to(o_w < W, (BT // BR, BR, BW)), other=0.0)
@@ -268,7 +289,7 @@ def load_tile_sub_chunks(
 def store_sub_chunks(
     p, i_tile, column, x, opaque_zero, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr = 16
 ):
-    """Write columns of a tile of a contiguous [tiles, BT, W] from its sub-chunks [BT / BR, BR, BW], rounding once."""
+    """Store sub-chunks [BT / BR, BR, BW] as columns of a tile of a contiguous [tiles, BT, W], rounding once."""
     offsets, _, _, o_w = _sub_chunk_offsets(W, 1, column, opaque_zero, BT, BW, BR)
     p_tile = p + i_tile.to(tl.int64) * (BT * W)
     x = x.to(p.dtype.element_ty)
@@ -280,7 +301,11 @@ def store_sub_chunks(
 
 @triton.jit
 def _sub_chunk_offsets(s_row, s_column, column, opaque_zero, BT: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
-    """Offsets of sub-chunks' elements, and row inside its sub-chunk, first row of its sub-chunk, and column of each."""
+    """Offsets of the elements of sub-chunks, with the indices that masks need.
+
+    Returns:
+        Offsets, row inside the sub-chunk, first row of the sub-chunk, and column of each element.
+    """
     o_i = tl.arange(0, BR)[None, :, None]
     o_n = BR * tl.arange(0, BT // BR)[:, None, None]
     o_w = column + tl.arange(0, BW)[None, None, :]
@@ -291,7 +316,7 @@ def _sub_chunk_offsets(s_row, s_column, column, opaque_zero, BT: tl.constexpr, B
 
 @triton.jit
 def store_tokens(p, strides, b, t, h, column, rows, x, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Write x [BT, BW] to the rows that are tokens, rounding once."""
+    """Store x [BT, BW] to the rows that are tokens, rounding once."""
     offsets, mask = token_offsets(strides, b, t, h, column, rows, W, BT, BW)
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
@@ -312,9 +337,11 @@ def load_token_block(
     USE_TMA: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """`load_tokens` of a tensor of T tokens a buffer row, from a box or an address. FULL: all rows are tokens.
+    """`load_tokens` through a descriptor or a pointer, of a tensor of T tokens per buffer row.
 
-    Otherwise rows of another sequence are selected away here, before they meet anything: zero times NaN is NaN.
+    Args:
+        FULL: All rows are tokens. Otherwise rows of other sequences are replaced by zeros here, before any product:
+            zero times NaN is NaN.
     """
     if USE_TMA:
         b_x = x.load([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
@@ -342,7 +369,7 @@ def store_token_block(
     BW: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """`store_tokens`, to a box, all of whose rows are then tokens, or an address."""
+    """`store_tokens` through a descriptor, if all rows of the block are tokens, or a pointer."""
     if USE_TMA:
         x.store([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column], b_x.to(x.dtype))
     else:
@@ -351,9 +378,9 @@ def store_token_block(
 
 @triton.jit
 def prefetch_tokens(p, strides, b, t, h, rows, W: tl.constexpr, BT: tl.constexpr):
-    """Ask the second-level cache for a chunk's rows of one head: who loads them later waits a third of the time.
+    """Prefetch one head's rows of a chunk into L2; later loads take about a third as long.
 
-    A request a line of 128 bytes where columns lie one after another; elsewhere some lines, and nothing else changes.
+    One request per line of 128 bytes if columns are contiguous. With other strides, only some lines are requested.
     """
     STEP: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((W + STEP - 1) // STEP)
@@ -364,7 +391,7 @@ def prefetch_tokens(p, strides, b, t, h, rows, W: tl.constexpr, BT: tl.constexpr
 
 @triton.jit
 def prefetch_tile(p, i_tile, SIZE: tl.constexpr):
-    """`prefetch_tokens` of the i-th SIZE numbers of a contiguous tensor."""
+    """Prefetch the i-th SIZE numbers of a contiguous tensor into L2."""
     STEP: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((SIZE + STEP - 1) // STEP)
     _prefetch(p + i_tile.to(tl.int64) * SIZE + tl.minimum(tl.arange(0, LINES) * STEP, SIZE - 1))
@@ -379,7 +406,7 @@ def _prefetch(p):
 
 @triton.jit
 def load_token_scalars(p, strides, b, t, h, rows, BT: tl.constexpr):
-    """One float32 per token of a tensor [B, T, H], zero where there is no token.   [BT]"""
+    """Load one number per token of a tensor [B, T, H] as float32; zero past the last token.   [BT]"""
     o_r = tl.arange(0, BT)
     offsets = b * strides[0] + (t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
     return tl.load(p + offsets, mask=o_r < rows, other=0.0).to(tl.float32)
@@ -387,11 +414,11 @@ def load_token_scalars(p, strides, b, t, h, rows, BT: tl.constexpr):
 
 @triton.jit
 def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr, BT: tl.constexpr):
-    """beta of every row, zero in padding; 1 where the caller gave none.   [BT]"""
+    """Load beta of every row, zero in padding; 1 where the caller gave none.   [BT]"""
     o_r = tl.arange(0, BT)
     if p_beta is None:
         return tl.where(o_r < rows, 1.0, 0.0)
-    else:  # which a compiler reads as well, where nothing says that it is not reached
+    else:  # without it the compiler also compiles the code after the return
         b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
         if LOGIT:
             b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
@@ -402,14 +429,14 @@ def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr,
 def strength_bwd(p_beta, s_beta, b, t, h, rows, b_dbeta, beta_most, BT: tl.constexpr):
     """Gradient of the logits that `load_strength` read, from that of beta.   [BT]
 
-    Of the logits themselves: the difference 1 - beta / beta_most would cancel where they are large.
+    Computed from the logits: 1 - beta / beta_most would cancel where they are large.
     """
     return sigmoid_bwd(load_token_scalars(p_beta, s_beta, b, t, h, rows, BT), b_dbeta) * beta_most
 
 
 @triton.jit
 def token_row(strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask of one token of one head, from a column on.   [BW]"""
+    """Offsets and mask of one token of one head, columns column..   [BW]"""
     o_w = column + tl.arange(0, BW)
     first = b * strides[0] + t * strides[1] + h * strides[2]
     return first + o_w.to(tl.int64) * strides[3], o_w < W
@@ -417,9 +444,9 @@ def token_row(strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit
 def load_token_row(p, strides, b, t, h, column, here, W: tl.constexpr, BW: tl.constexpr):
-    """One token of one head, from a column on; zeros unless the token is here.   [BW]
+    """Load one token of one head, columns column..; zeros if `here` is false.   [BW]
 
-    A vector, not a tile of one row: it then says nothing about how the tiles that it meets lie in registers.
+    A vector, not a tile of one row: it puts no constraint on the register layouts of the tiles it meets.
     """
     offsets, mask = token_row(strides, b, t, h, column, W, BW)
     return tl.load(p + offsets, mask=mask & here, other=0.0)
@@ -427,20 +454,20 @@ def load_token_row(p, strides, b, t, h, column, here, W: tl.constexpr, BW: tl.co
 
 @triton.jit
 def store_token_row(p, strides, b, t, h, column, x, W: tl.constexpr, BW: tl.constexpr):
-    """Write x [BW] to one token of one head, from a column on, rounding once."""
+    """Store x [BW] to one token of one head, columns column.., rounding once."""
     offsets, mask = token_row(strides, b, t, h, column, W, BW)
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_token_number(p, strides, b, t, h, here):
-    """One number per token and head, zero unless the token is here; float32."""
+    """Load one number per token and head as float32; zero if `here` is false."""
     return tl.load(p + b * strides[0] + t * strides[1] + h * strides[2], mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
-    """Write x [BT] to the rows that are tokens, rounding once."""
+    """Store x [BT] to the rows that are tokens, rounding once."""
     o_r = tl.arange(0, BT)
     offsets = b * strides[0] + (t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=o_r < rows)
@@ -448,9 +475,9 @@ def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
 
 @triton.jit
 def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], from (row, column) on.   [BR, BW]
+    """Offsets and mask inside tile i_tile of a contiguous [tiles, R, W], starting at (row, column).   [BR, BW]
 
-    row and column are multiples of BR and BW: where R and W are too, everything is inside.
+    row and column are multiples of BR and BW. If R and W are too, the mask is all true.
     """
     o_r = row + tl.arange(0, BR)
     o_w = column + tl.arange(0, BW)
@@ -460,7 +487,7 @@ def tile_offsets(i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.c
 
 @triton.jit
 def load_tile(p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Part of a tile of a contiguous [tiles, R, W], zero outside it.   [BR, BW]"""
+    """Load part of a tile of a contiguous [tiles, R, W]; zeros outside it.   [BR, BW]"""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
     if R % BR == 0 and W % BW == 0:
         return tl.load(p + offsets)
@@ -470,7 +497,7 @@ def load_tile(p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.c
 
 @triton.jit
 def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Write part of a tile, rounding once."""
+    """Store part of a tile, rounding once."""
     offsets, mask = tile_offsets(i_tile, row, column, R, W, BR, BW)
     if R % BR == 0 and W % BW == 0:
         tl.store(p + offsets, x.to(p.dtype.element_ty))
@@ -480,9 +507,9 @@ def store_tile(p, i_tile, row, column, x, R: tl.constexpr, W: tl.constexpr, BR: 
 
 @triton.jit
 def upper_offsets(i_tile, BT: tl.constexpr):
-    """Offsets in upper triangular tiles [tiles, 3, BT / 2, BT / 2], and mask: not in the quarter that is zero.
+    """Offsets in upper triangular tiles [tiles, 3, BT / 2, BT / 2], and the mask that excludes the zero quarter.
 
-    The first quarter is that of the first rows and columns; then come the rows of the last columns.   [BT, BT]
+    Quarters in order: first rows and first columns, first rows and last columns, last rows and last columns.   [BT, BT]
     """
     n: tl.constexpr = BT // 2
     o_r, o_w = tl.arange(0, BT), tl.arange(0, BT)
@@ -492,14 +519,14 @@ def upper_offsets(i_tile, BT: tl.constexpr):
 
 @triton.jit
 def load_upper(p, i_tile, BT: tl.constexpr):
-    """An upper triangular tile.   [BT, BT]"""
+    """Load an upper triangular tile.   [BT, BT]"""
     offsets, mask = upper_offsets(i_tile, BT)
     return tl.load(p + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_upper(p, i_tile, x, BT: tl.constexpr):
-    """Write the upper triangle of a tile, rounding once."""
+    """Store the upper triangle of a tile, rounding once."""
     offsets, mask = upper_offsets(i_tile, BT)
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
@@ -508,9 +535,9 @@ def store_upper(p, i_tile, x, BT: tl.constexpr):
 def load_tile_block(
     p, i_tile, row, column, R: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr
 ):
-    """`load_tile`, by the copy engine where p is a descriptor of the tiles' rows [tiles * R, W].   [BR, BW]
+    """`load_tile` through a descriptor of the tiles' rows [tiles * R, W], or a pointer.   [BR, BW]
 
-    R is then a multiple of BR: a box must not reach into the next tile.
+    With a descriptor, R is a multiple of BR: a block must not reach into the next tile.
     """
     if USE_TMA:
         return p.load([(i_tile * R + row).to(tl.int32), column])
@@ -531,7 +558,7 @@ def store_tile_block(
     BW: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """`store_tile`, to a box or an address."""
+    """`store_tile` through a descriptor or a pointer."""
     if USE_TMA:
         x.store([(i_tile * R).to(tl.int32) + row, column], b_x.to(x.dtype))
     else:
@@ -540,7 +567,7 @@ def store_tile_block(
 
 @triton.jit
 def load_vector(x, i, W: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr):
-    """The i-th W numbers of a contiguous tensor, from a box or an address.   [BW]"""
+    """Load the i-th W numbers of a contiguous tensor through a descriptor or a pointer.   [BW]"""
     if USE_TMA:
         return x.load([(i * W).to(tl.int32)])
     else:
@@ -550,9 +577,9 @@ def load_vector(x, i, W: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr):
 
 @triton.jit
 def load_row_factors(x, i_tile, BT: tl.constexpr, USE_TMA: tl.constexpr):
-    """What `prepare` leaves for every row of a tile: decays in for k and for q, decay out, beta.   [BT] each
+    """Load the row factors of a tile that `prepare` stored: decays in for k and q, decay out, beta.   [BT] each
 
-    One box holds all four, and comes apart in registers, where no thread has to give another one a number.
+    One block holds all four. It is split in registers without an exchange between threads.
     """
     if USE_TMA:
         b_x = x.load([(i_tile * 4).to(tl.int32), 0])

@@ -1,4 +1,4 @@
-"""Row norms and their adjoints on the device: the last axis is a row."""
+"""Row norms and their adjoints in Triton kernels: the last axis is a row."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def row_norm_bwd(b_y, b_r, b_dy, COUNT: tl.constexpr):
 
 @triton.jit
 def inverse_root(x):
-    """x^(-1/2) to half an ulp, for an error here is one of the whole row: an approximation and a Newton step.
+    """x^(-1/2) to half an ulp, by an approximation and a Newton step: an error here affects the whole row.
 
-    The step needs 1 - x r^2 to a few digits, so what the product x r loses is counted too. An infinite x has none.
+    The step needs 1 - x r^2 to a few digits, so the rounding error of the product x r is included. The step is skipped
+    for an infinite x.
     """
     r = tl.rsqrt(x)
     product = x * r
@@ -46,10 +47,10 @@ def inverse_root(x):
 
 @triton.jit
 def row_sum(b_x):
-    """Sum of each row, in one order however the tile lies in registers.   [BR, BW] -> [BR, 1]
+    """Sum of each row, in one order for every register layout.   [BR, BW] -> [BR, 1]
 
-    `tl.sum` first adds what one thread holds, and that follows from how wide its loads are, so from the alignment of
-    the tensor they read. Here neighbours are added, level by level: of two numbers there is one sum.
+    `tl.sum` first adds the numbers one thread holds. That set depends on the width of its loads, so on the alignment of
+    the input. Here neighbours are added level by level, and a pair has only one sum.
     """
     for _ in tl.static_range(levels(b_x.shape[1])):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)), axis=2)
@@ -58,7 +59,7 @@ def row_sum(b_x):
 
 @triton.jit
 def column_sum(b_x):
-    """Sum of each column, in one order like `row_sum`.   [BR, BW] -> [1, BW]"""
+    """Sum of each column, in one order as in `row_sum`.   [BR, BW] -> [1, BW]"""
     for _ in tl.static_range(levels(b_x.shape[0])):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2, b_x.shape[1])), axis=1)
     return b_x
@@ -66,7 +67,7 @@ def column_sum(b_x):
 
 @triton.jit
 def vector_sum(b_x):
-    """Sum of a vector, in one order like `row_sum`.   [BW] -> one number"""
+    """Sum of a vector, in one order as in `row_sum`.   [BW] -> one number"""
     for _ in tl.static_range(levels(b_x.shape[0]) - 1):
         b_x = tl.sum(tl.reshape(b_x, (b_x.shape[0] // 2, 2)), axis=1)
     return tl.sum(b_x, axis=0)

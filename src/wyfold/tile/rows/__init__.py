@@ -1,1 +1,1 @@
-"""Runs of rows, for steps in which rows have nothing to do with each other."""
+"""Blocks of rows, for steps whose rows are independent."""

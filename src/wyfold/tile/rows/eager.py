@@ -1,6 +1,6 @@
-"""Runs of rows that fit a cache, for steps in which rows have nothing to do with each other.
+"""Blocks of rows that fit the cache, for steps whose rows are independent.
 
-A row's bits must not depend on how many rows stand around it, nor on how they lie in memory. Elementwise steps and sums
+A row's bits must not depend on the number of rows around it or on its layout in memory. Elementwise steps and sums
 along a contiguous row have that property; `contiguous_rows` brings a block into the one layout in which sums are taken.
 """
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 17  # numbers: a few float32 blocks stay in a second-level cache, and one still feeds four threads
+BLOCK = 1 << 17  # numbers: a few float32 blocks fit L2, and one block still occupies four threads
 
 
 def widest(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype arithmetic on these tensors runs in: float64 as soon as one is float64, else float32."""
+    """Dtype of arithmetic on these tensors: float64 if one of them is float64, else float32."""
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Slices that cover `rows` rows of `width` numbers, BLOCK numbers each but at least one row."""
+    """Slices that cover `rows` rows of `width` numbers, each of BLOCK numbers but at least one row."""
     step = max(1, BLOCK // max(1, width))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 
 
 def contiguous_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype, contiguous; x itself where it is both."""
+    """x in dtype and contiguous; x itself if it already is both."""
     return x.to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Tiles of whole or partial rows on the device, for steps in which rows have nothing to do with each other."""
+"""Tiles of whole or partial rows in Triton kernels, for steps whose rows are independent."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torch import Tensor
 
 
 def row_unit(*tensors: Tensor | None) -> int:
-    """UNIT of `load_rows`: what divides the distance between rows of every tensor, 1 to 16.
+    """UNIT of `load_rows`: the largest power of two up to 16 that divides the row stride of every tensor.
 
-    The compiler knows an integer for a multiple of 16 or not at all, and must know one of 8 to load 16 bytes at a time
-    from rows of 40 columns.
+    Triton specialises an integer only on divisibility by 16. To load 16 bytes at a time from rows of 40 columns, it
+    must know divisibility by 8.
     """
     return math.gcd(16, *(x.stride(0) for x in tensors if x is not None))
 
 
 @triton.jit
 def row_offsets(i_tile, BR: tl.constexpr):
-    """Rows of a tile, [BR, 1] int64."""
+    """Row indices of a tile, [BR, 1] int64."""
     return (tl.zeros((BR, 1), tl.int64) + i_tile) * BR + tl.arange(0, BR)[:, None]
 
 
 @triton.jit
 def load_rows(p, s_row, o_r, o_column, mask, UNIT: tl.constexpr):
-    """Tile in float32, zeros where masked; s_row is the distance between rows in UNITs."""
+    """Load a tile as float32, zeros where masked; s_row is the row stride in UNITs."""
     return tl.load(p + o_r * s_row * UNIT + o_column, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_rows(p, s_row, o_r, o_column, mask, b_x, UNIT: tl.constexpr):
-    """Write a tile, rounded to the tensor's dtype."""
+    """Store a tile, rounded to the tensor's dtype."""
     tl.store(p + o_r * s_row * UNIT + o_column, b_x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_columns(p, o_c, W: tl.constexpr):
-    """The part of a contiguous vector [W] beside a tile's columns, float32; zeros for None."""
+    """Load the elements of a contiguous vector [W] for a tile's columns, as float32; zeros for None."""
     if p is None:
         return o_c * 0.0
     else:

@@ -1,1 +1,1 @@
-"""The state's three steps: residual, read, advance, and their adjoints."""
+"""Steps of the state: residual, read and advance, and their adjoints."""

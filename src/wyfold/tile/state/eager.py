@@ -1,6 +1,6 @@
-"""The state's steps inside one chunk, written values folded: what `scan` is made of, and its adjoint.
+"""Steps of the state inside one chunk, with written values folded: the body of `scan`, and its adjoint.
 
-Tiles are matrices [n, rows, columns]; keys and queries come already decayed from the chunk's start (`from_start`).
+Tiles are matrices [n, rows, columns]. Keys and queries are already decayed from the chunk's start (`from_start`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def residual(S: Tensor, k_in: Tensor, v: Tensor) -> Tensor:
-    """R = v - k_in S: what the state does not yet predict.   [n, C, V]"""
+    """R = v - k_in S, the part of v that the state does not predict.   [n, C, V]"""
     return torch.baddbmm(v, k_in, S, alpha=-1)
 
 

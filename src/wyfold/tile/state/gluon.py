@@ -1,7 +1,7 @@
-"""Where a state's rows lie, and columns of one, [K, V], in shared memory, for Hopper kernels that give it one token.
+"""State tiles in shared memory for single-token kernels on Hopper, and offsets of states.
 
-Nothing of the latter waits in registers: rows come past them, each step reads its own slices and forgets them, and how
-much of a pool is under way is how many tiles fit into shared memory. A tile is [K, BV].
+A tile is [K, BV], some columns of a state [K, V]. It is never held in registers as a whole: each step reads slices of
+rows and discards them. How many states are in flight depends only on how many tiles fit into shared memory.
 """
 
 from __future__ import annotations
@@ -20,33 +20,39 @@ def state_offsets(strides, i_n, i_h, o_v, o_k):
 
 @gluon.constexpr_function
 def whole_rows(BV, warps):
-    """Threads beside each other along rows of BV 16-bit numbers, as memory wants them read and written."""
+    """Register layout for coalesced accesses: neighbouring threads along rows of BV 16-bit numbers."""
     return gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def own_columns(BV, warps):
-    """Each warp has columns of its own, and sums over rows without the others: a thread 8 columns of a row."""
+    """Register layout where each warp owns columns, 8 per thread, so that sums over rows need no other warp."""
     rows = 256 * warps // BV
     return gl.BlockedLayout([1, 8], [rows, 32 // rows], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
 def slice_rows(BV, warps):
-    """Rows of a slice: one of each thread, but not fewer than those after which the swizzle repeats."""
+    """Rows of a slice: one per thread, and at least 8, the period of the swizzle."""
     return max(8, 256 * warps // BV)
 
 
 @gluon.constexpr_function
 def swizzled(BV):
-    """Of a tile in shared memory: eight threads reach as many rows of it at once, or eight neighbours in a row."""
-    rows = max(1, 64 // BV)  # in the 128 bytes that memory hands out at once
+    """Shared-memory layout of a tile without bank conflicts.
+
+    Eight threads access as many different rows at once, or eight neighbours in a row.
+    """
+    rows = max(1, 64 // BV)  # in 128 bytes, one pass over all banks
     return gl.SwizzledSharedLayout(8, rows, 8 // rows, [1, 0])
 
 
 @gluon.jit
 def copy_state_async(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
-    """A tile that comes from p, or zeros unless it is there: so many columns of [K, V]. To be waited for."""
+    """Start copying BV columns of a state [K, V] at p into shared memory; zeros if `there` is false.
+
+    The caller waits for the copy group before it reads the tile.
+    """
     held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled(BV))
     async_copy.async_copy_global_to_shared(held, p + _lies(0, K, V, BV), mask=there)
     async_copy.commit_group()
@@ -58,9 +64,9 @@ def key_sums(held, q, k, decay, CHANNEL: gl.constexpr):
     """S^T q and S^T k of the decayed state, in the order of the Triton twin's `key_sum` for [K, V].   [BV] each
 
     Args:
-        held: [K, BV] in shared memory.
+        held: [K, BV] state in shared memory.
         q, k: [K] float32 in shared memory.
-        decay: The same of a gate over channels, else one number.
+        decay: [K] float32 in shared memory for a channel gate, else one number.
     """
     ROWS: gl.constexpr = slice_rows(held.shape[1], gl.num_warps())
     b_q, b_k = _every(held, q, k, decay, CHANNEL, ROWS, 0, ROWS)
@@ -71,9 +77,9 @@ def key_sums(held, q, k, decay, CHANNEL: gl.constexpr):
 def _every(
     held, q, k, decay, CHANNEL: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr
 ):  # fmt: skip
-    """Products of ROWS rows from FIRST on, and of those every STEP rows further, added up; halves of K meet first.
+    """Sum the products of rows FIRST.., FIRST + STEP.. and so on, ROWS rows each; halves of K are added first.
 
-    Depth first, so that what waits for its other half is a slice for each halving, and not the state.
+    The recursion is depth-first, so each halving keeps one slice of partial sums in registers instead of the state.
     """
     if STEP == held.shape[0]:
         L: gl.constexpr = own_columns(held.shape[1], gl.num_warps())
@@ -98,7 +104,7 @@ def _halved(b_x):
 
 @gluon.jit
 def store_written(p, held, k, b_y, decay, to_slot, CHANNEL: gl.constexpr, V: gl.constexpr):
-    """Store the decayed state with the token's write, decay S + k y^T, rounded once, to p if that is in a slot."""
+    """Store the decayed state plus the token's write, decay S + k y^T, rounded once, if `to_slot` is true."""
     K: gl.constexpr = held.shape[0]
     BV: gl.constexpr = held.shape[1]
     L: gl.constexpr = whole_rows(BV, gl.num_warps())

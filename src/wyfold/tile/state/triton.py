@@ -1,4 +1,4 @@
-"""The state on the device, transposed: [V, K], value rows in registers."""
+"""The state in Triton kernels, transposed: [V, K], value rows in registers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def state_offsets(strides, i_n, i_h, column, K: tl.constexpr, V: tl.constexpr, B
 
 @triton.jit
 def load_state(p, strides, i_n, i_h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Value rows column.. of a state, float32.   [BV, BK]"""
+    """Load value rows column.. of a state as float32.   [BV, BK]"""
     offsets, mask = state_offsets(strides, i_n, i_h, column, K, V, BK, BV)
     return tl.load(p + offsets, mask=mask, other=0.0).to(tl.float32)
 
@@ -30,7 +30,7 @@ def load_state(p, strides, i_n, i_h, column, K: tl.constexpr, V: tl.constexpr, B
 def store_state(
     p, strides, i_n, i_h, column, b_S, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
 ):
-    """Write value rows column.. of a state, rounding once to its storage dtype."""
+    """Store value rows column.. of a state, rounding once to its storage dtype."""
     offsets, mask = state_offsets(strides, i_n, i_h, column, K, V, BK, BV)
     tl.store(p + offsets, b_S.to(p.dtype.element_ty), mask=mask)
 
@@ -40,9 +40,9 @@ def load_end(
     p, strides, i_n, outer, p_border, s_border, i_border, inner, i_h, column,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`load_state` at an end of a segment: the sequence's own where `outer`, else a border's where `inner`.   [BV, BK]
+    """Load the state at an end of a segment.   [BV, BK]
 
-    Zeros where there is neither.
+    The sequence's own state if `outer`, else the border's if `inner`, else zeros.
     """
     b_S = tl.zeros((BV, BK), tl.float32)
     if p_border is None:
@@ -62,10 +62,10 @@ def slot_offsets(
     strides, slot, h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """`state_offsets` where the numbers of a head's state lie one after another: [K, V], or V_FIRST [V, K].   [BV, BK]
+    """`state_offsets` of a contiguous state per head: [K, V], or with V_FIRST [V, K].   [BV, BK]
 
-    Their distances are known to the compiler, so the tile lies in registers as it does in memory, whatever else is
-    asked of the kernel: a sum over K has one order.
+    The compiler knows the distances, so the register layout follows the memory layout in every variant of the kernel. A
+    sum over K then has one order.
     """
     o_v = column + tl.arange(0, BV)[:, None]
     o_k = tl.arange(0, BK)[None, :]
@@ -79,10 +79,11 @@ def slot_offsets(
 
 @triton.jit
 def key_sum(b_x, V_FIRST: tl.constexpr):
-    """Sum of every value row over K, pair by pair in one order, whatever lays the tile out.   [BV, BK] -> [BV]
+    """Sum of every value row over K, pair by pair in one order that no register layout changes.   [BV, BK] -> [BV]
 
-    Which pairs come first follows how states are stored, since a thread holds neighbours there: of one value row in
-    [V, K], so neighbours in K are added before lanes are crossed; of several in [K, V], so halves of K are.
+    The pairs follow the storage order, since a thread holds neighbours in memory. In [V, K] a thread holds neighbours
+    in K, which are added before lanes are crossed. In [K, V] it holds several value rows, so halves of K are added
+    first.
     """
     for _ in tl.static_range(levels(b_x.shape[1]) - 1):
         if V_FIRST:
@@ -98,7 +99,7 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
 
         S^T <- decay S^T        y = beta (v - S^T k)        o = S^T q + (q.k) y        S^T <- S^T + y k^T
 
-    The output is read from the decayed state, so that both products are of one state and neither waits for the other.
+    The output is read from the decayed state, so both products use one state and neither waits for the other.
 
     Args:
         b_S: [BV, BK] float32.
@@ -106,7 +107,7 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
         b_q, b_k: [BK] float32.
         b_v: [BV] float32.
         beta: One number.
-        V_FIRST: How states are stored.
+        V_FIRST: The state is stored as [V, K].
 
     Returns:
         S: [BV, BK].
@@ -121,7 +122,7 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
 
 @triton.jit
 def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
-    """Adjoint of `token_step` in one tile of value rows; what sums over them all is this tile's share.
+    """Adjoint of `token_step` on one tile of value rows; sums over value rows cover this tile only.
 
     Args:
         b_S: [BV, BK] state, decayed, before the token's write.
@@ -130,8 +131,8 @@ def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
         b_do: [BV] gradient of the output, times scale.
 
     Returns:
-        Gradients of the decayed state [BV, BK], of q and k [BK], of v [BV], of beta, and S dS summed over value rows,
-        [BK], of which a gate's gradient is made.
+        Gradients of the decayed state [BV, BK], of q and k [BK], of v [BV] and of beta; and the sum of S dS over value
+        rows [BK], from which a gate's gradient follows.
     """
     b_e = b_v - tl.sum(b_S * b_k[None, :], axis=1)
     b_y = b_e * beta
@@ -146,7 +147,7 @@ def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
 
 @triton.jit
 def residual(b_v, b_Sk, b_in):
-    """Residual R^T = v^T - (S^T k^T) in, given S^T k^T; rounded nowhere.   [BV, BT] float32"""
+    """Residual R^T = v^T - (S^T k^T) in, given S^T k^T; not rounded.   [BV, BT] float32"""
     return tl.trans(b_v).to(tl.float32) - b_Sk * b_in[None, :]
 
 

@@ -1,1 +1,1 @@
-"""A filter slid over tokens, channel by channel."""
+"""Causal depthwise filters of a few taps."""

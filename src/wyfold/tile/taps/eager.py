@@ -1,4 +1,4 @@
-"""A filter of a few taps slid over tokens, channel by channel.
+"""Depthwise filter of a few taps over tokens.
 
 Products are added tap by tap, elementwise and in one order. `torch.nn.functional.conv1d` would choose its algorithm,
 and with it the bits, by the shape of the whole call.
@@ -35,9 +35,9 @@ def taps(inputs: Tensor, w: Tensor) -> Tensor:
 
 
 def tap_products(inputs: Tensor, dy: Tensor) -> Iterator[Tensor]:
-    """For each tap i, the terms dy[t] inputs[t + i] whose sum over t is the gradient of w[i].
+    """For each tap i, yield the terms dy[t] inputs[t + i], whose sum over t is the gradient of w[i].
 
-    They are one tensor like dy, filled anew for every tap: its reader may overwrite it, not keep it.
+    All taps share one tensor like dy, refilled for every tap: the reader may overwrite it but must not keep it.
 
     Args:
         inputs: [..., n + W - 1, D].

@@ -1,6 +1,6 @@
-"""A filter of a few taps slid over tokens on the device: a tuple of rows, the oldest first, is its window.
+"""Depthwise filter of a few taps over tokens in Triton kernels; the window is a tuple of rows, oldest first.
 
-A window is shifted, not read again, so that each row is loaded once; sums run tap by tap in one order.
+The window is shifted instead of reloaded, so each row is loaded once. Sums run tap by tap in one order.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def load_row(p, o, mask):
-    """One row, float32, zeros where the mask is not.   [BD]"""
+    """Load one row as float32; zeros where the mask is false.   [BD]"""
     return tl.load(p + o, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_taps(p_w, s_w, p_bias, o_d, m_d, W: tl.constexpr):
-    """Taps, oldest first, and the bias, zeros where there is none."""
+    """Load the taps, oldest first, and the bias; the bias is zeros if there is none."""
     w: tl.tuple = ()
     for i in tl.static_range(W):
         w = w + (load_row(p_w, o_d * s_w[0] + i * s_w[1], m_d),)
@@ -39,7 +39,7 @@ def taps(window, w, W: tl.constexpr):
 
 @triton.jit
 def tap_products(window, d, sums, W: tl.constexpr):
-    """sums[i] + d window[i], as a tuple: what a token adds to the gradient of each tap."""
+    """sums[i] + d window[i], as a tuple: adds one token's term to the gradient of each tap."""
     added: tl.tuple = ()
     for i in tl.static_range(W):
         added = added + (tl.fma(d, window[i], sums[i]),)
@@ -48,15 +48,15 @@ def tap_products(window, d, sums, W: tl.constexpr):
 
 @triton.jit
 def taps_bwd(d, w, pending, W: tl.constexpr):
-    """What a token's d gives back through every tap.
+    """Adjoint of one token's `taps` in its inputs.
 
     Args:
-        d: Row.
+        d: Row, gradient of the token's output.
         w: Tuple of W rows.
-        pending: Tuple of W - 1 rows, the gradients of the tokens before it as far as they are known, oldest first.
+        pending: Tuple of W - 1 rows, partial gradients of the preceding inputs, oldest first.
 
     Returns:
-        The oldest one, which now is complete, and the W - 1 of the tokens that follow it.
+        The oldest gradient, now complete, and the W - 1 pending ones of the inputs after it.
     """
     complete = tl.fma(w[0], d, pending[0])
     later: tl.tuple = ()
