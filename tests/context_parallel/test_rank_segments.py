@@ -9,7 +9,7 @@ import torch
 from wyfold.context_parallel.partition import owned_ranges, partition_sequences
 from wyfold.context_parallel.rank_segments import RankSegments, segment_tables
 from wyfold.context_parallel.routes import backward_routes, forward_routes
-from wyfold.kernels.rank_carry.eager import carried
+from wyfold.kernels.rank_carry.eager import route_states
 from wyfold.runtime.chunk_layout import Cut, chunk_grid
 
 C = 4
@@ -113,6 +113,6 @@ def test_states_along_chains(layout: str, world: int):
                 (there, forward_routes, incoming_seq),
                 (back, backward_routes, outgoing_seq),
             ):
-                found = carried(told, routes(partition, rank), V)
+                found = route_states(told, routes(partition, rank), V)
                 assert found.shape[0] == len(expected)
                 assert all(map(torch.equal, found, expected))

@@ -83,8 +83,8 @@ def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, de
                 row = borders.rows[i * B + b]
                 truth[1][row] = truth[1][row] + S if back else S
                 reached += 1
-        told = torch.cat([H, M], -1)
-        found = run(backend, "rank_carry", device, told, routes, outer, borders, tails, back=back)
+        gathered = torch.cat([H, M], -1)
+        found = run(backend, "rank_carry", device, gathered, routes, outer, borders, tails, back=back)
         got_outer, got_borders = found[2:4]
         assert close(got_outer, truth[0], backend) and close(got_borders, truth[1], backend)
     assert reached >= 8

@@ -15,7 +15,7 @@ from wyfold.context_parallel.collectives import after, wait_gathered
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.context_parallel.partition import Piece
 from wyfold.context_parallel.routes import backward_routes, forward_routes
-from wyfold.kernels.rank_carry.eager import carried, count
+from wyfold.kernels.rank_carry.eager import route_count, route_states
 from wyfold.runtime.torch_ops import call as called
 from wyfold.runtime.torch_ops import register
 
@@ -93,11 +93,11 @@ def _carried(gathered: Tensor, routes: list[int], V: int) -> Tensor:
 
 
 def _carried_fake(gathered: Tensor, routes: list[int], V: int) -> Tensor:
-    return gathered.new_empty(count(routes), *gathered.shape[2:-1], V)
+    return gathered.new_empty(route_count(routes), *gathered.shape[2:-1], V)
 
 
 _carried_op = register(
     "delta_carried(Tensor gathered, int[] routes, int V) -> Tensor",
-    lambda gathered, routes, V: carried(wait_gathered(gathered), routes, V),
+    lambda gathered, routes, V: route_states(wait_gathered(gathered), routes, V),
     _carried_fake,
 )

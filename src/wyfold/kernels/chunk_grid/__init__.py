@@ -1,10 +1,10 @@
-"""Where the chunks of a packed batch lie, from boundaries that only the device knows, in one launch.
+"""Chunk grid of a packed batch, in one launch, from boundaries that only the device knows.
 
-cu[n]        the n-th boundary, raised to all before it and held inside the buffer; cu[0] = 0, cu[N+1] = T
-first[n]     chunks of the sequences before n
-sequence[c]  the one that holds chunk c; N past the last boundary
+cu[n]        n-th boundary, clamped to the buffer and to at least all boundaries before it; cu[0] = 0, cu[N+1] = T
+first[n]     number of chunks of the sequences before n
+sequence[c]  sequence of chunk c; N past the last boundary
 
-and, where states are kept after every `every` tokens of a sequence,
+If states are kept after every `every` tokens of a sequence, also
 
-first_state[n]  such states of the sequences before n
+first_state[n]  number of such states of the sequences before n
 """

@@ -1,4 +1,4 @@
-"""`chunk_grid` in PyTorch: a dozen small operators. Eager launches have tables of their parts instead."""
+"""`chunk_grid` in PyTorch, in about a dozen small operators. Eager launches use tables of their parts instead."""
 
 from __future__ import annotations
 

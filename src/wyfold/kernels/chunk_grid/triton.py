@@ -1,4 +1,4 @@
-"""`chunk_grid` in Triton: every program goes through all boundaries, and finds the sequences of some chunks."""
+"""`chunk_grid` in Triton: every program scans all boundaries and finds the sequences of some chunks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BN, BC = 64, 128  # boundaries of a step, chunks of a program
 
 
 def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None, every: int = 0) -> ChunkGrid:
-    """The grid of a call.
+    """Chunk grid of a call.
 
     Args:
         batch, tokens: B and T of the token tensors.
         chunk_size: C.
-        cu_seqlens: [N+1] int32 or int64, any stride, on the tensors' device, whatever it holds. None: a dense batch.
-        every: Tokens between the states that are kept; 0: none are.
+        cu_seqlens: [N+1] int32 or int64, any stride, on the tensors' device, with any contents. None: a dense batch.
+        every: Tokens between kept states; 0: none are kept.
     """
     if cu_seqlens is None:
         return chunk_layout.chunk_grid(batch, tokens, chunk_size, None, every)
     N = cu_seqlens.shape[0] - 1
     most = chunk_layout.most_chunks(batch, tokens, chunk_size, N)
-    # Apart, so that each begins where the kernels that read it may load whole vectors.
+    # Separate allocations, so that each is aligned for vector loads.
     cu, first, sequence = (cu_seqlens.new_empty(size, dtype=torch.int64) for size in (N + 2, N + 1, most))
     first_state = cu_seqlens.new_empty(N + 1, dtype=torch.int64) if every else None
     launch_kernel(
@@ -69,7 +69,7 @@ def wyfold_chunk_grid_triton(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """One program owns BC chunks; the first one the boundaries as well."""
+    """One program owns BC chunks; program 0 also writes the boundaries."""
     pid = tl.program_id(0).to(tl.int64)
     o_c = pid * BC + tl.arange(0, BC)
     b_sequence = tl.zeros((BC,), tl.int64)
@@ -110,5 +110,5 @@ def _larger(a, b):
 
 @triton.jit
 def _inside(x, T):
-    """A boundary that may be anything, inside the buffer."""
+    """Clamp a boundary of any value to the buffer."""
     return tl.minimum(tl.maximum(x, 0), T)

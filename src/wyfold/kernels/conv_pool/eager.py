@@ -1,4 +1,4 @@
-"""`update` in PyTorch: a dense batch at once, a packed one sequence by sequence."""
+"""`update` in PyTorch: a dense batch at once, a packed batch one sequence at a time."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def update(
     activated: bool,
     y: Tensor,
 ) -> None:
-    """Convolve every sequence's tokens behind what its slot holds, and leave there what the next ones need.
+    """Convolve every sequence's tokens after the inputs in its slot, and update the slot for the next tokens.
 
     Args:
         x: [B, T, D], any float.
         weight: [D, W], any float.
         bias: [D] or None.
         pool: [slots, D, S], any strides, updated in place, rounding once.
-        slots: Uses `source`, `given`, `pad`, and `accepted`, which here says where in a slot the inputs before the
-            first token begin: at entry accepted[n] - 1, or the nearest there is.
+        slots: Uses `source`, `given`, `pad` and `accepted`. The inputs before the first token begin at entry
+            accepted[n] - 1 of the slot, clamped to valid entries.
         grid: The call's boundaries.
-        activated: Whether y passes a silu.
-        y: [B, T, D] written; zero where a sequence was skipped, and past the last boundary.
+        activated: Whether silu is applied to y.
+        y: [B, T, D] written; zero for skipped sequences and past the last boundary.
     """
     (D, W), S, dtype = weight.shape, pool.shape[2], widest(x, weight, bias, pool)
     w = weight.to(dtype).t().contiguous()
@@ -46,7 +46,7 @@ def update(
         begin = (slots.accepted.to(torch.int64) - 1).clamp(0, S - (W - 1))
 
     def convolved(rows: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs of tokens [n, length, D] of some sequences; their slots are updated."""
+        """Outputs of tokens [n, length, D] of some sequences; also updates their slots."""
         place = begin[rows, None] + torch.arange(W - 1, device=x.device)
         window = pool[slot[rows]].gather(2, place[:, None].expand(-1, D, -1)).transpose(1, 2).to(dtype)
         if slots.given is not None:

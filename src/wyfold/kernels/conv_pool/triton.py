@@ -1,4 +1,4 @@
-"""`update` in Triton: one program per sequence and block of channels walks along the sequence's tokens."""
+"""`update` in Triton: one program per sequence and block of channels, serial over the sequence's tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def update(
     activated: bool,
     y: Tensor,
 ) -> None:
-    """Convolve every sequence's tokens behind what its slot holds, and leave there what the next ones need.
+    """Convolve every sequence's tokens after the inputs in its slot, and update the slot for the next tokens.
 
     Args:
         x: [B, T, D], float32 or narrower, any strides.
         weight: [D, W], float32 or narrower, any strides.
         bias: [D] or None.
         pool: [slots, D, S], any strides, updated in place, rounding once.
-        slots: Uses `source`, `given`, `pad`, and `accepted`, which here says where in a slot the inputs before the
-            first token begin: at entry accepted[n] - 1, or the nearest there is.
+        slots: Uses `source`, `given`, `pad` and `accepted`. The inputs before the first token begin at entry
+            accepted[n] - 1 of the slot, clamped to valid entries.
         grid: The call's boundaries.
-        activated: Whether y passes a silu.
-        y: [B, T, D] written; zero where a sequence was skipped, and past the last boundary.
+        activated: Whether silu is applied to y.
+        y: [B, T, D] written; zero for skipped sequences and past the last boundary.
     """
     D, W = weight.shape
     config = tuned("conv_pool.triton", f"W{W}", x.device)
@@ -67,7 +67,7 @@ def update(
         D=D,
         W=W,
         BD=BD,
-        # Every rounding is written out: a token has the bits that a whole sequence's convolution gives it.
+        # Roundings are explicit, so a token gets the same bits as in `conv` over the whole sequence.
         **config.options(contract=False),
     )
 
@@ -98,7 +98,7 @@ def wyfold_conv_pool_triton(
     W: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """One program owns BD channels of one sequence, its slot's included."""
+    """One program owns BD channels of one sequence and of its slot."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0).to(tl.int64)
     o_d, i_n = pid % BLOCKS * BD + tl.arange(0, BD), pid // BLOCKS
@@ -106,7 +106,7 @@ def wyfold_conv_pool_triton(
     b, t, length = i_n, i_n * 0, i_n * 0 + T
     live = i_n < N
     if p_cu is not None:
-        # A sequence more: the tokens past the last boundary.
+        # The tokens past the last boundary are one more sequence.
         b, t = i_n * 0, tl.load(p_cu + i_n)
         length = tl.load(p_cu + i_n + 1) - t
     slot = i_n
@@ -130,7 +130,7 @@ def wyfold_conv_pool_triton(
     for i in tl.static_range(W - 1):
         window = window + (load_row(p_slot, (begin + i) * s_pool[2], there),)
     w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
-    tl.debug_barrier()  # what one thread overwrites another may have to read first
+    tl.debug_barrier()  # a thread may overwrite an entry that another thread still reads
     if length > 0:
         for i in tl.static_range(W - 2):
             tl.store(p_slot + i * s_pool[2], window[i + 1].to(p_pool.dtype.element_ty), mask=m_d)

@@ -1,9 +1,9 @@
-"""States over the edges of ranks: from the borders of segments to what a rank sends, and from what ranks told back.
+"""States across ranks: from the borders of segments to a rank's send buffer, and from the gathered buffers back.
 
-    send     of the state at a rank's last border before its edge, [S | M], what leaves the piece:
-             H' + M' [S | M] with the map M' and the state H' of the tokens behind the last full chunk
-    carry    the state that enters from other ranks, along its route (context_parallel/routes.py), to the border where
-             it enters; back, the gradient of the state that leaves, through those tokens, onto the rank's last border
+rank_send     packs the state that leaves a piece, from [S | M] at the rank's last border before its edge:
+              H' + M' [S | M], with the map M' and the state H' of the tokens after the last full chunk
+rank_carry    forward, follows the route of an incoming state (context_parallel/routes.py) to the border where it
+              enters; backward, applies M'^T to the gradient of the leaving state and adds it at the last border
 
-Nothing here is rounded to the inputs' dtype.
+Results stay float32.
 """

@@ -9,19 +9,20 @@ from torch import Tensor
 from wyfold.kernels.records import StateRows
 
 
-def carried(told: Tensor, routes: Sequence[int], V: int) -> Tensor:
-    """The states at the ends of routes.
+def route_states(gathered: Tensor, routes: Sequence[int], V: int) -> Tensor:
+    """States at the ends of routes.
 
     Args:
-        told: [world, rows, B, HV, K, V + K] of every rank, a state or its gradient, and beside it the map.
-        routes: From `parallel.chains`.
+        gathered: [world, rows, B, HV, K, V + K] send buffers of all ranks: a state or its gradient, followed by the
+            map.
+        routes: Routes from `context_parallel.routes`.
         V: Value columns.
 
     Returns:
         [routes, B, HV, K, V].
     """
-    rows, found = told.flatten(0, 1), told.new_empty(count(routes), *told.shape[2:-1], V)
-    for n in range(count(routes)):
+    rows, found = gathered.flatten(0, 1), gathered.new_empty(route_count(routes), *gathered.shape[2:-1], V)
+    for n in range(route_count(routes)):
         first, *others = routes[routes[n] : routes[n + 1]]
         S = rows[first, ..., :V]
         for row in others:
@@ -30,26 +31,25 @@ def carried(told: Tensor, routes: Sequence[int], V: int) -> Tensor:
     return found
 
 
-def count(routes: Sequence[int]) -> int:
-    """How many routes there are."""
+def route_count(routes: Sequence[int]) -> int:
+    """Number of routes."""
     return routes[0] - 1
 
 
 def rank_carry(
-    told: Tensor, routes: Tensor, outer: StateRows, borders: StateRows, tails: Tensor | None, *, back: bool
+    gathered: Tensor, routes: Tensor, outer: StateRows, borders: StateRows, tails: Tensor | None, *, back: bool
 ) -> None:
-    """Write the states at the ends of routes where they enter.
+    """Write the state at the end of each route to where it enters.
 
     Args:
-        told: As of `carried`.
-        routes: Likewise, on the device.
-        outer: Of the sequences, by route and row of B: written.
-        borders: Likewise; written forward, and added to on the way back.
-        tails: [n, HV, K, V + K] H and M of the tokens behind the last full chunk, on the way back; None: there are
-            none.
-        back: Whether these are gradients.
+        gathered: As in `route_states`.
+        routes: As in `route_states`, but on the device.
+        outer: States of the sequences, by route and row of B; written.
+        borders: Border states, by route and row of B. Written forward, added to backward.
+        tails: Backward, [n, HV, K, V + K] H and M of the tokens after the last full chunk. None if there are none.
+        back: The states are gradients.
     """
-    S = carried(told, routes.tolist(), told.shape[-1] - told.shape[-2]).flatten(0, 1)
+    S = route_states(gathered, routes.tolist(), gathered.shape[-1] - gathered.shape[-2]).flatten(0, 1)
     outer.states[outer.rows] = S
     if tails is not None:
         S = tails[..., S.shape[-1] :].mT @ S
@@ -57,12 +57,12 @@ def rank_carry(
 
 
 def rank_send(borders: StateRows, tails: Tensor | None, out: Tensor) -> None:
-    """Write what leaves at borders.
+    """Pack the states that leave at borders.
 
     Args:
-        borders: Of [.., HV, K, columns].
-        tails: [n, HV, K, V + K] as above; None: there are none.
-        out: [at least n, HV, K, at least as many columns], of which the first are written.
+        borders: Border states [.., HV, K, columns].
+        tails: [n, HV, K, V + K] as in `rank_carry`, or None.
+        out: [>= n, HV, K, >= columns]; the leading entries are written.
     """
     S = borders.states[borders.rows]
     if tails is not None:

@@ -13,10 +13,11 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> Non
     """Fold summaries into states, in place.
 
     Args:
-        S: [borders, HV, K, V] view, H of the segment that ends at each border, or c of the one that begins there.
-        M: [borders, HV, K, K] map of the segment that ends at each border; a sequence's first is not read.
-        segments: Where they lie.
-        back: Whether these are gradients.
+        S: [borders, HV, K, V] view: H of the segment that ends at each border, or c of the one that begins there.
+        M: [borders, HV, K, K] map of the segment that ends at each border; that of a sequence's first segment is not
+            read.
+        segments: Layout of the segments.
+        back: S holds gradients c.
     """
     borders = [first - n for n, first in enumerate(segments.first.tolist())]
     for start, stop in pairwise(borders):

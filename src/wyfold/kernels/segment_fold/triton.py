@@ -4,8 +4,8 @@ The state is held transposed, [V, K], as in the scans, and is the left operand o
 
     S^T[r + 1] = H^T[r + 1] + S^T[r] M^T[r + 1]        dS^T[r - 1] = c^T[r - 1] + dS^T[r] M[r]
 
-whose right one comes from memory in slices of the sum's rows, loaded ahead over the borders: nothing else has to be
-waited for. All numbers are float32, and products exact to 16 bits of them at least (docs/numerics.md).
+The right operand is loaded from memory in slices of rows, pipelined across borders, so only the products are serial.
+All numbers are float32, and products are exact to at least 16 bits (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype:
     """Fold summaries into states, in place.
 
     Args:
-        S: [borders, HV, K, V] float32 view, H or c as `segment_fold.eager` has them.
-        M: [borders, HV, K, K] float32 view. A zero is negative only among rows of nothing else: a diagonal of negative
-            zeros stands for a map of zeros.
-        segments: Where they lie.
-        back: Whether these are gradients.
-        dtype: Of the call's tokens: products are as exact as theirs.
+        S: [borders, HV, K, V] float32 view, H or c as in `segment_fold.eager`.
+        M: [borders, HV, K, K] float32 view. Only a row of zeros holds negative zeros: a diagonal of negative zeros
+            marks a map of zeros.
+        segments: Layout of the segments.
+        back: S holds gradients c.
+        dtype: Dtype of the call's tokens, which sets the precision of the products.
     """
     HV, K, V = S.shape[1:]
     config = tuned("segment_fold.triton", f"K{K}", S.device)
@@ -79,7 +79,7 @@ def wyfold_segment_fold_triton(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state, from border to border; a product is BK / BS steps."""
+    """One program owns BV value rows of one state at all borders; a product takes BK / BS steps."""
     NV: tl.constexpr = (V + BV - 1) // BV
     SLICES: tl.constexpr = BK // BS
     pid = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def wyfold_segment_fold_triton(
     column = (i_v * BV).to(tl.int32)
     start, stop = tl.load(p_first + i_n) - i_n, tl.load(p_first + i_n + 1, mask=i_n < N, other=0) - i_n - 1
     if start + 1 < stop:
-        if _nothing_added(p_S, s_S, p_M, s_M, start, stop, i_hv, column, K, V, BK, BV, BACK):
+        if _all_maps_zero(p_S, s_S, p_M, s_M, start, stop, i_hv, column, K, V, BK, BV, BACK):
             stop = start
     if start + 1 < stop:
         r = start
@@ -105,11 +105,11 @@ def wyfold_segment_fold_triton(
             else:
                 r = start + 1 + i // SLICES
                 i_map = r
-            # M^T[k, k'], rows k of this slice; M where gradients are folded, its strides exchanged by the launch.
+            # Rows k of M^T[k, k']. For gradients the launch exchanges M's strides, so these are rows of M.
             o_row = i_s * BS + tl.arange(0, BS)[:, None]
             offsets = i_map * s_M[0] + i_hv * s_M[1] + o_row.to(tl.int64) * s_M[3] + o_k.to(tl.int64) * s_M[2]
             b_M = tl.load(p_M + offsets, mask=(o_row < K) & (o_k < K), other=0.0)
-            # Asked for before the product, which it does not wait for.
+            # Loaded before the product, so that its latency is hidden.
             b_own = load_state(p_S, s_S, r, i_hv, column, K, V, BK, BV)
             b_slice = tl.sum(tl.where(o_s == i_s, b_S.reshape(BV, BK // BS, BS), 0.0), axis=1)
             b_sum = mm_exact(b_slice, b_M, b_sum, EXACT)
@@ -120,7 +120,7 @@ def wyfold_segment_fold_triton(
 
 
 @triton.jit
-def _nothing_added(
+def _all_maps_zero(
     p_S,
     s_S,
     p_M,
@@ -135,14 +135,17 @@ def _nothing_added(
     BV: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Whether all maps between these borders are zeros, and all states finite that they are applied to: then what lies
-    at the borders is right. Of such a map `segment_summary` says so by the sign of its zeros."""
+    """Whether all maps between these borders are zeros and the states they apply to are finite.
+
+    Then the summaries at the borders are already the states. `segment_summary` marks such a map by the sign of its
+    zeros.
+    """
     SOME: tl.constexpr = 8
     o_k = tl.arange(0, BK)
     o_v = column + tl.arange(0, BV)
     adds = 0
-    for at in range(start, stop - 1, SOME):
-        r = at + tl.arange(0, SOME).to(tl.int64)
+    for first_border in range(start, stop - 1, SOME):
+        r = first_border + tl.arange(0, SOME).to(tl.int64)
         m_r = (r < stop - 1)[:, None]
         m_k = m_r & (o_k < K)[None, :]
         diagonal = (r + 1)[:, None] * s_M[0] + i_hv * s_M[1] + o_k[None, :].to(tl.int64) * (s_M[2] + s_M[3])

@@ -1,7 +1,7 @@
-"""Where the segments of a call lie: each sequence cut by its own length, which only the device may know, in one launch.
+"""Segment grid of a call, in one launch: each sequence is cut by its own length, which only the device may know.
 
-length[n]    chunks of a segment of sequence n, `runtime.chunks.Cut`
-first[n]     segments of the sequences before n
-sequence[i]  the one that segment i is cut from; N past the last
-cu[i]        first token of segment i in the buffer of all rows, and behind it the last one's end
+length[n]    chunks per segment of sequence n, from `runtime.chunk_layout.Cut`
+first[n]     number of segments of the sequences before n
+sequence[i]  sequence of segment i; N past the last one
+cu[i]        first token of segment i in the buffer of all rows; the last entry is the end of the last segment
 """

@@ -1,4 +1,4 @@
-"""`segment_grid` in Triton: every program goes through all sequences, and finds the places of some segments."""
+"""`segment_grid` in Triton: every program scans all sequences and computes some of the segments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BN, BS = 32, 32  # sequences of a step, segments of a program
 
 
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
-    """The segments of a call's grid, as `runtime.chunks.segment_grid` has them.
+    """The segments of a call's grid, as in `runtime.chunk_layout.segment_grid`.
 
     Args:
         grid: From `chunk_grid`.
         cut: How sequences are cut.
-        device: Of the tensors.
+        device: Device of the tensors.
     """
     N, packed = grid.sequences, grid.cu is not None
     borders = most_borders(grid.batch, grid.tokens, grid.chunk_size, packed, cut)
@@ -84,13 +84,13 @@ def wyfold_segment_grid_triton(
     CUT_FROM: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One program owns BS segments and as many borders; the first one the sequences as well."""
+    """One program owns BS segments and as many borders; program 0 also writes the sequences."""
     pid = tl.program_id(0).to(tl.int64)
     o_s = pid * BS + tl.arange(0, BS)
     N = N.to(tl.int64)
     before, divided = N * 0, N * 0
     b_sequence, b_leading = tl.zeros((BS,), tl.int64), tl.zeros((BS,), tl.int64)
-    # Past the last sequence: its end, and no token.
+    # Segments past the last sequence start at its end and hold no token.
     end, chunk = _place(p_cu, p_first, N, N, T, per_sequence, PACKED)
     b_token, b_chunk = tl.zeros((BS,), tl.int64) + end, tl.zeros((BS,), tl.int64) + chunk
     if pid == 0:
@@ -132,7 +132,7 @@ def wyfold_segment_grid_triton(
 
 @triton.jit
 def _place(p_cu, p_first, n, N, T, per_sequence, PACKED: tl.constexpr):
-    """First token and first chunk of sequence n; past the last one where it ends."""
+    """First token and first chunk of sequence n; for n past the last sequence, its end."""
     if PACKED:
         n = tl.minimum(n, N)
         return tl.load(p_cu + n), tl.load(p_first + n)

@@ -1,7 +1,7 @@
-"""States out of the slots of a pool into one tensor, a row per sequence, and back, for what runs between the two.
+"""Copies of states between the slots of a pool and a tensor with one row per sequence, around other launches.
 
-enter    states[n] = pool[source[n]]        zeros where a sequence has no live slot or starts afresh
+enter    states[n] = pool[source[n]]        zeros if a sequence has no live slot or starts from zeros
 leave    pool[target[n]] = states[n]        and o = 0 for the tokens of sequences without a live slot
 
-leave_between    pool[where[r]] = states[r]     of row r's sequence's states on the way, unless it was skipped
+leave_between    pool[where[r]] = states[r]     for intermediate states r of sequences that were not skipped
 """

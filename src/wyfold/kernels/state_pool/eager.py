@@ -1,4 +1,4 @@
-"""`enter` and `leave` in PyTorch."""
+"""`enter`, `leave` and `leave_between` in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 
 
 def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
-    """Write the state that every sequence enters with.
+    """Read every sequence's entering state from its slot.
 
     Args:
         pool: [slots, HV, ., .].
@@ -24,14 +24,14 @@ def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
 
 
 def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = None, o: Tensor | None = None) -> None:
-    """Store the state that every sequence is left with.
+    """Store every sequence's final state in its slot.
 
     Args:
         states: [N, HV, ., .], of any float dtype.
         slots: Uses `source`, `accepted`, `target`, `pad`.
         pool: [slots, HV, ., .], written in place, rounding once.
-        grid: The call's boundaries.
-        o: [B, T, HV, V], cleared where a sequence was skipped; None, as `grid` then may be: nothing to clear.
+        grid: The call's boundaries; may be None if `o` is.
+        o: [B, T, HV, V], zeroed for skipped sequences; None if it needs no zeros.
     """
     slot, live = entered(slots, states.shape[0], pool)
     target = slot if slots.target is None else slots.target.to(torch.int64)
@@ -42,14 +42,14 @@ def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = N
 
 
 def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
-    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+    """Store the intermediate states, after every `grid.every` tokens, of sequences that were not skipped.
 
     Args:
-        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        states: [rows, HV, ., .], of any float dtype; those of sequence n begin at row `grid.first_states`[n].
         slots: Uses `entering`, `source`, `pad`.
-        grid: The call's.
-        pool: [slots, HV, ., .], another one, written in place, rounding once.
-        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+        grid: The call's chunk grid.
+        pool: [slots, HV, ., .], another pool, written in place, rounding once.
+        where: [rows] slot of each row in `pool`. Entries past the last row of a sequence are ignored.
     """
     N, rows = grid.sequences, torch.arange(states.shape[0], device=pool.device)
     if N == 0 or slots.entering is None:
@@ -64,7 +64,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
 
 
 def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: Tensor) -> None:
-    """`leave` of the states [tokens, HV, ., .] after every token j of each sequence, in the slots in column j."""
+    """`leave` for the states [tokens, HV, ., .] after every token; that after token j goes to the slot in column j."""
     columns = slots.source if slots.target is None else slots.target
     _, live = entered(slots, grid.sequences, pool)
     begin, length = _spans(grid, pool.device)
@@ -84,7 +84,7 @@ def _clear(live: Tensor, grid: ChunkGrid, o: Tensor) -> None:
 
 
 def entered(slots: Slots, sequences: int, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] slot that each sequence enters from, and whether it is one."""
+    """[N] slot that each sequence enters from, and whether that slot is live."""
     slot = torch.arange(sequences, device=pool.device)
     if slots.source is not None:
         column = torch.zeros_like(slot)
@@ -95,12 +95,12 @@ def entered(slots: Slots, sequences: int, pool: Tensor) -> tuple[Tensor, Tensor]
 
 
 def is_slot(slot: Tensor, pool: Tensor, pad: int) -> Tensor:
-    """Which numbers are a slot of the pool."""
+    """Whether each number is a slot of the pool."""
     return (slot > pad) & (slot < pool.shape[0])
 
 
 def _spans(grid: ChunkGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[N] first token of each sequence among all of the call, and how many it has."""
+    """[N] first token of each sequence in the call's buffer, and its number of tokens."""
     if grid.cu is None:
         begin = torch.arange(grid.sequences, device=device) * grid.tokens
         return begin, torch.full_like(begin, grid.tokens)

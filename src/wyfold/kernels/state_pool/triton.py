@@ -1,4 +1,5 @@
-"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied as it lies."""
+"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied in memory
+order."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import store_tokens, strides
 
 CLEARED: tl.constexpr = tl.constexpr(16)
-"""Rows of output that are zeroed at a time."""
+"""Output rows zeroed per step."""
 
 SOUGHT: tl.constexpr = tl.constexpr(256)
-"""Sequences among which a row's own is looked for at a time."""
+"""Sequences searched per step for the one that owns a row."""
 
 
 def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
-    """Write the state that every sequence enters with.
+    """Read every sequence's entering state from its slot.
 
     Args:
-        pool: [slots, HV, ., .]; the numbers of a head's state lie one after another, here as in `states`.
+        pool: [slots, HV, ., .]; the state of a head is contiguous, here and in `states`.
         slots: Uses `source`, `accepted`, `given`, `pad`.
         states: [N, HV, ., .] written, of any float dtype.
     """
@@ -31,27 +32,27 @@ def enter(pool: Tensor, slots: Slots, states: Tensor) -> None:
 
 
 def leave(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid | None = None, o: Tensor | None = None) -> None:
-    """Store the state that every sequence is left with.
+    """Store every sequence's final state in its slot.
 
     Args:
         states: [N, HV, ., .], of any float dtype.
         slots: Uses `source`, `accepted`, `target`, `pad`.
         pool: [slots, HV, ., .], written in place, rounding once.
-        grid: The call's boundaries.
-        o: [B, T, HV, V], cleared where a sequence was skipped; None, as `grid` then may be: nothing to clear.
+        grid: The call's boundaries; may be None if `o` is.
+        o: [B, T, HV, V], zeroed for skipped sequences; None if it needs no zeros.
     """
     _copy(states, pool, slots, slots.pad, grid, o, entering=False)
 
 
 def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, where: Tensor) -> None:
-    """Store the states on the way: after every `grid.every` tokens of each sequence that was not skipped.
+    """Store the intermediate states, after every `grid.every` tokens, of sequences that were not skipped.
 
     Args:
-        states: [rows, HV, ., .], of any float dtype; sequence n's begin at row `grid.first_states`[n].
+        states: [rows, HV, ., .], of any float dtype; those of sequence n begin at row `grid.first_states`[n].
         slots: Uses `entering`, `source`, `pad`.
-        grid: The call's.
-        pool: [slots, HV, ., .], another one, written in place, rounding once.
-        where: [rows] the slot of each in `pool`; what lies in rows past the last one of a sequence is not looked at.
+        grid: The call's chunk grid.
+        pool: [slots, HV, ., .], another pool, written in place, rounding once.
+        where: [rows] slot of each row in `pool`. Entries past the last row of a sequence are ignored.
     """
     (rows, HV), numbers = states.shape[:2], states.shape[2] * states.shape[3]
     config, BN = _pieces(states)
@@ -80,7 +81,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
 
 
 def _pieces(states: Tensor) -> tuple[Config, int]:
-    """How the kernels are launched, and numbers of a head's state that one program copies."""
+    """Launch configuration, and how many numbers of a head's state one program copies."""
     config = tuned("state_pool.triton", "", states.device)
     return config, min(config.blocks["BN"], triton.next_power_of_2(states.shape[2] * states.shape[3]))
 
@@ -212,7 +213,7 @@ def wyfold_state_pool_between_triton(
     i_piece, i_hv, i_row = pid % PIECES, (pid // PIECES) % HV, pid // (PIECES * HV)
     i_n = i_row // each
     if p_first is not None:
-        # As many sequences end at or before this row; all of them: nobody's.
+        # The row's sequence is the number of sequences that end at or before it; N: the row is unused.
         i_n = i_row * 0
         for start in range(0, N, SOUGHT):
             o_n = start + tl.arange(0, SOUGHT)
