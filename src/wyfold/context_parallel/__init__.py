@@ -1,1 +1,1 @@
-"""Who holds which tokens, and how state crosses a border."""
+"""Context parallelism: the partition of tokens over ranks, and operators whose states pass between ranks."""

@@ -1,6 +1,6 @@
-"""Collectives: what ranks tell each other, and whether they agree on what they are about to compute.
+"""Collectives of a process group: all-gathers, and the check that ranks agree on their next call.
 
-torch.distributed is imported when a context is made and never before: PyTorch can be built without it.
+torch.distributed is imported only when a context is made, because PyTorch can be built without it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from wyfold.runtime import recording
 from wyfold.runtime.torch_ops import register
 
-TEXT_BYTES = 2048  # of a description, or of a refusal; the size must not depend on what a rank has to say
+TEXT_BYTES = 2048  # of a description or an error; a fixed size, because every rank must gather the same shape
 _REFUSED = "refused"
 
 
 def process_group(op: str, mesh_or_group: object) -> Any:
-    """The process group of a mesh of one axis, or the group itself.
+    """Return the process group of a one-axis mesh, or the group itself.
 
     Raises:
-        TypeError: neither of them.
-        ValueError: a mesh of more axes, a group this rank is no member of, or torch.distributed is not there.
+        TypeError: the argument is neither.
+        ValueError: the mesh has more axes, this rank is not in the group, or torch.distributed is not initialized.
     """
     import torch.distributed as dist
 
@@ -48,17 +48,18 @@ def process_group(op: str, mesh_or_group: object) -> Any:
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """This rank's number in the group, and the group's size."""
+    """Return this process's rank in the group, and the group's size."""
     import torch.distributed as dist
 
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def after(x: Tensor, *others: Tensor | None) -> Tensor:
-    """x, which a compiler must not compute before the others, nor without them.
+    """Return x with a data dependency on the others, which a compiler must respect.
 
-    A rank may send what depends on nothing, and need nothing of what it is told. A compiler would then move the
-    collective to where that rank has time for it, or from the backward into the forward, and other ranks wait.
+    A rank's send buffer may depend on no input, and its results on nothing gathered. Without the dependency a compiler
+    would move or drop the collective on that rank, for example from the backward into the forward, and other ranks
+    would wait.
     """
     if not torch.compiler.is_compiling():
         return x
@@ -76,7 +77,7 @@ _counters: list[list[int]] = []
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Within, the bytes that this rank contributes to each collective."""
+    """Record the bytes that this rank sends in each collective of the block."""
     sent: list[int] = []
     _counters.append(sent)
     try:
@@ -86,13 +87,13 @@ def counted() -> Iterator[list[int]]:
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
-    """[world, *x.shape]: what every rank passed, in the order of ranks; the shape must be the same on all."""
+    """All-gather x: [world, *x.shape] in the order of ranks; the shape must be the same on all ranks."""
     import torch.distributed as dist
 
     world = dist.get_world_size(group)
     found = x.new_empty(world, *x.shape)
     if _sends(x):
-        # PyTorch 2.13 knows it by another name, and warns of the one it had.
+        # PyTorch 2.13 renamed it, and warns about the old name.
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         collective(found.flatten(), x.contiguous().flatten(), group=group)
     return found
@@ -105,7 +106,7 @@ def all_gather_async(x: Tensor, group: Any) -> Tensor:
     work that needs nothing from other ranks.
     """
     if torch.compiler.is_compiling():
-        return all_gather(x, group)  # a compiler moves the two ends apart by itself
+        return all_gather(x, group)  # a compiler separates launch and wait itself
     import torch.distributed as dist
 
     world = dist.get_world_size(group)
@@ -117,35 +118,35 @@ def all_gather_async(x: Tensor, group: Any) -> Tensor:
 
 
 def wait_gathered(x: Tensor) -> Tensor:
-    """x, once all ranks have sent theirs; work that is launched after this waits for it on the device."""
+    """Wait for an `all_gather_async` result: work launched after this waits for it on the device. Return x."""
     if not torch.compiler.is_compiling():
         recording.wait_collective(x)
     return x
 
 
 def _sends(x: Tensor) -> bool:
-    """Whether there is anything to tell, the same on every rank; if so it is counted."""
+    """Whether x has elements to send, which is the same on every rank; record its bytes if so."""
     for sent in _counters if x.numel() else ():
         sent.append(x.numel() * x.element_size())
     return x.numel() > 0
 
 
 def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
-    """The sum of what every rank passed, in the same order on all of them."""
+    """Sum x over all ranks, in the same order on each, so that all get the same bits."""
     return torch.stack(list(all_gather(x, group))).sum(0)
 
 
 def check_agreement(op: str, said: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
-    """Compare what every rank is about to do; one collective, of one size whatever is said.
+    """Check that all ranks are about to run the same call, by one all-gather of a fixed size.
 
     Args:
         op: Operator's name, for messages.
-        said: This rank's metadata by name, or the error with which it refused its own arguments.
-        device: Where the group's collectives run.
+        said: This rank's metadata by name, or the error that its own arguments raised.
+        device: Device of the group's collectives.
         group: Process group.
 
     Raises:
-        ValueError: on every rank if metadata differ, and on the others where a rank refused.
+        ValueError: metadata differ (on every rank), or another rank's arguments raised an error.
     """
     if isinstance(said, Exception):
         words = json.dumps({_REFUSED: str(said)[: TEXT_BYTES // 8]}).encode()
@@ -169,13 +170,13 @@ def check_agreement(op: str, said: Mapping[str, object] | Exception, device: tor
 
 
 def short(value: object, most: int = 300) -> str:
-    """A value in words of limited length: of a longer text its beginning, and a digest of the whole."""
+    """Return str(value), cut to `most` characters with a digest of the whole text if it is longer."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}.. ({digest(text)})"
 
 
 def digest(text: str) -> str:
-    """Eight digits that stand for a text in a message."""
+    """Eight hexadecimal digits that identify a text in a message."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

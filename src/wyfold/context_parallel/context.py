@@ -1,8 +1,8 @@
 """Context parallelism: one buffer of tokens over the ranks of a group.
 
-`ContextParallel` is what a user makes once per batch and hands to operators and layers in the place of `cu_seqlens`.
-It knows the cut of the whole buffer (`parallel.shares`), so that what a rank sends and waits for follows from the
-boundaries alone and is the same everywhere, an empty share included.
+A user makes a `ContextParallel` once per batch and passes it to operators and layers in place of `cu_seqlens`. It holds
+the partition of the whole buffer (`partition`). What a rank sends and waits for follows from the boundaries alone, so
+all ranks, also those without tokens, take part in the same collectives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ Decision = TypeVar("Decision")
 
 
 class RankSizes(NamedTuple):
-    """Numbers of a rank's share: its tokens and pieces, the sequences that begin in it, the pieces that ranks send for
-    in either direction, and whether there are rows in the place of boundaries."""
+    """Sizes of a rank's shard; with them the checks of a call, and its plan, need no other part of a context.
+
+    Attributes:
+        tokens: Tokens of the shard.
+        pieces: Pieces of the shard.
+        starts: Sequences that begin in the shard.
+        leaving, entering: Most pieces of a rank that send in the forward, and in the backward.
+        dense: Whether the batch is dense, without boundaries.
+    """
 
     tokens: int
     pieces: int
@@ -46,18 +53,18 @@ class RankSizes(NamedTuple):
 
 
 class ContextParallel:
-    """This rank's share of a buffer of tokens, and how sequences go on over ranks; made by `build_cp_context`.
+    """The partition of a buffer of tokens over ranks, and this rank's shard of it; made by `build_cp_context`.
 
     Attributes:
-        rank, world: This rank's number in the group, and how many there are.
-        layout: Local `SequenceLayout`: each run of tokens that this rank holds of one sequence. For a dense batch, of
-            one of its rows.
-        starts, ends: Ids of the sequences that begin here, and that end here, in the order of their tokens: rows of
-            the initial states this rank gives, and of the final states it gets. Of a dense batch of B rows each
-            stands for B rows.
+        rank, world: This process's rank in the group, and the group's size.
+        layout: Local `SequenceLayout`: one entry for each run of one sequence's tokens on this rank. For a dense batch
+            it describes one row.
+        starts, ends: Ids of the sequences that begin, and that end, on this rank, in token order. They are the rows of
+            the initial states that this rank passes, and of the final states that it gets. In a dense batch of B rows
+            each id stands for B rows.
         whole: `SequenceLayout` of the whole buffer, the same on every rank.
         total_tokens: Tokens of the whole buffer.
-        conv1d_kernel_size: What short convolutions must have, or None.
+        conv1d_kernel_size: Kernel size that short convolutions must have; None for any.
     """
 
     rank: int
@@ -88,11 +95,11 @@ class ContextParallel:
         self._settle(torch.tensor([0, total_tokens]) if bounds is None else bounds)
 
     def _settle(self, bounds: Tensor) -> None:
-        """Cut the buffer at these boundaries."""
+        """Set the boundaries: partition the buffer, and clear everything cached for the old ones."""
         on_cpu = legal_boundaries(_BUILD, bounds, self.total_tokens)
         partition = partition_sequences(on_cpu.tolist(), self.total_tokens, self._ranges)
         most = max(len(pieces) for pieces in partition.pieces)
-        if self._max_seqs is not None and most > self._max_seqs:  # refused on every rank, whosever share it is
+        if self._max_seqs is not None and most > self._max_seqs:  # raised on every rank, whichever has too many
             raise ValueError(f"{_BUILD}: max_seqs must be at least {most}, what one rank holds, got {self._max_seqs}")
         self.partition = partition
         self._local = [0, *(piece.offset + piece.length for piece in self.pieces)]
@@ -103,31 +110,34 @@ class ContextParallel:
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
         self._told = _in_words(on_cpu.tolist(), partition.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
-        self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that were not refused
+        self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that passed the checks
         self._made: dict[tuple[object, ...], Tensor] = {}
         self._lists: dict[tuple[Any, ...], tuple[list[int], SegmentCounts]] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What this rank holds, in the order of its tokens."""
+        """This rank's pieces, in token order."""
         return self.partition.pieces[self.rank]
 
     @property
     def tokens(self) -> int:
-        """Length of this rank's share: T of every tensor it passes."""
+        """Length of this rank's shard: T of every tensor it passes."""
         return self.partition.tokens(self.rank)
 
     @property
     def sizes(self) -> RankSizes:
-        """All that the checks of a call look at, and its plan unless it is to be explained."""
+        """The sizes that a call's checks and plan depend on, unless the plan is to be explained."""
         most = self.partition.most_leaving, self.partition.most_entering
         return RankSizes(self.tokens, len(self.pieces), len(self.starts), *most, self.dense)
 
     def update_(self, cu_seqlens: Tensor) -> ContextParallel:
-        """Cut the same buffer at other boundaries, in place; like `build_cp_context`, on every rank.
+        """Set other boundaries of the same buffer, in place; call it on every rank, like `build_cp_context`.
+
+        Args:
+            cu_seqlens: [N+1] int32 or int64 boundaries.
 
         Raises:
-            ValueError: a context without boundaries, no legal boundaries, or more pieces than there is room for.
+            ValueError: the context has no boundaries, the new ones are not legal, or a rank's pieces exceed `max_seqs`.
         """
         if self.dense:
             raise ValueError(f"{_NAME}.update_: cu_seqlens must go to a context made from boundaries, got one without")
@@ -135,34 +145,34 @@ class ContextParallel:
         return self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's share of a tensor of all tokens. Differentiable.
+        """Return this rank's shard of a tensor of all tokens. Differentiable.
 
         Args:
             x: `total_tokens` along `dim`, the same on every rank.
-            dim: Where its tokens are.
+            dim: Dimension of the tokens.
         """
         self._expect("shard", x, dim, self.total_tokens)
         return self.shard_checked(x, dim)
 
     def shard_checked(self, x: Tensor, dim: int) -> Tensor:
-        """`shard` of what is known to have all tokens; in a backward a compiler cannot trace the check."""
+        """`shard` without the check of x, which a compiler cannot trace in a backward."""
         shares = [x.narrow(dim, start, stop - start) for start, stop in self.partition.ranges[self.rank]]
         if len(shares) == 1:
             return shares[0]
         return torch.cat(shares, dim) if shares else x.narrow(dim, 0, 0)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The tensor of all tokens, on every rank. One collective.
+        """Return the tensor of all tokens on every rank. One collective.
 
-        Differentiable: what the ranks feed back to it is added up, so it is exact where the loss is the sum of what
-        the ranks compute, and counts `world` times what all of them compute alike.
+        Differentiable: the backward sums the ranks' gradients. It is exact if the loss is the sum of what the ranks
+        compute; a loss that all ranks compute alike counts `world` times.
 
         Args:
-            x: This rank's share along `dim`.
-            dim: Where its tokens are.
+            x: This rank's shard along `dim`.
+            dim: Dimension of the tokens.
 
         Raises:
-            ValueError: x is no share of this rank's, or differs between ranks in more than its tokens; on all ranks.
+            ValueError: x is not a shard of this rank, or differs between ranks in more than its tokens; on all ranks.
         """
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
         self.ranks_agree(
@@ -175,25 +185,25 @@ class ContextParallel:
         return self.unshard_compared(x, dim)
 
     def _alike_on_ranks(self, x: Tensor, dim: int) -> dict[str, object]:
-        """What must be equal on all ranks that unshard x."""
+        """Metadata that must be equal on all ranks that unshard x."""
         sizes = ["tokens" if axis == dim else size for axis, size in enumerate(x.shape)]
         grad = torch.is_grad_enabled() and x.requires_grad
         return {"the shape of x": f"[{', '.join(map(str, sizes))}]", "dtype of x": x.dtype, "requires_grad": grad}
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
-        """[1, tokens] int64 position of each of this rank's tokens in its whole sequence, -1 where it has none.
+        """[1, tokens] int64 position of each of this rank's tokens in its whole sequence; -1 outside of sequences.
 
         Args:
-            device: Where to make it; None is the layout's device.
+            device: Device of the result; None is the layout's device.
         """
         return self._own("positions", device)
 
     def sequence_ids(self, device: torch.device | str | None = None) -> Tensor:
-        """[1, tokens] int64 number of each of this rank's tokens' sequence, -1 where it has none."""
+        """[1, tokens] int64 sequence id of each of this rank's tokens; -1 outside of sequences."""
         return self._own("sequence_ids", device)
 
     def _own(self, what: str, device: torch.device | str | None) -> Tensor:
-        """This rank's share of what the whole layout says of each token."""
+        """This rank's shard of a per-token attribute of the whole layout, cached."""
         device = torch.device(self.whole.device if device is None else device)
         return self._kept((what, device), lambda: self.shard(getattr(self.whole, what)[None]).to(device))
 
@@ -204,16 +214,16 @@ class ContextParallel:
     # --- for the operators -------------------------------------------------------------------------------------------
 
     def boundaries(self, batch: int, device: torch.device) -> Tensor:
-        """[batch * pieces + 1] int64 of this rank's pieces, `batch` buffers of them one after another."""
+        """[batch * pieces + 1] int64 boundaries of this rank's pieces, in `batch` concatenated buffers."""
         ends = (row * self.tokens + end for row in range(batch) for end in self._local[1:])
         return self._kept((batch, device), lambda: torch.tensor([0, *ends], device=device))
 
     def starting_pieces(self, batch: int, device: torch.device) -> Tensor:
-        """[batch * starts] int64 numbers of the pieces with which sequences begin, in `batch` buffers of them."""
+        """[batch * starts] int64 indices of the pieces in which sequences begin, in `batch` concatenated buffers."""
         return self._numbers(batch, device, "first")
 
     def ending_pieces(self, batch: int, device: torch.device) -> Tensor:
-        """[batch * ends] int64 numbers of the pieces with which sequences end."""
+        """[batch * ends] int64 indices of the pieces in which sequences end."""
         return self._numbers(batch, device, "last")
 
     def _numbers(self, batch: int, device: torch.device, which: str) -> Tensor:
@@ -222,7 +232,7 @@ class ContextParallel:
         return self._kept((batch, device, which), lambda: torch.tensor([*found], dtype=torch.int64, device=device))
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes, once for these boundaries: a tensor made on the host waits for its device."""
+        """Cached result of `make` for these boundaries; copying a host tensor to the device would wait for it."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._made:
@@ -230,7 +240,7 @@ class ContextParallel:
         return self._made[key]
 
     def check_tokens(self, op: str, x: Tensor, name: str) -> None:
-        """x [B, T, ...] is this rank's share, of one buffer unless the context was made without boundaries.
+        """Check that x [B, T, ...] is this rank's shard; B must be 1 if the context has boundaries.
 
         Raises:
             ValueError: it is not.
@@ -242,17 +252,17 @@ class ContextParallel:
             raise ValueError(f"{op}: cp_context with boundaries must come with a batch of B = 1, got B = {B}")
 
     def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, SegmentCounts]:
-        """What `RankSegments.of` takes: where the segments of this rank's pieces lie in `batch` buffers of them."""
+        """Segment tables of this rank's pieces in `batch` concatenated buffers, as `RankSegments.of` reads them."""
         numbers, counts = self._listed(batch, chunk_size, cut)
         make = partial(torch.tensor, numbers, dtype=torch.int64, device=device)
         return self._kept((batch, chunk_size, cut, device), make), counts
 
     def counts(self, batch: int, chunk_size: int, cut: Cut) -> SegmentCounts:
-        """How many there are."""
+        """Lengths of the tables of `segments`."""
         return self._listed(batch, chunk_size, cut)[1]
 
     def _listed(self, *how: Any) -> tuple[list[int], SegmentCounts]:
-        """`share_segments.segment_tables`, once for these boundaries."""
+        """Cached `rank_segments.segment_tables` for these boundaries."""
         if torch.compiler.is_compiling():
             return segment_tables(self.pieces, how[0], self.tokens, *how[1:])
         if how not in self._lists:
@@ -260,28 +270,28 @@ class ContextParallel:
         return self._lists[how]
 
     def forward_routes(self, device: torch.device) -> Tensor:
-        """`chains.forward_routes` of this rank, int64."""
+        """`routes.forward_routes` of this rank, int64, cached."""
         return self._kept(
             ("forward_routes", device), lambda: torch.tensor(forward_routes(self.partition, self.rank), device=device)
         )
 
     def backward_routes(self, device: torch.device) -> Tensor:
-        """`chains.backward_routes` of this rank, int64."""
+        """`routes.backward_routes` of this rank, int64, cached."""
         return self._kept(
             ("backward_routes", device), lambda: torch.tensor(backward_routes(self.partition, self.rank), device=device)
         )
 
     def unshard_compared(self, x: Tensor, dim: int) -> Tensor:
-        """`unshard` of what ranks are known to have alike."""
+        """`unshard` without the checks of x."""
         whole: Tensor = _Unshard.apply(x, dim, self)
         return whole
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[world, *x.shape] what every rank passed; x is known to have the same shape and dtype everywhere."""
+        """`collectives.all_gather` in this group; x must have the same shape and dtype on all ranks."""
         return collectives.all_gather(x, self.group)
 
     def all_gather_async(self, x: Tensor) -> Tensor:
-        """`gather` that is under way until `exchange.wait_gathered` of it."""
+        """`collectives.all_gather_async` in this group; `collectives.wait_gathered` waits for the result."""
         return collectives.all_gather_async(x, self.group)
 
     def ranks_agree(
@@ -293,28 +303,29 @@ class ContextParallel:
         *,
         kind: Hashable = None,
     ) -> Decision:
-        """What `decide` says, once all ranks are known to do the same.
+        """Run `decide`, and return its result after all ranks were checked to make the same call.
 
         Args:
             op: Operator's name.
-            device: Where the group's collectives run.
-            decide: Checks this rank's arguments.
-            describe: Gives what must be equal on all ranks. None: nothing is compared here, but by the operator that
-                the call goes on with; a refusal is told to the ranks that wait there.
-            kind: Metadata that can be read before the checks, and that the compared metadata differ with. A refusal is
-                announced in the first call of a kind, because the other ranks compare there. None: any kind.
+            device: Device of the group's collectives.
+            decide: Checks this rank's arguments and returns the decision.
+            describe: Returns the metadata that must be equal on all ranks. None: this call compares nothing, because
+                the operator that follows does; an error of `decide` still reaches the ranks that compare there.
+            kind: Metadata that can be read before the checks; if they differ, so do the compared metadata. An error of
+                `decide` is sent to the other ranks only in the first call of a kind, because they compare only there.
+                None: one kind for all calls.
 
         Raises:
-            TypeError, ValueError: this rank's own refusal.
-            ValueError: another rank refused, or is about to do something else.
+            TypeError, ValueError: `decide` raised it.
+            ValueError: `decide` raised on another rank, or metadata differ between ranks.
         """
         if self.check == "never" or torch.compiler.is_compiling() or device.type == "meta" or explaining():
             return decide()
         try:
             decision = decide()
         except (TypeError, ValueError) as refusal:
-            # Once they have compared this kind of call the others go on to the operator's own collective, in which a
-            # refusal would be taken for numbers: then it is raised on this rank alone.
+            # Ranks that have compared this kind of call go straight to the operator's own collective, which would read
+            # an error message as numbers. The error is then raised on this rank alone.
             known = (op, None if kind is None else (kind, torch.is_grad_enabled())) in self._passed
             if not self._compared and (self.check == "always" or not known):
                 collectives.check_agreement(op, refusal, device, self.group)
@@ -333,9 +344,9 @@ class ContextParallel:
 
     @contextmanager
     def skip_comparison(self) -> Iterator[None]:
-        """Inside, calls follow from what ranks have compared, and are not compared again.
+        """Skip the comparison for calls in the block, which follow from metadata that ranks have already compared.
 
-        They are with check="always", and where contents are looked at, which may be wrong on one rank alone.
+        Calls are still compared with check="always", or if contents are checked, which may be wrong on one rank alone.
         """
         before = self._compared
         self._compared = self.check == "first" and not check.checking_contents()
@@ -351,7 +362,7 @@ class ContextParallel:
 
 
 class _Unshard(torch.autograd.Function):
-    """All shares as one tensor; backward, the sum of the ranks' gradients of this rank's share."""
+    """Gather all shards into one tensor; the backward sums the ranks' gradients of this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, context: ContextParallel) -> Tensor:
@@ -377,14 +388,14 @@ class _Unshard(torch.autograd.Function):
 
 
 def _kind_of_unshard(x: object, dim: int) -> Hashable:
-    """Shape but for the tokens, and dtype; None of what has no such dimension."""
+    """Shape without the number of tokens, and dtype; None if x has no dimension `dim`."""
     if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
         return None
     return (*x.shape[: dim % x.dim()], -1, *x.shape[dim % x.dim() + 1 :]), x.dtype
 
 
 def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
-    """A cut as ranks compare it: the first of everything for who reads it, and a digest of the whole."""
+    """Describe a partition for comparison between ranks: its first entries for the reader, and a digest of all."""
     ends = str(bounds[1 : _FEW + 1])[1:-1] + ", .." * (len(bounds) > _FEW + 1)
     what = "whole rows" if dense else f"sequences that end at {ends}"
     own = ["+".join(f"{start}-{stop}" for start, stop in some[:_FEW]) or "nothing" for some in ranges[:_FEW]]
@@ -404,10 +415,10 @@ def build_cp_context(
     max_seqs: int | None = None,
     check: str = "first",
 ) -> ContextParallel:
-    """The share of a rank in one buffer of tokens, for `cp_context=` of operators and layers.
+    """Partition one buffer of tokens over ranks, for `cp_context=` of operators and layers.
 
-    No collective; every rank of the group calls it with the same arguments. The library sets no group, timeout or
-    environment variable: a rank that never comes is an error after the group's own timeout.
+    Every rank of the group calls it with the same arguments; it runs no collective. The library sets no group, timeout
+    or environment variable: a rank that never calls an operator is an error after the group's own timeout.
 
     Args:
         cu_seqlens: [N+1] int32 or int64 boundaries of the packed sequences of the whole buffer; waits for its device
@@ -415,23 +426,22 @@ def build_cp_context(
         mesh_or_group: A `ProcessGroup`, or a `DeviceMesh` of one axis (`mesh["cp"]`).
         total_tokens: Length of the whole buffer. None: the last boundary. Tokens past it belong to no sequence.
         layout: Which tokens a rank owns. "contiguous": the r-th of `world` parts, whose lengths differ by at most one
-            token. "zigzag": parts r and 2 world - 1 - r of 2 world parts. "fragments": whatever `fragments` says.
-        fragments: Of each rank, a list of (start, stop); together every token once. A rank's tokens lie in ascending
-            order.
-        conv1d_kernel_size: W of the short convolutions that will be called with it; another one is then refused.
-            None: any.
+            token. "zigzag": parts r and 2 world - 1 - r of 2 world parts. "fragments": those of `fragments`.
+        fragments: For each rank, a list of (start, stop); together they cover every token once. A rank holds its tokens
+            in ascending order.
+        conv1d_kernel_size: W of the short convolutions that will use this context; another W is an error. None: any.
         max_seqs: Capacity of the local layout, for `update_`. None: what these boundaries need.
-        check: When ranks compare what they are about to do, in a collective of its own that waits for the device, once
-            for each operator and kind of arguments ("first"), in each call ("always") or not at all ("never"). What
-            differs is a ValueError on all ranks; so is what a single rank refuses. After the first time only "always"
-            sees it.
+        check: When ranks compare their calls: once for each operator and kind of arguments ("first"), in each call
+            ("always") or never ("never"). The comparison is an extra collective that waits for the device. A difference
+            is a ValueError on all ranks, and so is an error of one rank's arguments; after the first comparison only
+            "always" detects them.
 
     Returns:
         ContextParallel.
 
     Raises:
         TypeError: an argument of the wrong Python type.
-        ValueError: contents that do not fit together, the same on every rank.
+        ValueError: arguments that do not fit together; raised on every rank.
 
     Examples:
         >>> import torch, wyfold.cp
@@ -479,7 +489,7 @@ def _choice(name: str, value: object, options: Sequence[object]) -> None:
 
 
 def _fragments(fragments: Sequence[Sequence[Range]], total: int, world: int) -> list[list[Range]]:
-    """Ranges of every rank, if they hold every token once."""
+    """Check that the fragments cover every token once; return them as ranges of every rank."""
     if not isinstance(fragments, list | tuple):
         raise TypeError(f"{_BUILD}: fragments must be a list of lists of (start, stop), got {type(fragments).__name__}")
     if len(fragments) != world:

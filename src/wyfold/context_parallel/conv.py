@@ -1,8 +1,8 @@
-"""The short convolution over the ranks of a group: one autograd function, one collective in each direction.
+"""The short convolution over the ranks of a group: one autograd function, one all-gather in each direction.
 
-What enters a piece of a sequence is the latest W-1 inputs of the pieces before it, folded from what every rank tells of
-the last inputs of its pieces; gradients of those inputs come back the same way. That is as many numbers however long
-the sequences are.
+The halo of a piece is the latest W-1 inputs of the pieces before it. Ranks gather the last inputs of their pieces, and
+each rank composes its halos from them. Gradients of these inputs return the same way. The size of what is sent does not
+depend on sequence lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wyfold.tile.index.eager import wide
 
 
 class ConvAcrossRanks(torch.autograd.Function):
-    """The convolution of a rank's pieces from the inputs that come before them, wherever these are."""
+    """The convolution of a rank's pieces, from the inputs before them on this or other ranks."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class ConvAcrossRanks(torch.autograd.Function):
             dlatest = torch.zeros_like(entering)
             dlatest[halo.context.ending_pieces(halo.B, t.x.device)] = dfinal.to(entering.dtype)
         dy = None if dy is None else halo.one_buffer(dy)
-        # Whatever this rank wants: the others wait for the gradients of their last inputs.
+        # The halo's gradient is computed even if this rank does not need it: other ranks do.
         local = [*needs[:-1], True]
         found = iter(backward_op(*halo.packed(t, entering), dy, dlatest, local, *ctx.options))
         gradients = [next(found) if need else None for need in local]
@@ -66,7 +66,7 @@ class ConvAcrossRanks(torch.autograd.Function):
 
 
 class _Halo:
-    """The latest `width` inputs before every piece of a rank: [.., D, width], oldest first."""
+    """Halos of a rank's pieces: the latest `width` inputs before each, [.., D, width], oldest first."""
 
     def __init__(self, x: Tensor, width: int, context: ContextParallel):
         self.B, self.T, self.D = x.shape
@@ -77,24 +77,24 @@ class _Halo:
         return x if self.B == 1 else x.reshape(1, self.B * self.T, self.D)
 
     def packed(self, t: ConvTensors, entering: Tensor) -> ConvTensors:
-        """The call of all pieces as sequences of one buffer."""
+        """The call with all pieces as sequences of one packed buffer."""
         residual = None if t.residual is None else self.one_buffer(t.residual)
         at = self.context.boundaries(self.B, t.x.device)
         return ConvTensors(self.one_buffer(t.x), t.weight, t.bias, residual, entering, at)
 
     def rows(self, piece: Piece) -> slice:
-        """A piece's rows among the states of all pieces."""
+        """Slice of the states of all pieces that belongs to one piece: B rows."""
         return slice(piece.number, None, len(self.context.pieces))
 
     def zeros(self, x: Tensor, *counts: int) -> Tensor:
         return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
 
     def own(self, piece: Piece) -> int:
-        """Of the latest inputs after a piece, how many are its own."""
+        """Number of the latest `width` inputs at the end of a piece that lie in the piece itself."""
         return min(piece.length, self.width)
 
     def entering(self, x: Tensor, initial_state: Tensor | None) -> Tensor:
-        """[B pieces, D, width] inputs before this rank's pieces. One collective, if any sequence crosses ranks."""
+        """Gather the halos [B pieces, D, width] of this rank's pieces; one collective if a sequence spans ranks."""
         partition, pieces = self.context.partition, self.context.pieces
         entering = self.zeros(x, self.B * len(pieces))
         if initial_state is not None:
@@ -121,9 +121,10 @@ class _Halo:
         return entering
 
     def gather_gradients(self, dentering: Tensor) -> Tensor:
-        """All-gather the gradients [B pieces, D, width] of the inputs before the pieces of every rank.
+        """All-gather the gradients [B pieces, D, width] of all halos; one collective if a sequence spans ranks.
 
-        One collective, if any sequence crosses ranks.
+        Returns:
+            [world, rows, B, D, width].
         """
         send_buffer = self.zeros(dentering, self.context.partition.most_entering, self.B)
         for piece in self.context.pieces:
@@ -132,13 +133,15 @@ class _Halo:
         return self.context.all_gather(after(send_buffer, dentering))
 
     def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
-        """Gradient of the states of the sequences that begin here; what other ranks read of x is added to dx, which is
-        [1, B T, D].
+        """Add the gradients that other ranks gathered for this rank's inputs.
 
         Args:
-            gathered: From `gather_gradients`.
-            dentering: What this rank said itself.
-            dx: Gradient of this rank's x so far, or None.
+            gathered: Result of `gather_gradients`.
+            dentering: [B pieces, D, width] gradients of this rank's halos; updated in place.
+            dx: [1, B T, D] gradient of this rank's x, updated in place; or None.
+
+        Returns:
+            [B starts, D, width] gradient of the initial states of the sequences that begin on this rank.
         """
         for chain in self.context.partition.chains:
             dlatest = torch.zeros_like(gathered[0, 0])

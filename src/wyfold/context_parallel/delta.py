@@ -1,22 +1,23 @@
-"""DeltaNet, GDN and KDA over the ranks of a group: one autograd function, one collective in each direction.
+"""DeltaNet, GDN and KDA over the ranks of a group: one autograd function, one all-gather in each direction.
 
-What a rank holds of one sequence together, a piece, is an affine map of the state that enters it, S -> M S + H:
+A piece is a run of one sequence's tokens that one rank holds. It is an affine map of the state that enters it,
+S -> M S + H:
 
-    H       final state of the piece entered with zeros, or with what the caller gave where the sequence begins
-    M       final state of the same scan with values of zero, entered with the identity: K value columns more
+    H       final state of the piece with an initial state of zero, or the caller's where the sequence begins
+    M       final state of the same scan with zero values and the identity as initial state: K more value columns
     enter   S of the next piece = M S + H, folded from the sequence's first piece on
-    replay  the ordinary call of all that the rank holds, from the states that enter its pieces
+    replay  the ordinary forward of all pieces of the rank, from the states that enter them
 
-    c       gradient of the entering state if that of the leaving one is zero, or the caller's where the sequence ends
+    c       gradient of the entering state if that of the final state is zero, or the caller's where the sequence ends
     leave   dS of the piece before = M^T dS + c, folded from the sequence's last piece back
-    replay  the ordinary backward, from the gradients of the states that leave the rank's pieces
+    replay  the ordinary backward, from the gradients of the pieces' final states
 
-so autograd never sees M and H: the gradient of the whole is that of the replay with the right gradients at its borders
-(docs/algorithm.md, section 9). Ranks tell each other [H | M], and [c | M^T], in the width that states have inside, of
-the pieces that cross their edges: as many numbers however long the sequences are.
+Autograd never sees M and H: the gradient of the whole is that of the replay with the right gradients at its borders
+(docs/algorithm.md, section 9). Ranks gather [H | M], and [c | M^T], of the pieces whose sequences continue on another
+rank, in the wide dtype of states. Their size does not depend on sequence lengths.
 
-How the maps are found, and what the replay makes use of, is the walk's matter: `delta_share` where kernels cut what is
-long into segments anyway, whose maps they are; `delta_pieces` by ordinary calls.
+Two implementations compute the maps: `delta_by_segments` from the segment summaries of the chunk kernels,
+`delta_by_replay` by ordinary calls.
 """
 
 from __future__ import annotations
@@ -44,16 +45,17 @@ from wyfold.runtime.torch_ops import apply, once_differentiable
 
 
 def delta_across_ranks(tensors: DeltaTensors, options: DeltaOptions, context: ContextParallel) -> DeltaResult:
-    """Results of one call whose sequences go on over the ranks of a context.
+    """Run one call whose sequences span the ranks of a context.
 
-    Initial states are those of the sequences that begin here, final states of those that end here.
+    Initial states are those of the sequences that begin on this rank, final states those of the sequences that end on
+    it.
     """
     o, final_state = apply(options.operator, DeltaAcrossRanks, *tensors, options, context)
     return DeltaResult(o, final_state, o.new_empty(0))
 
 
 class DeltaAcrossRanks(torch.autograd.Function):
-    """The replay of a rank's pieces from the states that enter them."""
+    """The forward and backward of a rank's pieces, from the states and gradients that other ranks send."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
         t, (between, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
-        if context.partition is not ctx.partition:  # on every rank, and before anything is sent
+        if context.partition is not ctx.partition:  # raised on every rank, before the all-gather
             op = call.options.operator
             raise ValueError(
                 f"{op}: cp_context must be as in the forward, got one that was updated before the backward"
@@ -103,7 +105,10 @@ class DeltaAcrossRanks(torch.autograd.Function):
 
 
 class RankedDeltaImplementation(Protocol):
-    """Both directions of a rank's call, each in two steps: before ranks tell each other, and after."""
+    """An implementation of both directions of a rank's call: a module.
+
+    Each direction has two steps. The first computes what this rank sends, the second reads what all ranks sent.
+    """
 
     def maps(self, call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Summarize the pieces whose sequences continue on another rank.
@@ -149,11 +154,18 @@ class RankedDeltaImplementation(Protocol):
         """
 
     def backward(self, call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
-        """Every wanted gradient. `kept` is given up."""
+        """Compute every needed gradient.
+
+        Args:
+            call: This rank's part of the call.
+            given: Inputs of the backward.
+            kept: Second result of `maps_back`; this call empties it.
+            gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        """
 
 
 def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
-    """The walk of a rank's call. What ranks tell each other is the same, so each has its own."""
+    """Return the implementation of this rank's call; ranks may differ, because both exchange the same buffers."""
     t = call.tensors
     by_kernels = call.options.backend == "triton" and summarized_by_kernels(
         call.context, call.B, t.q.shape[3], t.v.shape[3]
@@ -162,13 +174,17 @@ def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
 
 
 def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> bool:
-    """Whether kernels find what this rank tells the others, if kernels run the call."""
+    """Whether the chunk kernels can compute the maps of this rank's pieces: not for wide states or without tokens."""
     return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
 
 
 def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
-    """[entering, B, HV, K, K] maps M of the pieces that come from another rank and go on at one, zeros of those that
-    end here, for the backward; none where none will follow."""
+    """Copy the maps M that the backward sends.
+
+    Returns:
+        [entering, B, HV, K, K] M of the pieces that began on another rank; zeros for sequences that end here. Without
+        a backward there are no rows.
+    """
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
     coming = [piece for piece in call.context.pieces if not piece.first] if call.options.save else []
     maps = call.states(len(coming) * call.B, K).unflatten(0, (len(coming), call.B))

@@ -1,8 +1,8 @@
-"""What ranks tell each other of the delta family, found by ordinary calls: the walk of the eager backend, of states too
-wide to be summarised by kernels, and of ranks without a token.
+"""Context parallelism of the delta family by replay: ordinary calls compute the maps that ranks send.
 
-A piece's map is the final state of the piece alone, with K value columns more; the replay is the call of all pieces
-from the states that enter them. So a crossing piece is run twice.
+It serves the eager backend, states too wide for the summary kernels, and ranks without a token. A piece's map is the
+final state of the piece alone, with K more value columns. The replay is the call of all pieces from the states that
+enter them, so a piece whose sequence continues on another rank runs twice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from wyfold.runtime.torch_ops import register
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[send_rows, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros."""
+    """Compute H and M of the pieces that continue on another rank (`RankedDeltaImplementation.maps`)."""
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
     leaving = [piece for piece in call.context.pieces if not piece.last]
     send_rows = call.context.partition.most_leaving
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
     for piece in leaving:
         S = entering[call.rows(piece)]
-        if piece.first:  # M stays zero, whose S is the caller's
+        if piece.first:  # M stays zero: H already includes the initial state
             options = call.inside._replace(final_state=True, save=False, keep_factors=False)
             send_buffer[piece.leaving, ..., :V] = run(call.alone(piece, S), options)[0].final_state
         else:
@@ -39,7 +39,7 @@ def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
 def forward(
     call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, final states of all pieces, and what the backward needs."""
+    """Run all pieces from their entering states (`RankedDeltaImplementation.forward`)."""
     S = _carried(gathered, forward_routes(call.context.partition, call.context.rank), call.tensors.v.shape[3])
     entering = after(entering.clone(), gathered)
     for piece in call.context.pieces:
@@ -52,7 +52,7 @@ def forward(
 def maps_back(
     call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """[send_rows, B, HV, K, V + K] c and M^T (from `between`) of pieces that began on another rank, zero-padded."""
+    """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`)."""
     K, V = call.tensors.q.shape[3], do.shape[3]
     send_rows = call.context.partition.most_entering
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
@@ -65,18 +65,18 @@ def maps_back(
 
 
 def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
-    """[B, HV, K, V] gradient of the state that enters a piece, if that of the leaving one is dS."""
-    # A piece in segments would need their maps, which its forward alone makes.
+    """[B, HV, K, V] gradient of the state that enters a piece, given the gradient dS of its final state."""
+    # Not cut into segments: their backward needs maps that only a forward computes.
     options = call.inside._replace(final_state=True, keep_factors=False, segment_chunks=0, segments=1)
     t = call.alone(piece, S)
     needs = [index == INITIAL_STATE for index in range(DIFFERENTIABLE)]
-    saved = implementation_for(options).saved(t, options)  # states of the forward, which this does not depend on
+    saved = implementation_for(options).saved(t, options)  # uninitialized: the state's gradient does not read them
     d_out = do.narrow(1, piece.offset, piece.length)
     return run_backward(DeltaBackwardInputs(t, options, saved, d_out, dS, needs))[INITIAL_STATE]
 
 
 def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
-    """Every wanted gradient."""
+    """Compute every needed gradient (`RankedDeltaImplementation.backward`)."""
     dS = _carried(gathered, backward_routes(call.context.partition, call.context.rank), given.do.shape[3])
     leaving = after(given.leaving.clone(), gathered)
     for piece in call.context.pieces:

@@ -1,9 +1,8 @@
-"""What a rank holds of the delta family's sequences, where kernels cut what is long into segments anyway: the walk that
-tells other ranks what the segments' maps fold into.
+"""Context parallelism of the delta family on kernels: ranks send folds of the segment summaries.
 
-Segments are those of `parallel.share_segments`, so that what one GPU summarises for itself is what ranks tell each
-other: a piece's map is the fold of its segments' maps, of states [H | M] that begin as [0 | I]. A piece is prepared
-once. The launches are `delta_share_launches`'.
+The map of a piece is the fold of its segments' maps: it is the final state [H | M] of a fold that starts from [0 | I].
+So the summaries of one GPU's segments (`rank_segments`) also give what ranks send, and every piece is prepared once.
+`delta_segment_launches` has the launches.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ from wyfold.context_parallel.delta_segment_records import (
 
 
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """[send_rows, B, HV, K, V + K] H and M of the pieces that go on elsewhere, and zeros; and tails, H, M, factors."""
+    """Compute H and M of the pieces that continue on another rank (`RankedDeltaImplementation.maps`).
+
+    Returns:
+        [send_rows, B, HV, K, V + K] send buffer; tails, H and M of the segments, factors.
+    """
     tails, send_rows = _tails(call), call.context.partition.most_leaving * call.B
     send_buffer, H, M, factors = launches.maps(_pieces_call(call, entering), MapsInputs(tails, send_rows))
     return send_buffer.unflatten(0, (-1, call.B)), [tails, H, M, *factors]
@@ -36,14 +39,17 @@ def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
 def forward(
     call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, final states of all pieces, and what the backward needs: their entering states, tails, states at the
-    borders, M, and factors if they are kept."""
+    """Run all pieces from their entering states (`RankedDeltaImplementation.forward`).
+
+    Returns:
+        Output; final states of all pieces; entering states, tails, states at borders, M, and factors if they are saved.
+    """
     tails, H, M, *factors = kept
     try:
         inputs = ForwardInputs(gathered, call.context.forward_routes(gathered.device), H, M, factors)
         o, final_state, entering, states = launches.forward(_pieces_call(call, entering), inputs)
     finally:
-        wait_gathered(gathered)  # whoever needed it: PyTorch keeps a collective that nobody waits for
+        wait_gathered(gathered)  # also if unused: PyTorch keeps a collective until it is waited for
     saved = backward_factors(factors_from_list(factors)) if call.options.keep_factors else []
     return o, final_state, [entering, tails, states, M, *saved]
 
@@ -51,7 +57,11 @@ def forward(
 def maps_back(
     call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """[send_rows, B, HV, K, V + K] c and M^T of pieces that began on another rank; then c of segments, and factors."""
+    """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`).
+
+    Returns:
+        [send_rows, B, HV, K, V + K] send buffer; c of the segments, factors.
+    """
     entering, _, _, M, *factors = saved
     send_rows = call.context.partition.most_entering * call.B
     inputs = MapsBackInputs(call.one_buffer(do), leaving, between.flatten(0, 1), M, factors, send_rows)
@@ -60,7 +70,10 @@ def maps_back(
 
 
 def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
-    """Every wanted gradient. `kept` is given up: what was made for this is as large as the gradients are."""
+    """Compute every needed gradient (`RankedDeltaImplementation.backward`).
+
+    It empties `kept`, which is as large as the gradients, as soon as its tensors are no longer needed.
+    """
     entering, tails, states, M = given.saved[:4]
     try:
         at, do, routes = (
@@ -80,15 +93,19 @@ def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gath
 
 
 def _pieces_call(call: RankCall, entering: Tensor) -> PiecesCall:
-    """The call of all pieces, from these states, and where chunks and segments lie."""
+    """The call of all pieces from the states `entering`, with its chunk and segment tables."""
     options, device = call.options, call.tensors.q.device
     places = call.context.segments(call.B, options.chunk_size, options.cut, device)
     return PiecesCall(call.packed(entering), call.inside, *places)
 
 
 def _tails(call: RankCall) -> Tensor:
-    """[leaving B, HV, K, V + K] H and M of the tokens behind the last full chunk of each piece that goes on elsewhere:
-    zeros and the identity where there are none. Of no elements if no piece has any."""
+    """Compute H and M of the tokens after the last full chunk of each piece that continues on another rank.
+
+    Returns:
+        [leaving B, HV, K, V + K]; zero and identity for a piece that has no such tokens. Without rows if no piece has
+        any.
+    """
     t, C = call.tensors, call.options.chunk_size
     K, V = t.q.shape[3], t.v.shape[3]
     leaving = [piece for piece in call.context.pieces if not piece.last]

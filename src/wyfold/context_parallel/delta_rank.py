@@ -1,4 +1,4 @@
-"""One rank's part of a call of the delta family: its pieces as the calls that walks make of them."""
+"""One rank's part of a delta-family call, and the local calls on its pieces."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from wyfold.context_parallel.partition import Piece
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
 
-MAX_COLUMNS = 256  # value columns of one call
+MAX_COLUMNS = 256  # value columns of one local call
 
 
 class RankCall(NamedTuple):
     """One rank's part of a call.
 
     Attributes:
-        tensors: [B, T, ...] this rank's share.
-        options: As the caller asked.
-        context: Who holds what.
+        tensors: [B, T, ...] tensors of this rank's shard.
+        options: Options of the call.
+        context: Partition of the tokens over ranks.
     """
 
     tensors: DeltaTensors
@@ -40,11 +40,11 @@ class RankCall(NamedTuple):
 
     @property
     def inside(self) -> DeltaOptions:
-        """The options of local calls: states as wide as they are between chunks, [.., K, V]."""
+        """Options of the local calls: wide states [.., K, V]."""
         return self.options._replace(state_v_first=False, state_dtype=wide(self.tensors.q.dtype))
 
     def states(self, count: int, columns: int) -> Tensor:
-        """Zeros [count, HV, K, columns]."""
+        """Allocate wide states [count, HV, K, columns] of zeros."""
         t = self.tensors
         return t.q.new_zeros(count, t.v.shape[2], t.q.shape[3], columns, dtype=wide(t.q.dtype))
 
@@ -53,7 +53,7 @@ class RankCall(NamedTuple):
         return x if self.B == 1 else x.reshape(1, self.B * self.T, *x.shape[2:])
 
     def packed(self, entering: Tensor) -> DeltaTensors:
-        """The call of all pieces as sequences of one buffer."""
+        """The call with all pieces as sequences of one packed buffer."""
         t = self.tensors
         q, k, v, g, beta = (None if x is None else self.one_buffer(x) for x in t[:INITIAL_STATE])
         at = self.context.boundaries(self.B, t.q.device)
@@ -61,25 +61,33 @@ class RankCall(NamedTuple):
         return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, on_cpu)  # type: ignore[arg-type]
 
     def alone(self, piece: Piece, initial_state: Tensor, start: int = 0) -> DeltaTensors:
-        """The call of one piece from one of its tokens on, its B rows dense."""
+        """The call of one piece, from its token `start` on, as a dense batch of B rows."""
         t = self.tensors
         span = piece.offset + start, piece.length - start
         q, k, v, g, beta = (None if x is None else x.narrow(1, *span) for x in t[:INITIAL_STATE])
         return DeltaTensors(q, k, v, g, beta, initial_state, t.A_log, t.dt_bias, None, None)  # type: ignore[arg-type]
 
     def rows(self, piece: Piece) -> slice:
-        """A piece's rows among the states of all pieces."""
+        """Slice of the states of all pieces that belongs to one piece: B rows."""
         return slice(piece.number, None, len(self.context.pieces))
 
     def states_at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor:
-        """[B pieces, HV, K, V] the caller's states, or gradients of them, at some pieces, and zeros at the others."""
+        """Scatter the caller's states, or gradients of states, to pieces.
+
+        Args:
+            given: [len(numbers), HV, K, V] in the caller's layout; None for zeros.
+            numbers: Rows of the result.
+
+        Returns:
+            [B pieces, HV, K, V] wide states; zeros at the other pieces.
+        """
         found = self.states(self.B * len(self.context.pieces), self.tensors.v.shape[3])
         if given is not None:
             found[numbers] = transpose_if_v_first(given, self.options).to(found.dtype)
         return found
 
     def affine_map(self, piece: Piece, S: Tensor, start: int = 0) -> Tensor:
-        """[B, HV, K, V + K] H and M of a piece from one of its tokens on, entered with S."""
+        """Compute [B, HV, K, V + K], H (from the state S) and M of a piece from its token `start` on."""
         options = self.inside._replace(final_state=True, save=False, keep_factors=False)
         t = self.alone(piece, S, start)
         K, V = t.q.shape[3], t.v.shape[3]
@@ -94,13 +102,13 @@ class RankCall(NamedTuple):
 
 
 class RankBackwardInputs(NamedTuple):
-    """What the gradients of a rank's call are made from.
+    """Inputs of the backward of a rank's call.
 
     Attributes:
         do: [B, T, HV, V] gradient of the output.
-        leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here, and zeros.
-        saved: What the forward kept.
-        needs: Of each differentiable tensor, whether its gradient is wanted.
+        leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
+        saved: Tensors that the forward saved.
+        needs: For each differentiable tensor, whether its gradient is needed.
     """
 
     do: Tensor

@@ -1,13 +1,16 @@
-"""The launches of `delta_share`: what comes before ranks tell each other, and after, each as a registered operator.
+"""Launches of `delta_by_segments`: before and after the all-gather of each direction, as registered operators.
 
-    forward     prepare, summary, fold, send: [H | M] of the pieces that go on elsewhere                    gather
-                carry, fold, scan
-    backward    prepare (unless its tiles were kept), summary, fold, send: c of those that began elsewhere  gather
-                carry, fold, scan_bwd; gradients
+    forward     prepare, segment_summary, segment_fold, rank_send: [H | M] of pieces that continue on another rank
+                all-gather
+                rank_carry, segment_fold, scan
+    backward    prepare (unless its factors were saved), segment_summary, segment_fold, rank_send: c of pieces that
+                began on another rank
+                all-gather
+                rank_carry, segment_fold, scan_bwd, gradients
 
-What does not depend on other ranks runs while they are waited for: the segments that begin a sequence, and the states
-of the backward. Where chunks and segments lie the host knows, and says (`parallel.share_segments`). A call like an
-earlier one is recalled, operator by operator.
+Launches that do not depend on other ranks run during the all-gather: the segments that begin a sequence, and the states
+that the backward recomputes. The host knows the layout of chunks and segments (`rank_segments`). The replay cache
+replays each operator of a call whose metadata equal an earlier call's.
 """
 
 from __future__ import annotations
@@ -46,40 +49,45 @@ Inputs = TypeVar("Inputs", bound="MapsInputs | ForwardInputs | MapsBackInputs | 
 
 
 def maps(at: PiecesCall, inputs: MapsInputs) -> MapsResult:
-    """Before ranks tell each other."""
+    """Compute H and M of the pieces that continue on another rank."""
     send_buffer, H, M, *factors = _run("delta_rank maps", _maps_op, at, inputs)
     return MapsResult(send_buffer, H, M, factors)
 
 
 def forward(at: PiecesCall, inputs: ForwardInputs) -> ForwardResult:
-    """After it."""
+    """Scan all pieces from the states that other ranks sent."""
     return ForwardResult(*_run("delta_rank forward", _forward_op, at, inputs))
 
 
 def maps_back(at: PiecesCall, inputs: MapsBackInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Before ranks tell each other of gradients.
+    """Compute c of the pieces that began on another rank.
 
     Returns:
-        [send_rows, HV, K, V + K] c and M^T of the pieces that began on another rank, padded with zeros;
-        [borders, HV, V, K] c of the segment that begins at each border; the factors, if they were not kept.
+        [send_rows, HV, K, V + K] c and M^T of these pieces, padded with zeros; [borders, HV, V, K] c of the segment
+        that begins at each border; the factors, or [] if the forward saved them.
     """
     send_buffer, c, *factors = _run("delta_rank maps_back", _maps_back_op, at, inputs)
     return send_buffer, c, factors
 
 
 def scan_back(at: PiecesCall, inputs: ScanBackInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """After it: gradients of the states that enter the pieces, or no elements; what `TokenBorders` is made of."""
+    """Scan all pieces in reverse from the gradients that other ranks sent.
+
+    Returns:
+        [pieces, HV, K, V] gradients of the states that enter the pieces, without elements if not needed; the two
+        tensors of `TokenBorders`.
+    """
     dS0, states, tokens = _run("delta_rank scan_back", _scan_back_op, at, inputs)
     return dS0, states, tokens
 
 
 def tokens_back(at: PiecesCall, inputs: TokensBackInputs) -> list[Tensor]:
-    """Every wanted gradient but that of the states, which has no elements here."""
+    """Compute every needed gradient except that of the initial states, which has no elements here."""
     return [*_run("delta_rank tokens_back", _tokens_back_op, at, inputs)]
 
 
 def _run(name: str, operator: Callable[..., Any], at: PiecesCall, inputs: Inputs) -> tuple[Tensor, ...]:
-    """An operator's results, one after another, from its course if there is one."""
+    """Run an operator, or replay it from the cache; return its results as one flat tuple."""
 
     def run() -> tuple[Tensor, ...]:
         found = call_operator(operator, *at.t, at.table, [*at.counts], *inputs, *at.options)
@@ -102,16 +110,17 @@ def _run(name: str, operator: Callable[..., Any], at: PiecesCall, inputs: Inputs
     return replayed(tuple(tensors), (*values, Lengths(lengths)), run)
 
 
-# --- what is registered ----------------------------------------------------------------------------------------------
+# --- registered operators ---------------------------------------------------------------------------------------------
 
 
 class OperatorCall(Generic[Inputs]):
-    """A registered operator's arguments, and the call with its segments.
+    """A registered operator's arguments as a kernel call with segments.
 
     Attributes:
-        launched: On the pieces' chunk grid.
-        places, counts: Where everything lies, and how much there is.
-        inputs: What only this operator is given.
+        launched: Kernel call on the pieces' chunk grid.
+        places, counts: Tables of the rank's segments, and their lengths.
+        inputs: Record of the operator's own inputs.
+        t, options: Tensors and options of the call.
         HV, K, V: Sizes.
     """
 
@@ -125,20 +134,22 @@ class OperatorCall(Generic[Inputs]):
         self.HV, self.K, self.V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
 
     def prepare(self, *, backward: bool, forward: bool = True) -> Prepared:
-        """Factors of every chunk, and zeros where rows belong to nobody: a registered operator must not return what
-        happened to lie in memory."""
+        """Run `prepare`; factors without a chunk are zeroed.
+
+        A registered operator must not return uninitialized memory.
+        """
         prepared = self.launched.prepare(self.t.v, backward=backward, forward=forward, clear=False)
         self.clear(*(x for x in prepared if x is not None))
         return prepared
 
     def clear(self, *tiles: Tensor) -> None:
-        """Zero what belongs to no chunk with a token."""
+        """Zero the tiles that belong to no chunk with a token."""
         if self.counts.chunks < self.counts.tiles:
             for x in tiles:
                 x[self.counts.chunks * self.HV :].zero_()
 
     def send_buffer(self, rows: int, written: int) -> Tensor:
-        """[rows, HV, K, V + K] of what is send_buffer, zeros behind those that will be written."""
+        """Allocate a send buffer [rows, HV, K, V + K] with zeros after its first `written` rows."""
         send_buffer = _empty_send_buffer(self.t, rows)
         if written < rows:
             send_buffer[written:].zero_()
@@ -149,7 +160,7 @@ class OperatorCall(Generic[Inputs]):
 
 
 class OperatorArguments(NamedTuple, Generic[Inputs]):
-    """The arguments of an operator: those of a call, its counts, its own, its options."""
+    """Parsed arguments of a registered operator: the call's tensors, its counts, the operator's inputs, the options."""
 
     tensors: DeltaTensors
     counts: SegmentCounts
@@ -209,7 +220,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         outer, borders = StateRows(entering, places.incoming_seq), StateRows(states.mT, places.incoming_border)
         with fork_side_stream(o.device) as on_side:
             if counts.entering < counts.sequences:
-                # Of sequences from elsewhere these are segments without a token: what they read meanwhile goes nowhere.
+                # First segments of sequences from another rank have no token: the states they read are not used.
                 scan(behind=False)
             with on_side:
                 if counts.entering:
@@ -283,24 +294,24 @@ def _tokens_back(*arguments: Any) -> list[Tensor]:
 
 
 def none_if_empty(x: Tensor) -> Tensor | None:
-    """x, unless it has no elements."""
+    """Return x; None if it has no elements."""
     return x if x.numel() else None
 
 
 def _at_borders(t: DeltaTensors, counts: SegmentCounts) -> list[Tensor]:
-    """Unwritten H and M."""
+    """Allocate H and M of the segments before borders, uninitialized."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return [t.q.new_empty(counts.borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
 
 
 def _wanted(t: DeltaTensors, options: DeltaOptions, inputs: TokensBackInputs) -> DeltaBackwardInputs:
-    """The gradients that `_tokens_back` is asked for."""
+    """The backward inputs of `_tokens_back`: every needed gradient except that of the initial states."""
     needs = [*inputs.needs]
     needs[INITIAL_STATE] = False
     return DeltaBackwardInputs(t, options, [], inputs.do, None, needs)
 
 
-# --- from metadata alone ---------------------------------------------------------------------------------------------
+# --- fake implementations, from metadata alone ------------------------------------------------------------------------
 
 
 def _maps_fake(*arguments: Any) -> tuple[Any, ...]:
@@ -339,7 +350,7 @@ def _tokens_back_fake(*arguments: Any) -> list[Tensor]:
 
 
 def _empty_send_buffer(t: DeltaTensors, rows: int) -> Tensor:
-    """Unwritten, for [H | M] of so many pieces."""
+    """Allocate a send buffer [rows, HV, K, V + K], uninitialized."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return t.q.new_empty(rows, HV, K, V + K, dtype=torch.float32)
 

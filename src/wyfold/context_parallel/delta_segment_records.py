@@ -1,4 +1,4 @@
-"""What the operators of `delta_share_launches` are given, and what they find."""
+"""Inputs and results of the registered operators of `delta_segment_launches`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from wyfold.runtime.options import DeltaOptions
 
 
 class MapsInputs(NamedTuple):
-    """What `maps` is given.
+    """Inputs of `maps`.
 
     Attributes:
-        tails: [leaving, HV, K, V + K] H and M of the tokens behind a piece's last full chunk; of no elements if no
+        tails: [leaving, HV, K, V + K] H and M of the tokens after a piece's last full chunk; without elements if no
             piece has any.
-        send_rows: Rows that every rank sends.
+        send_rows: Rows of every rank's send buffer.
     """
 
     tails: Tensor
@@ -25,12 +25,12 @@ class MapsInputs(NamedTuple):
 
 
 class ForwardInputs(NamedTuple):
-    """What `forward` is given.
+    """Inputs of `forward`.
 
     Attributes:
-        gathered: What all ranks send_buffer, maybe under way.
-        routes: `chains.forward_routes`, on the device.
-        H, M, factors: From `maps`.
+        gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        routes: `routes.forward_routes`, on the device.
+        H, M, factors: Results of `maps`.
     """
 
     gathered: Tensor
@@ -41,15 +41,15 @@ class ForwardInputs(NamedTuple):
 
 
 class MapsBackInputs(NamedTuple):
-    """What `maps_back` is given.
+    """Inputs of `maps_back`.
 
     Attributes:
-        do: [1, B T, HV, V].
-        leaving: [pieces, HV, K, V] gradients of final states, and zeros where a sequence goes on elsewhere.
-        between: [entering, HV, K, K] maps of the pieces that began elsewhere.
-        M: From `maps`.
-        kept: Factors, if they were kept.
-        send_rows: Rows that every rank sends.
+        do: [1, B T, HV, V] gradient of the output.
+        leaving: [pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
+        between: [entering, HV, K, K] maps M of the pieces that began on another rank.
+        M: Result of `maps`.
+        kept: Factors saved by the forward; [] if they were not.
+        send_rows: Rows of every rank's send buffer.
     """
 
     do: Tensor
@@ -61,15 +61,15 @@ class MapsBackInputs(NamedTuple):
 
 
 class ScanBackInputs(NamedTuple):
-    """What `scan_back` is given.
+    """Inputs of `scan_back`.
 
     Attributes:
-        gathered: What all ranks send_buffer, maybe under way.
-        routes: `chains.backward_routes`, on the device.
-        tails, do, leaving, M: As above.
-        states: From `forward`.
-        c, factors: From `maps_back`.
-        need: Whether the gradient of the initial states is wanted.
+        gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        routes: `routes.backward_routes`, on the device.
+        tails, do, leaving, M: As of the records above.
+        states: Result of `forward`.
+        c, factors: Results of `maps_back`.
+        need: Whether the gradient of the initial states is needed.
     """
 
     gathered: Tensor
@@ -85,12 +85,12 @@ class ScanBackInputs(NamedTuple):
 
 
 class TokensBackInputs(NamedTuple):
-    """What `tokens_back` is given.
+    """Inputs of `tokens_back`.
 
     Attributes:
-        do: As above.
-        states, tokens: From `scan_back`.
-        needs: Of each differentiable tensor, whether its gradient is wanted.
+        do: [1, B T, HV, V] gradient of the output.
+        states, tokens: Results of `scan_back`.
+        needs: For each differentiable tensor, whether its gradient is needed.
     """
 
     do: Tensor
@@ -100,12 +100,13 @@ class TokensBackInputs(NamedTuple):
 
 
 class PiecesCall(NamedTuple):
-    """A call of all pieces as sequences of one buffer.
+    """A call with all pieces as sequences of one packed buffer.
 
     Attributes:
-        t: `initial_state` holds what enters the pieces; until ranks have told each other, zeros where that is theirs.
-        options: Of that call.
-        table, counts: From `ContextParallel.segments`.
+        t: Tensors of the call. `initial_state` has the states that enter the pieces; before the all-gather, zeros for
+            those that come from another rank.
+        options: Options of the call.
+        table, counts: Results of `ContextParallel.segments`.
     """
 
     t: DeltaTensors
@@ -115,12 +116,13 @@ class PiecesCall(NamedTuple):
 
 
 class MapsResult(NamedTuple):
-    """What `maps` finds.
+    """Results of `maps`.
 
     Attributes:
-        send_buffer: [send_rows, HV, K, V + K] H and M of the pieces that go on elsewhere, by piece and row, and zeros.
+        send_buffer: [send_rows, HV, K, V + K] H and M of the pieces that continue on another rank, by piece, then by
+            batch row; padded with zeros.
         H, M: [borders, HV, V, K] and [borders, HV, K, K] of the segment that ends at each border.
-        factors: `Prepared`, listed.
+        factors: `Prepared` as a list (`factors_to_list`).
     """
 
     send_buffer: Tensor
@@ -130,11 +132,11 @@ class MapsResult(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """What `forward` finds.
+    """Results of `forward`.
 
     Attributes:
         o: [1, B T, HV, V] output.
-        final_state: [pieces, HV, K, V], or no elements.
+        final_state: [pieces, HV, K, V]; without elements if not requested.
         entering: [pieces, HV, K, V] states that enter the pieces.
         states: [borders, HV, V, K] states at the borders.
     """

@@ -1,8 +1,8 @@
-"""Which tokens each rank owns, and where sequences cross from one rank to another: decided on the host, alike on all.
+"""Partition of tokens over ranks, and of sequences into pieces, computed on the host and equal on all ranks.
 
-A rank owns ranges of the global buffer. What it holds of one sequence together is a **piece**. A sequence of more than
-one piece is a **chain**: state enters its first piece as the caller gives it, every other piece from the piece before,
-and the gradients of states go back the same way.
+A rank owns ranges of the global buffer. A **piece** is a run of one sequence's tokens that a rank holds. If a sequence
+has more than one piece, they form a **chain**: the first piece gets the caller's initial state, every other piece the
+final state of the piece before it. Gradients of states go the opposite way.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ LAYOUTS = ("contiguous", "zigzag", "fragments")
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one sequence's tokens that one rank holds together.
+    """A run of one sequence's tokens that one rank holds.
 
     Attributes:
-        sequence: Its number in the global boundaries.
-        rank: Its owner.
-        number: Place among the owner's pieces.
-        offset: Place of its first token among the owner's tokens.
-        done: Tokens of the sequence before it.
-        length: Its tokens.
-        first, last: Whether the sequence begins, and ends, in it.
-        leaving: Place among the owner's pieces whose sequences go on elsewhere; -1 if it is the last of its sequence.
-        entering: Place among the owner's pieces whose sequences began elsewhere; -1 if it is the first.
+        sequence: Index of the sequence in the global boundaries.
+        rank: Owner of the piece.
+        number: Index among the owner's pieces.
+        offset: Index of its first token among the owner's tokens.
+        done: Tokens of the sequence before the piece.
+        length: Tokens of the piece.
+        first, last: Whether the sequence begins, and ends, in the piece.
+        leaving: Index among the owner's pieces whose sequences continue in a later piece; -1 for the last piece.
+        entering: Index among the owner's pieces whose sequences began in an earlier piece; -1 for the first piece.
     """
 
     sequence: int
@@ -45,7 +45,11 @@ class Piece:
 
 
 class Handover(NamedTuple):
-    """State on its way from a piece to the one behind it."""
+    """A state that passes from a piece to the next piece of its sequence.
+
+    Attributes:
+        source, target: The two pieces.
+    """
 
     source: Piece
     target: Piece
@@ -53,16 +57,16 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """The cut of one global buffer.
+    """The partition of one global buffer over ranks.
 
     Attributes:
         total: Tokens of the buffer.
-        ranges: Of each rank, what it owns, ascending and not adjacent.
-        pieces: Of each rank, its pieces in the order of its tokens.
-        chains: Pieces of every sequence that has more than one, in the sequence's order.
-        most_leaving: Most pieces of a rank whose sequences go on elsewhere: room that every rank sends forward.
-        most_entering: Most pieces of a rank whose sequences began elsewhere: room that every rank sends backward.
-        depth: Most pieces of a sequence before its last: hand-overs, where they take place one after another.
+        ranges: For each rank, the ranges it owns, ascending and not adjacent.
+        pieces: For each rank, its pieces in token order.
+        chains: For every sequence of more than one piece, its pieces in order.
+        most_leaving: Maximum over ranks of pieces with `leaving`: rows of every rank's send buffer in the forward.
+        most_entering: Maximum over ranks of pieces with `entering`: rows of every rank's send buffer in the backward.
+        depth: Maximum over sequences of pieces before the last: the number of sequential handovers.
     """
 
     total: int
@@ -74,15 +78,15 @@ class Partition:
     depth: int
 
     def tokens(self, rank: int) -> int:
-        """How many a rank owns."""
+        """Number of tokens that a rank owns."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def handovers(self, depth: int) -> list[Handover]:
-        """Hand-overs from the pieces of a depth, 0 being a sequence's first, to the pieces behind them."""
+        """Handovers from the pieces of a depth (0: the first of a sequence) to the next pieces."""
         return [Handover(*chain[depth : depth + 2]) for chain in self.chains if len(chain) > depth + 1]
 
     def wave(self, rank: int, depth: int) -> list[Piece]:
-        """A rank's pieces of a depth, in the order of its tokens."""
+        """A rank's pieces of a depth, in token order."""
         found = [chain[depth] for chain in self.chains if len(chain) > depth and chain[depth].rank == rank]
         if depth == 0:
             found += [piece for piece in self.pieces[rank] if piece.first and piece.last]
@@ -90,7 +94,7 @@ class Partition:
 
 
 def owned_ranges(layout: str, total: int, world: int) -> list[list[Range]]:
-    """Ranges of every rank under a named layout.
+    """Return the ranges of every rank in a named layout.
 
     contiguous: rank r owns the r-th of `world` parts; zigzag: the r-th and the r-th from the end of 2 * `world` parts.
     Part i of n is tokens floor(i total / n) to floor((i + 1) total / n) - 1.
@@ -105,15 +109,15 @@ def owned_ranges(layout: str, total: int, world: int) -> list[list[Range]]:
 
 
 def partition_sequences(boundaries: Sequence[int], total: int, ranges: Sequence[Sequence[Range]]) -> Partition:
-    """Pieces and chains of a packed buffer.
+    """Partition a packed buffer into pieces and chains.
 
-    A sequence without tokens belongs to who owns the token at its place, or, at the buffer's end, the last token; to
-    rank 0 if there are no tokens at all.
+    A sequence without tokens belongs to the rank that owns the token at its position. At the buffer's end that is the
+    owner of the last token, and without any tokens rank 0.
 
     Args:
-        boundaries: Global, from 0 to at most `total`.
+        boundaries: Global boundaries, from 0 to at most `total`.
         total: Tokens of the buffer.
-        ranges: Of every rank; together every token once.
+        ranges: Ranges of every rank; together they cover every token once.
     """
     joined = tuple(tuple(_joined(owns)) for owns in ranges)
     last = max((owns[-1][1] for owns in joined if owns), default=0)
@@ -149,7 +153,7 @@ def partition_sequences(boundaries: Sequence[int], total: int, ranges: Sequence[
 
 
 def _joined(ranges: Sequence[Range]) -> Iterator[Range]:
-    """Ranges in ascending order without the empty ones, neighbours as one."""
+    """Yield the ranges in ascending order, without empty ones and with adjacent ones merged."""
     begun: Range | None = None
     for start, stop in sorted(owned for owned in ranges if owned[0] < owned[1]):
         if begun is not None and begun[1] == start:
@@ -163,11 +167,11 @@ def _joined(ranges: Sequence[Range]) -> Iterator[Range]:
 
 
 def _sequences(boundaries: Sequence[int], start: int, stop: int, *, at_end: bool) -> Iterator[int]:
-    """Sequences with tokens in a range, and those without tokens that lie there."""
-    # The last sequence that begins at or before the range's first token has it, if anyone does.
+    """Yield the sequences with tokens in a range, and those without tokens that are positioned in it."""
+    # The range's first token belongs to the last sequence that begins at or before it, if to any.
     sequence = max(0, bisect_right(boundaries, start) - 1)
     while sequence > 0 and boundaries[sequence - 1] == boundaries[sequence] == start:
-        sequence -= 1  # sequences without tokens right there
+        sequence -= 1  # sequences without tokens at the range's start
     for n in range(sequence, len(boundaries) - 1):
         begin, end = boundaries[n], boundaries[n + 1]
         if begin > stop or (begin == stop and not (at_end and begin == end)):
@@ -177,7 +181,7 @@ def _sequences(boundaries: Sequence[int], start: int, stop: int, *, at_end: bool
 
 
 def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces of a rank with their places in what is sent."""
+    """Yield a rank's pieces with `leaving` and `entering`, their rows in the send buffers."""
     leaving = entering = 0
     for piece in pieces:
         goes, came = not piece.last, not piece.first

@@ -1,12 +1,12 @@
-"""Where the segments lie of what a rank holds, planned on the host, which knows the rank's pieces.
+"""Segments of a rank's pieces, planned on the host, which knows the pieces.
 
-Each piece is cut by its own length, as any sequence is. Where its sequence comes from another rank, or goes on at one,
-it has a segment more, so that what happens at the rank's edges happens at borders of segments:
+Each piece is cut by its own length, like any sequence. If its sequence comes from another rank, or continues on one, it
+has one more segment on that side, so that what other ranks send and receive lies at borders between segments:
 
-    a segment without a token before it     the border behind it is where the state of the rank before enters; the
-                                            segment behind the border does not begin a sequence, so it has a map
-    a segment behind its last full chunk    of the tokens that do not fill another, or of none; the segments before it
-                                            have full chunks, and maps
+    an empty segment in front               the state of another rank enters at the border after it. The segment after
+                                            the border does not begin a sequence, so it has a map.
+    a segment after the last full chunk     has the tokens that do not fill another chunk, or none. The segments before
+                                            it have full chunks, and maps.
 
 Both are ordinary segments to every kernel.
 """
@@ -24,15 +24,15 @@ from wyfold.runtime.chunk_layout import ChunkGrid, Cut, Segments
 
 
 class SegmentCounts(NamedTuple):
-    """Lengths of the lists below, and what else is known on the host.
+    """Lengths of the tables of `RankSegments`, and other sizes that the host knows.
 
     Attributes:
-        sequences: Pieces of all rows.
+        sequences: Number of pieces, over all batch rows.
         segments, borders, divided: As in `Segments`.
-        entering, leaving: Pieces of all rows that come from another rank, and that go on at one.
-        chunks: Chunks with a token.
-        tiles: And those of the tokens past the last piece.
-        tokens: Up to the end of the last piece.
+        entering, leaving: Number of pieces, over all rows, that come from another rank, and that continue on one.
+        chunks: Number of chunks with a token of a piece.
+        tiles: `chunks` and the chunks of the tokens after the last piece.
+        tokens: Number of tokens up to the end of the last piece.
     """
 
     sequences: int
@@ -47,16 +47,17 @@ class SegmentCounts(NamedTuple):
 
 
 class RankSegments(NamedTuple):
-    """The segments of a rank's pieces, of all rows, one after another.
+    """Tables of the segments of a rank's pieces, concatenated over batch rows.
 
     Attributes:
-        counts: Sizes.
+        counts: Lengths of the tables.
         cu, chunk: [segments + 1] first token of each segment in the buffer of all rows, and [segments] first chunk.
         sequence, first, leading, divided: As in `Segments`.
-        entered, came: [entering] border at which the state of another rank enters, and its sequence; by piece, then by
-            row.
-        exits, goes: [leaving] last border before the rank's edge, and its sequence; likewise.
-        grid_cu, grid_first, grid_sequence: Of the pieces' own chunks, `ChunkGrid`'s.
+        incoming_border, incoming_seq: [entering] border at which the state of another rank enters, and its sequence;
+            ordered by piece, then by batch row.
+        outgoing_border, outgoing_seq: [leaving] last border before the state leaves for another rank, and its
+            sequence; ordered likewise.
+        grid_cu, grid_first, grid_sequence: Tables of the `ChunkGrid` of the pieces.
     """
 
     counts: SegmentCounts
@@ -76,7 +77,7 @@ class RankSegments(NamedTuple):
 
     @classmethod
     def of(cls, table: Tensor, counts: Sequence[int]) -> RankSegments:
-        """From what `segment_tables` gives, its numbers on the device of the call."""
+        """Split the concatenated tables of `segment_tables`, a tensor on the call's device."""
         N, segments, borders, divided, entering, leaving, _, tiles, _ = counts
         ends = entering, entering, leaving, leaving
         sizes = segments + 1, segments, segments, N + 1, borders, divided, *ends, N + 2, N + 1, tiles
@@ -84,12 +85,12 @@ class RankSegments(NamedTuple):
         return cls(SegmentCounts(*counts), *(x[:size] if size % 2 else x for x, size in zip(found, sizes, strict=True)))
 
     def grid(self, chunk_size: int, tokens: int) -> ChunkGrid:
-        """Of the pieces, in a buffer of so many tokens."""
+        """Chunk grid of the pieces, in a buffer of `tokens` tokens."""
         N, tiles = self.counts.sequences, self.counts.tiles
         return ChunkGrid(chunk_size, 1, tokens, N, tiles, self.grid_cu, self.grid_first, self.grid_sequence)
 
     def segments(self, grid: ChunkGrid) -> Segments:
-        """As the scans take them; grid: of the pieces."""
+        """The segments as the scans read them; `grid` is the chunk grid of the pieces."""
         N, count, borders = self.counts[:3]
         buffer = replace(grid, sequences=count, cu=self.cu, first=self.chunk, sequence=None)
         places = self.sequence, self.first, self.leading, self.divided
@@ -99,13 +100,16 @@ class RankSegments(NamedTuple):
 def segment_tables(
     pieces: Sequence[Piece], batch: int, tokens: int, chunk_size: int, cut: Cut
 ) -> tuple[list[int], SegmentCounts]:
-    """The numbers of `RankSegments`, one list after another, each of an even length, and their counts.
+    """Compute the tables of `RankSegments`.
 
     Args:
-        pieces: The rank's.
-        batch, tokens: Rows, and tokens of each.
+        pieces: Pieces of the rank.
+        batch, tokens: Batch rows, and tokens of each.
         chunk_size: C.
-        cut: How long pieces are cut.
+        cut: Rule by which long pieces are cut.
+
+    Returns:
+        The concatenated tables, each padded to an even length; their lengths.
     """
     cu: list[int] = []
     chunk: list[int] = []
@@ -153,12 +157,12 @@ def segment_tables(
     ]
     tables = [*cu, end], chunk, sequence, [*first, len(sequence)], leading, divided, *edges
     tables = *tables, [*grid_cu, end, batch * tokens], [*grid_first, chunks], grid_sequence
-    # Each begins at a multiple of 16 bytes: kernels for tables that do not are other kernels, to be compiled.
+    # Each table begins at a multiple of 16 bytes: Triton would compile another kernel for unaligned pointers.
     return [number for table in tables for number in (*table, *[0] * (len(table) % 2))], counts
 
 
 def _lengths(piece: Piece, chunk_size: int, cut: Cut) -> list[int]:
-    """Tokens of the segments of a piece."""
+    """Number of tokens in each segment of a piece."""
     full = piece.length // chunk_size * chunk_size
     inside = piece.length if piece.last else full
     step = chunk_size * cut.length(-(-inside // chunk_size))

@@ -1,9 +1,9 @@
-"""Routes of states along the pieces of a sequence, through what every rank tells of its own.
+"""Routes of states along the pieces of a sequence, as rows of the all-gathered buffers.
 
     S of the next piece = M S + H        dS of the piece before = M^T dS + c
 
-with a row of what ranks told, [H | M] or [c | M^T], for every piece. Where the sequence begins, or ends, on the way
-back, its rank knows the state that goes in, and M is not asked for. Which rows lead to a state is known on the host.
+The gathered buffer has one row [H | M], or [c | M^T], for every piece. Where the sequence begins (in the backward,
+where it ends), H (c) already includes the caller's state, and M is not read. The host knows which rows lead to a state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def forward_routes(partition: Partition, rank: int) -> list[int]:
     """Routes of the states that enter a rank's pieces, in the order of `Piece.entering`.
 
     Returns:
-        Where each route begins in this very list, and where the last one ends; then the routes: numbers of rows, of
-        which each rank told as many as there is send_rows for.
+        The offsets of all routes in this list, with the end of the last one; then the routes. A route lists the rows
+        that lead to a state, rank * `most_leaving` + row of that rank's send buffer.
     """
     return _routes(partition.chains, rank, partition.most_leaving, lambda piece: (piece.leaving, piece.entering))
 
 
 def backward_routes(partition: Partition, rank: int) -> list[int]:
-    """Routes of the gradients of the states that leave a rank's pieces, in the order of `Piece.leaving`; likewise."""
+    """Routes of the gradients of a rank's leaving states, in the order of `Piece.leaving`, as `forward_routes`."""
     chains = (reversed(chain) for chain in partition.chains)
     return _routes(chains, rank, partition.most_entering, lambda piece: (piece.entering, piece.leaving))
 
@@ -32,7 +32,14 @@ def backward_routes(partition: Partition, rank: int) -> list[int]:
 def _routes(
     chains: Iterable[Iterable[Piece]], rank: int, send_rows: int, numbers: Callable[[Piece], tuple[int, int]]
 ) -> list[int]:
-    """`numbers`: of a piece, its row among those its rank tells, and its place among those that state comes to."""
+    """Build the routes of a rank along all chains.
+
+    Args:
+        chains: Chains of pieces, in the direction of the states.
+        rank: The rank whose pieces the routes end in.
+        send_rows: Rows of each rank's send buffer.
+        numbers: Maps a piece to its row in its rank's send buffer, and to its index among the pieces that receive.
+    """
     found: dict[int, list[int]] = {}
     for chain in chains:
         before: list[int] = []

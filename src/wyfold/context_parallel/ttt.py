@@ -1,14 +1,15 @@
-"""TTT-Linear over the ranks of a group: state goes from rank to rank, and its gradients go back.
+"""TTT-Linear over the ranks of a group: states pass from rank to rank, and their gradients back.
 
-The inner model's step is not affine in its state, so nothing can be summarised ahead of it. The pieces of a rank run
-in waves, by how many pieces of their sequence come before them; after each wave ranks tell each other the (S, c) that
-left it. Memory is split among the ranks, the time of one sequence is not; that of different ones is.
+The inner model's step is not affine in its state, so a piece has no summary that could be computed before its state is
+known. The pieces of a rank run in waves by depth, the number of earlier pieces of their sequence. After each wave the
+ranks all-gather the final (S, c). Context parallelism splits the memory of one sequence, but not its time; different
+sequences run in parallel.
 
-    forward     for d = 0, 1, ..: run the pieces of depth d; hand on (S, c)
-    backward    for d = .., 1, 0: run them back; hand back (dS, dc)
+    forward     for d = 0, 1, ..: run the pieces of depth d; all-gather (S, c)
+    backward    for d = .., 1, 0: all-gather (dS, dc); run the backward of the pieces
 
-One autograd function holds all of it, so that a rank takes part in every hand-over of either direction, whatever it
-holds itself.
+One autograd function holds all waves, so that every rank takes part in every handover of both directions, whichever
+pieces it has.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ TOKENS = ("q", "k", "v", "eta", "eta_col")
 
 
 def ttt_across_ranks(tensors: TTTTensors, options: TTTOptions, context: ContextParallel) -> TTTResult:
-    """Output and states of one call whose sequences go on over the ranks of a context.
+    """Run one call whose sequences span the ranks of a context.
 
-    Initial states are those of the sequences that begin here, final states of those that end here.
+    Initial states are those of the sequences that begin on this rank, final states those of the sequences that end on
+    it.
     """
     o, state, bias = apply(options.operator, TTTAcrossRanks, *tensors, options, context)
     none = o.new_empty(0)
@@ -42,7 +44,7 @@ def ttt_across_ranks(tensors: TTTTensors, options: TTTOptions, context: ContextP
 
 
 class TTTAcrossRanks(torch.autograd.Function):
-    """Waves of pieces, and hand-overs between them."""
+    """Waves of pieces, with a handover of states after each."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,14 +122,15 @@ class TTTAcrossRanks(torch.autograd.Function):
 
 
 class _Wave(NamedTuple):
-    """The pieces of one depth that a rank holds.
+    """A rank's pieces of one depth.
 
     Attributes:
-        pieces: In the order of their tokens.
-        states: Their rows among the states of all pieces.
-        tokens: [n] where their tokens lie in the B T tokens of the rank; None for one piece, whose rows are dense.
-        cu_seqlens: Boundaries of these, or None.
-        forward: What is handed on from this depth, by all ranks.
+        pieces: The pieces, in token order.
+        states: [B pieces] their rows among the states of all pieces.
+        tokens: [n] indices of their tokens among the B T tokens of the rank; None for a single piece, which is a dense
+            batch.
+        cu_seqlens: [B pieces + 1] boundaries of the pieces; None for a dense batch.
+        forward: Handovers from this depth to the next, of all ranks.
     """
 
     pieces: list[Piece]
@@ -137,13 +140,13 @@ class _Wave(NamedTuple):
     forward: list[Handover]
 
     def take(self, x: Tensor) -> Tensor:
-        """Their tokens of [B, T, ...]."""
+        """Select the pieces' tokens of x [B, T, ...]."""
         if self.tokens is None:
             return x.narrow(1, self.pieces[0].offset, self.pieces[0].length)
         return x.flatten(0, 1).index_select(0, self.tokens)[None]
 
     def put(self, out: Tensor, x: Tensor) -> None:
-        """Write their tokens into a contiguous [B, T, ...]."""
+        """Write the pieces' tokens x to a contiguous out [B, T, ...]."""
         if self.tokens is None:
             self.take(out).copy_(x)
         else:
@@ -154,9 +157,9 @@ class TTTRankCall(NamedTuple):
     """One rank's part of a call.
 
     Attributes:
-        tensors: [B, T, ...] this rank's share.
-        options: As the caller asked.
-        context: Who holds what.
+        tensors: [B, T, ...] tensors of this rank's shard.
+        options: Options of the call.
+        context: Partition of the tokens over ranks.
     """
 
     tensors: TTTTensors
@@ -169,18 +172,18 @@ class TTTRankCall(NamedTuple):
 
     @property
     def inside(self) -> TTTOptions:
-        """The options of local calls: states in full width, [.., K, V], and always returned."""
+        """Options of the local calls: wide states [.., K, V], always returned."""
         dtype = wide(self.tensors.q.dtype)
         return self.options._replace(state_v_first=False, state_dtype=dtype, final_state=True)
 
     def states(self) -> State:
-        """Zeros for every piece."""
+        """Allocate wide states of zeros for every piece."""
         HV, D = self.tensors.v.shape[2:]
         rows = self.B * len(self.context.pieces)
         return State(*(self.tensors.v.new_zeros(rows, HV, n, D, dtype=wide(self.tensors.q.dtype)) for n in (D, 1)))
 
     def begun(self) -> State:
-        """States entering every piece, so far as the caller gave them."""
+        """States that enter every piece: the caller's initial states where sequences begin, zeros elsewhere."""
         t, found, first = self.tensors, self.states(), self.context.starting_pieces(self.B, self.tensors.q.device)
         if t.state is not None:
             found.S[first] = transpose_if_v_first(t.state, self.options).to(found.S.dtype)
@@ -189,11 +192,11 @@ class TTTRankCall(NamedTuple):
         return found
 
     def rows(self, piece: Piece) -> slice:
-        """A piece's rows among the states of all pieces."""
+        """Slice of the states of all pieces that belongs to one piece: B rows."""
         return slice(piece.number, None, len(self.context.pieces))
 
     def waves(self) -> list[_Wave]:
-        """One for every depth that any rank has."""
+        """Return one wave for every depth that any rank has."""
         partition, rank, device = self.context.partition, self.context.rank, self.tensors.q.device
         T, count = self.tensors.v.shape[1], len(self.context.pieces)
         found = []
@@ -212,7 +215,7 @@ class TTTRankCall(NamedTuple):
         return found
 
     def tensors_of(self, wave: _Wave, states: State) -> TTTTensors:
-        """The call of a wave, from the states that enter its pieces."""
+        """The local call of a wave, from the states that enter its pieces."""
         t = self.tensors
         col = None if t.eta_col is None else wave.take(t.eta_col)
         S, c = states.S[wave.states], states.c[wave.states]
@@ -222,9 +225,16 @@ class TTTRankCall(NamedTuple):
     def hand(
         self, handovers: Sequence[Handover], states: State, before: Tensor | None, *, forward: bool
     ) -> Tensor | None:
-        """What all ranks hand on, or back, of the states of all pieces: [world, places, B, HV, D + 1, D], c under S.
+        """All-gather the states of the sending pieces of some handovers.
 
-        One collective, after the one `before`, if anything is handed at all; otherwise that.
+        Args:
+            handovers: Handovers of one depth, of all ranks; without any there is no collective.
+            states: States (or their gradients) of all pieces of this rank.
+            before: Result of the previous `hand`, after which a compiler must keep this collective; or None.
+            forward: Whether states pass from source to target, or gradients from target to source.
+
+        Returns:
+            [world, rows, B, HV, D + 1, D], c below S; `before` without handovers.
         """
         if not handovers:
             return before
@@ -239,7 +249,7 @@ class TTTRankCall(NamedTuple):
     def received(
         self, handovers: Sequence[Handover], gathered: Tensor | None, *, forward: bool
     ) -> Iterator[tuple[Handover, Tensor, Tensor]]:
-        """Of what `hand` was gathered, what is this rank's: whose it is, and [B, HV, ..] of both states."""
+        """Yield the handovers that this rank receives, each with the gathered S and c, [B, HV, ..]."""
         for one, (source, target, place) in zip(handovers, _placed(handovers, forward), strict=True):
             if gathered is not None and target.rank == self.context.rank:
                 S, c = gathered[source.rank, place].split([gathered.shape[-1], 1], dim=2)
@@ -247,7 +257,7 @@ class TTTRankCall(NamedTuple):
 
 
 def _placed(handovers: Sequence[Handover], forward: bool) -> list[tuple[Piece, Piece, int]]:
-    """Who gives, who takes, and the place of it among what the source's rank sends."""
+    """For each handover: the sending piece, the receiving piece, and the row in the sender's buffer."""
     counts: dict[int, int] = {}
     found = []
     for one in handovers:
