@@ -1,4 +1,4 @@
-"""`gradients` in PyTorch: batched over the chunks and value heads of a part."""
+"""`gradients` in PyTorch, batched over the chunks and value heads of a part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wyfold.tile.decay.eager import (
 from wyfold.tile.index.eager import from_chunks, sum_groups, to_chunks
 from wyfold.tile.norm.eager import l2norm_bwd
 
-TINY_STRENGTH = 2.0**-60  # below it N / beta is no longer e
+TINY_STRENGTH = 2.0**-60  # for smaller beta, N / beta does not give e
 
 
 def gradients(inputs: Inputs, factors: ChunkFactors, borders: ChunkBorders, do: Tensor) -> TileGradients:
@@ -66,14 +66,15 @@ def unload(
     options: DeltaOptions,
     out: GradientOutputs,
 ) -> None:
-    """Undo grouping, norm and activations, and write each gradient to its tokens once.
+    """Apply the adjoints of grouping, norm and activations, and write every token's gradients once.
 
     Args:
-        found, inputs: Tiles of the part.
+        found, inputs: Gradient and input tiles of the part.
         beta, g, A_log, dt_bias: As given to `load`.
-        table: The part's chunk grid.
+        table: The part's chunk table.
         options: As given to `load`.
-        out: The part's tokens of every gradient; None where none is wanted. Parameters' sums are added to.
+        out: Output views of the part's tokens, written; None where a gradient is not requested. The parameters'
+            gradients are added to.
     """
     HV = found.v.shape[0] // max(1, table.chunks)
     for token_gradient, dx, y, r in ((out.q, found.q, inputs.q, inputs.rq), (out.k, found.k, inputs.k, inputs.rk)):

@@ -1,22 +1,23 @@
 """`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, as many heads as keys.
 
-One program has a chunk of one head. Whatever it reads is on its way to shared memory before it computes: four groups of
-tiles, each with a barrier of its own, in the order in which they are wanted; states come in halves of K, the second
-when the first has been read. Two programs fill a multiprocessor, so there is no tile to spare:
+One program computes a chunk of one head. It issues all loads to shared memory before it computes, in the order of use:
+four groups of tiles, each with its own mbarrier. States come in halves of K; the second half is loaded after the first
+has been read. Two programs fill a multiprocessor, so shared memory is reused:
 
-    X       then dv, then of a scalar gate the pairs of its sums, then dP and dJ, which products read both ways round
-    q, k    then dq, dk, from where they leave
+    X       then dv, then the pair sums of a scalar gate, then dP and dJ, which products read both ways round
+    q, k    then dq and dk, which are stored from there
 
-q and k that are normalised here stay raw, as in the other launches. Both grams' gradients then carry both norms, so
-that what they add to a row is that row's gradient times its own 1/|x|, as is the part through the states; which is what
-the norm's adjoint wants, z = dy/|x|, y = x/|x|:
+With the l2 norm, q and k stay raw. The gradients of both grams then carry both norms, so their contribution to a row is
+that row's gradient times its 1/|x|, as is the contribution through the states. The norm's adjoint uses exactly that,
+with z = dy/|x| and y = x/|x|:
 
     dx = dy/|x| - y <y, dy>/|x| = z - x <x, z>/|x|^2
 
-The sum takes both halves of K. The first half of z waits in the place of x, rounded; its x comes a second time.
+The dot product sums over both halves of K. The first half of z waits, rounded, in the memory of x, and x is loaded
+reloaded.
 
-The chunk that a sequence does not fill has its rows that are no tokens cleared, and leaves by address. Whatever the
-strides, bits are one kernel's: rows that have no boxes are copied, and what is not wanted has memory of its own.
+In a partial chunk, the rows past the sequence's end are zeroed, and results are stored without TMA. Results do not
+depend on strides: inputs that TMA cannot read are copied, and gradients that are not requested go to temporaries.
 """
 
 from __future__ import annotations
@@ -78,15 +79,15 @@ def gradients(
     key: str,
     out: GradientOutputs,
 ) -> None:
-    """Gradients of every token and parameter. Arguments as of the Triton launch.
+    """Gradients of every token and parameter. Takes the arguments of the Triton launch.
 
     Args:
-        q, k, g, beta, A_log, dt_bias: As given to the operator, as the table's rows for `key` say.
+        q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
         do: [B, T, HV, V] gradient of the output.
         borders: From `scan_bwd`.
         grid: The call's chunk grid, of chunks of 64.
         options: As given to `prepare`.
-        key: Of the launch configuration.
+        key: Launch configuration key.
         out: Written, as by the Triton launch.
     """
     flags = gate_flags(g)
@@ -99,7 +100,7 @@ def gradients(
         x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do)
     )
     wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
-    to_q, to_k, to_v = (
+    out_q, out_k, out_v = (
         like.new_empty(like.shape) if to is None or not _tma_readable(to) else to for to, like in wanted
     )
     dA_log, ddt_bias = (
@@ -108,10 +109,10 @@ def gradients(
     launch_kernel(
         wyfold_gradients_gluon,
         grid.chunks * HV,
-        *_descriptors((read_q, read_k, read_do, to_q, to_k, to_v), borders, C, K // 2),
+        *_descriptors((read_q, read_k, read_do, out_q, out_k, out_v), borders, C, K // 2),
         *(read_q.stride(2), read_k.stride(2), read_do.stride(2)),
-        *(to_q, to_k, to_v),
-        *(to_q.stride(), to_k.stride(), to_v.stride()),
+        *(out_q, out_k, out_v),
+        *(out_q.stride(), out_k.stride(), out_v.stride()),
         g,
         strides(g),
         beta,
@@ -148,9 +149,9 @@ def gradients(
         LOGIT=options.beta_logit,
         **config.options(),
     )
-    for to, (wished, _) in zip((to_q, to_k, to_v), wanted, strict=True):
-        if wished is not None and wished is not to:
-            wished.copy_(to)
+    for to, (requested, _) in zip((out_q, out_k, out_v), wanted, strict=True):
+        if requested is not None and requested is not to:
+            requested.copy_(to)
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
@@ -158,12 +159,12 @@ def gradients(
 
 
 def _tma_readable(x: Tensor) -> bool:
-    """Whether memory is laid out for boxes of tokens."""
+    """Whether TMA can read blocks of tokens of x."""
     return token_descriptor(x, 1, 64) is not None
 
 
 def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
-    """The kernel's first arguments: boxes of q, k, do and their gradients' like, and of tiles."""
+    """TMA descriptors in kernel argument order: q, k, do, dq, dk, dv, then S, dS, e and X."""
     V = tokens[2].shape[3]
     found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
     found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
@@ -173,7 +174,14 @@ def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: 
 
 
 class TmaInputs(NamedTuple):
-    """What a tile's copies name: boxes, and where this tile's are: rows of tokens and tiles, columns of tokens."""
+    """TMA descriptors, and this program's coordinates in them.
+
+    Attributes:
+        q, k, do, S, dS, e, X: Descriptors.
+        token: First token of the chunk, over all buffer rows.
+        tile: Number of the chunk's tile.
+        column_q, column_k, column_do: First column of the head.
+    """
 
     q: Any
     k: Any
@@ -190,7 +198,17 @@ class TmaInputs(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared memory, and the barriers of its groups."""
+    """Shared memory tiles and their mbarriers.
+
+    Attributes:
+        q, k: [2, BT, K/2] halves of K.
+        do, e, X: [BT, V].
+        S, dS: [V, K/2], one half at a time.
+        values_ready: Barrier of do and e.
+        rows_ready: Barrier of X.
+        tokens_ready: Barrier of q and k.
+        states_ready: Barrier of S and dS, and of the reloaded q and k.
+    """
 
     q: Any
     k: Any
@@ -199,10 +217,10 @@ class Smem(NamedTuple):
     X: Any
     S: Any
     dS: Any
-    values_here: Any
-    rows_here: Any
-    tokens_here: Any
-    states_here: Any
+    values_ready: Any
+    rows_ready: Any
+    tokens_ready: Any
+    states_ready: Any
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
@@ -261,7 +279,7 @@ def wyfold_gradients_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program owns a chunk of one head: first the gradients of its grams, then K in two halves."""
+    """One program computes a chunk of one head: first the gradients of the grams, then K in two halves."""
     BK: gl.constexpr = K // 2
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, V, 16])
@@ -309,20 +327,20 @@ def wyfold_gradients_gluon(
     _load(inputs, smem, BT, BK)
     _load_states(inputs, smem, 0, V, BK)
 
-    # Numbers of a token, which lie along columns and along rows.
-    here = o_1 < rows
-    beta = gl.where(here, 1.0, 0.0)
+    # Per-token numbers, needed in both the row and the column layout.
+    is_token = o_1 < rows
+    beta = gl.where(is_token, 1.0, 0.0)
     if p_beta is not None:
         beta = load_scalars(p_beta, s_beta, coords, o_1)
         if LOGIT:
-            beta = gl.where(here, sigmoid(beta) * beta_most, 0.0)
+            beta = gl.where(is_token, sigmoid(beta) * beta_most, 0.0)
     numbers.slice(0, BT).store(beta)
     if SCALAR:
         log_g = log_gate(
             load_scalars(p_g, s_g, coords, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
             "scalar", ACTIVATION, K, BK,
         )  # fmt: skip
-        numbers.slice(BT, BT).store(gl.associative_scan(gl.where(here, log_g, 0.0), 0, _add))
+        numbers.slice(BT, BT).store(gl.associative_scan(gl.where(is_token, log_g, 0.0), 0, _add))
     barrier()
     beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
@@ -336,21 +354,21 @@ def wyfold_gradients_gluon(
         total = gl.exp(last)
         scale_q, scale_k, scale_w = scale_q * gl.exp(G_r), scale_k * gl.exp(G_r), scale_w * gl.exp(last - G_r)
 
-    # Gradients of the grams; that of v, in the place of X.
-    mbarrier.wait(smem.rows_here, 0)
+    # Gradients of the grams, and dv, which overwrites X.
+    mbarrier.wait(smem.rows_ready, 0)
     X = s_X.load(LV)
-    x_a = gl.convert_layout(X, gl.DotOperandLayout(0, LV, 2), assert_trivial=True)
-    mbarrier.wait(smem.values_here, 0)
+    X_operand = gl.convert_layout(X, gl.DotOperandLayout(0, LV, 2), assert_trivial=True)
+    mbarrier.wait(smem.values_ready, 0)
     if not WHOLE:
         if rows < BT:
             _clear_rows(s_do, rows, BT, V)
-    dJ = warpgroup_mma(x_a, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dJ = warpgroup_mma(X_operand, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(s_do, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
     fence_async_shared()
     barrier()
     store_token_tile(x_dv, p_dv, s_dv, coords, 0, s_X, WHOLE, BT, V)
-    mbarrier.wait(smem.tokens_here, 0)
+    mbarrier.wait(smem.tokens_ready, 0)
     if not WHOLE:
         if rows < BT:
             for h in gl.static_range(2):
@@ -371,15 +389,15 @@ def wyfold_gradients_gluon(
         store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
     dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
-    to_J, to_P = dJ.to(X.dtype), dP.to(X.dtype)
+    J_operand, P_operand = dJ.to(X.dtype), dP.to(X.dtype)
     opaque_zero = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
     if SCALAR:
         dg = _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT)
     else:
         tma.store_wait(pendings=0)
         barrier()
-    pair.index(0).store(to_P)
-    pair.index(1).store(to_J)
+    pair.index(0).store(P_operand)
+    pair.index(1).store(J_operand)
     fence_async_shared()
     barrier()
 
@@ -389,16 +407,21 @@ def wyfold_gradients_gluon(
         gl.zeros([BT], gl.float32, ROW),
         gl.zeros([BT], gl.float32, ROW),
     )
-    along_q, along_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
+    dot_q, dot_k = gl.zeros([BT], gl.float32, ROW), gl.zeros([BT], gl.float32, ROW)
     for h in range(2):
-        mbarrier.wait(smem.states_here, h)
-        same = h * opaque_zero
-        e, do, S, dS = _anew(s_e, same), _anew(s_do, same), _anew(s_S, same), _anew(s_dS, same)
-        square_P, square_J = pair.index(same), pair.index(same + 1)
+        mbarrier.wait(smem.states_ready, h)
+        h_zero = h * opaque_zero
+        e, do, S, dS = (
+            _recomputed_address(s_e, h_zero),
+            _recomputed_address(s_do, h_zero),
+            _recomputed_address(s_S, h_zero),
+            _recomputed_address(s_dS, h_zero),
+        )
+        P_tile, J_tile = pair.index(h_zero), pair.index(h_zero + 1)
         dw = warpgroup_mma(e, dS, zero_acc, use_acc=False, is_async=True)
         if SCALAR:
             trace = warpgroup_mma(S.permute((1, 0)), dS, zero_acc, use_acc=False, is_async=True)
-        dk = warpgroup_mma(x_a, S, zero_acc, use_acc=False, is_async=True)
+        dk = warpgroup_mma(X_operand, S, zero_acc, use_acc=False, is_async=True)
         dq = warpgroup_mma(do, S, zero_acc, use_acc=False, is_async=True)
         q, k = s_q.index(h), s_k.index(h)
         if SCALAR:
@@ -417,21 +440,21 @@ def wyfold_gradients_gluon(
             _reload(inputs, smem, BT, BK)
         dq = dq * scale_q[:, None]
         if SCALAR:
-            along = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
-            read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, along), axis=1)
+            k_dk = k.load(LC).to(gl.float32) * (dk * scale_k[:, None])
+            read += gl.sum(gl.fma(q.load(LC).to(gl.float32), dq, k_dk), axis=1)
         dk = gl.fma(dk, scale_k[:, None], dw)
-        dq = warpgroup_mma(square_P, k, dq, is_async=True)
-        dk = warpgroup_mma(square_J, k, dk, is_async=True)
-        dk = warpgroup_mma(square_J.permute((1, 0)), k, dk, is_async=True)
-        dk = warpgroup_mma(square_P.permute((1, 0)), q, dk, is_async=True)
+        dq = warpgroup_mma(P_tile, k, dq, is_async=True)
+        dk = warpgroup_mma(J_tile, k, dk, is_async=True)
+        dk = warpgroup_mma(J_tile.permute((1, 0)), k, dk, is_async=True)
+        dk = warpgroup_mma(P_tile.permute((1, 0)), q, dk, is_async=True)
         dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
         if NORM:
             row_q, row_k = q.load(LC).to(gl.float32), k.load(LC).to(gl.float32)
-            along_q += gl.sum(row_q * dq, axis=1)
-            along_k += gl.sum(row_k * dk, axis=1)
+            dot_q += gl.sum(row_q * dq, axis=1)
+            dot_k += gl.sum(row_k * dk, axis=1)
             if h == 1:
-                along_q, along_k = -(along_q * r_q * r_q), -(along_k * r_k * r_k)
-                dq, dk = gl.fma(row_q, along_q[:, None], dq), gl.fma(row_k, along_k[:, None], dk)
+                dot_q, dot_k = -(dot_q * r_q * r_q), -(dot_k * r_k * r_k)
+                dq, dk = gl.fma(row_q, dot_q[:, None], dq), gl.fma(row_k, dot_k[:, None], dk)
         barrier()
         q.store(dq.to(q.dtype))
         k.store(dk.to(k.dtype))
@@ -441,18 +464,18 @@ def wyfold_gradients_gluon(
             store_token_tile(x_dq, p_dq, s_dq, coords, h * BK, q, WHOLE, BT, BK)
             store_token_tile(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
     if NORM:
-        mbarrier.wait(smem.states_here, 0)
-        again = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
+        mbarrier.wait(smem.states_ready, 0)
+        reloaded = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
         q, k = s_q.index(0), s_k.index(0)
-        dq = gl.fma(again.index(0).load(LC).to(gl.float32), along_q[:, None], q.load(LC).to(gl.float32))
-        dk = gl.fma(again.index(1).load(LC).to(gl.float32), along_k[:, None], k.load(LC).to(gl.float32))
+        dq = gl.fma(reloaded.index(0).load(LC).to(gl.float32), dot_q[:, None], q.load(LC).to(gl.float32))
+        dk = gl.fma(reloaded.index(1).load(LC).to(gl.float32), dot_k[:, None], k.load(LC).to(gl.float32))
         q.store(dq.to(q.dtype))
         k.store(dk.to(k.dtype))
         fence_async_shared()
         barrier()
         store_token_tile(x_dq, p_dq, s_dq, coords, 0, q, WHOLE, BT, BK)
         store_token_tile(x_dk, p_dk, s_dk, coords, 0, k, WHOLE, BT, BK)
-    # Before sums among warps, whose memory may be what is still being stored from.
+    # Cross-warp reductions may be given shared memory that TMA stores still read, so the stores must end first.
     tma.store_wait(pendings=0)
     barrier()
     if SCALAR:
@@ -471,27 +494,28 @@ def wyfold_gradients_gluon(
             gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
         if p_ddt_bias is not None:
             gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
-    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
+    bars._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)
 
 
 @gluon.jit
-def _anew(tile, same):
-    """A tile in shared memory whose place is worked out once more; `same` is 0, of which no compiler knows.
+def _recomputed_address(tile, h_zero):
+    """The same shared memory tile, with its address computed again; `h_zero` is a 0 that the compiler cannot fold.
 
-    What is alike in every turn of a loop a compiler works out before it. Places of tiles, as products want them, are
-    two registers for every 16 columns: kept, they go to local memory and come back in every turn
-    (docs/facts/hopper.md, SASS-7).
+    The compiler would hoist the tile's matrix descriptors out of the loop. They take two registers for every 16
+    columns, so they would spill to local memory and be reloaded in every iteration (docs/facts/hopper.md, SASS-7).
     """
-    return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(same)
+    return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(h_zero)
 
 
 @gluon.jit
 def _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT: gl.constexpr):
-    """Of a scalar gate's dg what pairs give: each to the tokens after its column up to its row.   [BT]
+    """Contribution of the pairs to a scalar gate's dg: a pair adds to all tokens after its column up to its row.   [BT]
 
-    Once dv has left its memory, which the pairs take in two parts. `opaque_zero` is 0, of which no compiler knows its
-    sign: a constant in a left operand would be put into its register after the product has begun
-    (docs/facts/compilers.md, PTXAS-2).
+    The pairs are stored in the memory of dv as two bfloat16 parts, after dv's TMA store has finished.
+
+    Args:
+        opaque_zero: A 0 that the compiler cannot fold. A constant in a left operand would be written to its register
+            after the product has begun (docs/facts/compilers.md, PTXAS-2).
     """
     LC: gl.constexpr = dJ.type.layout
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))
@@ -504,7 +528,7 @@ def _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT: gl.constexpr):
     after = gl.where((o_r + opaque_zero)[:, None] <= o_c[None, :], 1.0, 0.0).to(s_q.dtype)
     after = gl.convert_layout(after, gl.DotOperandLayout(0, LC, 2), assert_trivial=True)
     kk, qk = warpgroup_mma_wait(0, deps=[kk, qk])
-    high, low = _parts(gl.fma(dP, qk, dJ * kk))
+    high, low = _bf16_high_low(gl.fma(dP, qk, dJ * kk))
     tma.store_wait(pendings=0)
     barrier()
     pair.index(0).store(high)
@@ -521,7 +545,7 @@ def _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT: gl.constexpr):
 
 @gluon.jit
 def _reciprocal_norms(smem, LC: gl.constexpr, BT: gl.constexpr):
-    """(sum x^2 + 1e-6)^(-1/2) of rows in two halves.   [BT]"""
+    """(sum x^2 + 1e-6)^(-1/2) of rows stored in two halves.   [BT]"""
     square = gl.full([BT], 1e-6, gl.float32, gl.SliceLayout(1, LC))
     for h in gl.static_range(2):
         x = smem.index(h).load(LC).to(gl.float32)
@@ -531,39 +555,39 @@ def _reciprocal_norms(smem, LC: gl.constexpr, BT: gl.constexpr):
 
 @gluon.jit
 def _load(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
-    """Ask for everything but states, what is wanted first before the rest."""
+    """Issue the loads of everything except the states, in the order of use."""
     row = inputs.tile * BT
-    mbarrier.expect(smem.rows_here, inputs.X.block_type.nbytes)
-    tma_load(inputs.X, [row, 0], smem.rows_here, smem.X)
-    mbarrier.expect(smem.values_here, inputs.do.block_type.nbytes + inputs.e.block_type.nbytes)
-    tma_load(inputs.e, [row, 0], smem.values_here, smem.e)
-    tma_load(inputs.do, [inputs.token, inputs.column_do], smem.values_here, smem.do)
-    mbarrier.expect(smem.tokens_here, 2 * (inputs.q.block_type.nbytes + inputs.k.block_type.nbytes))
+    mbarrier.expect(smem.rows_ready, inputs.X.block_type.nbytes)
+    tma_load(inputs.X, [row, 0], smem.rows_ready, smem.X)
+    mbarrier.expect(smem.values_ready, inputs.do.block_type.nbytes + inputs.e.block_type.nbytes)
+    tma_load(inputs.e, [row, 0], smem.values_ready, smem.e)
+    tma_load(inputs.do, [inputs.token, inputs.column_do], smem.values_ready, smem.do)
+    mbarrier.expect(smem.tokens_ready, 2 * (inputs.q.block_type.nbytes + inputs.k.block_type.nbytes))
     for h in gl.static_range(2):
-        tma_load(inputs.q, [inputs.token, inputs.column_q + h * BK], smem.tokens_here, smem.q.index(h))
-        tma_load(inputs.k, [inputs.token, inputs.column_k + h * BK], smem.tokens_here, smem.k.index(h))
+        tma_load(inputs.q, [inputs.token, inputs.column_q + h * BK], smem.tokens_ready, smem.q.index(h))
+        tma_load(inputs.k, [inputs.token, inputs.column_k + h * BK], smem.tokens_ready, smem.k.index(h))
 
 
 @gluon.jit
 def _load_states(inputs, smem, h, V: gl.constexpr, BK: gl.constexpr):
-    """Ask for one half of both states."""
-    mbarrier.expect(smem.states_here, inputs.S.block_type.nbytes + inputs.dS.block_type.nbytes)
-    tma_load(inputs.S, [inputs.tile * V, h * BK], smem.states_here, smem.S)
-    tma_load(inputs.dS, [inputs.tile * V, h * BK], smem.states_here, smem.dS)
+    """Issue the loads of one half of both states."""
+    mbarrier.expect(smem.states_ready, inputs.S.block_type.nbytes + inputs.dS.block_type.nbytes)
+    tma_load(inputs.S, [inputs.tile * V, h * BK], smem.states_ready, smem.S)
+    tma_load(inputs.dS, [inputs.tile * V, h * BK], smem.states_ready, smem.dS)
 
 
 @gluon.jit
 def _reload(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
-    """Ask for the first halves of q and k once more, where S was."""
-    again = smem.S._reinterpret(inputs.q.dtype, [2, BT, BK], inputs.q.layout)
-    mbarrier.expect(smem.states_here, inputs.q.block_type.nbytes + inputs.k.block_type.nbytes)
-    tma_load(inputs.q, [inputs.token, inputs.column_q], smem.states_here, again.index(0))
-    tma_load(inputs.k, [inputs.token, inputs.column_k], smem.states_here, again.index(1))
+    """Issue the loads of the first halves of q and k again, into the memory of S."""
+    reloaded = smem.S._reinterpret(inputs.q.dtype, [2, BT, BK], inputs.q.layout)
+    mbarrier.expect(smem.states_ready, inputs.q.block_type.nbytes + inputs.k.block_type.nbytes)
+    tma_load(inputs.q, [inputs.token, inputs.column_q], smem.states_ready, reloaded.index(0))
+    tma_load(inputs.k, [inputs.token, inputs.column_k], smem.states_ready, reloaded.index(1))
 
 
 @gluon.jit
 def _clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
-    """Zero the rows of a tile in shared memory that are no tokens: zero times NaN is NaN."""
+    """Zero the rows of a shared memory tile past the sequence's end, since 0 times NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
     x = tile.load(L)
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
@@ -573,8 +597,8 @@ def _clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
 
 
 @gluon.jit
-def _parts(x):
-    """x as a sum of two bfloat16, but for 2^-17 of it."""
+def _bf16_high_low(x):
+    """Split x into a sum of two bfloat16, exact up to 2^-17 of x."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 u, v; .reg .f32 s, t;"
         " cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 u, $0, 16; and.b32 v, $0, 0xffff0000;"

@@ -1,30 +1,45 @@
 """`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128, as many heads as keys.
 
-One program has a chunk of one head and half of its channels, and asks for all it reads when it begins. Two fill a
-multiprocessor. What both halves want, the gradients of the grams, both make: that is a tenth of the work, and what it
-reads lies in the second-level cache. Tiles are [channel, token]: a token's decay then stands in a left operand, which
-comes out of registers, and no decayed row is ever stored.
+One program computes one half of the channels of one chunk and head. It issues all its loads at the start, and two
+programs fill a multiprocessor. Both programs of a chunk compute the gradients of the grams, which need all of V: that
+is a tenth of the work, and its loads hit L2. Tiles are [channel, token], so a token's decay scales a left operand in
+registers, and no decayed row is ever stored.
 
-**From far to near.** Tokens lie in sub-chunks of 8, n = 0 to 7. I and Q are the decays of a token since its sub-chunk
-began and until it ends, E those of whole sub-chunks. What a row gets from before its block of 64, 32, 16, 8 tokens is
-gathered in that order, in one accumulator: on the way from one block to the half of it that comes later, what is there
-decays over the half that comes earlier, and then what the earlier half gives is added by a product. In the end I is
-multiplied once. Columns, which get from after their block, likewise with Q. So each product's decays, products of E
-and I or Q, are those to the border between two halves, none is more than 1, and none is a difference.
+**Tree of sub-chunks.** A chunk is 8 sub-chunks of 8 tokens. Two sub-chunks make a quarter of 16 tokens, the unit of one
+tile. At each level, the rows of a block's later half and the columns of its earlier half exchange gradients across the
+border (x) between the halves:
 
-**The gate's gradient** of token i is the sum over pairs r >= i > s. With x_r = q_r dq_r + k_r dk_r of what a row has so
-far, and y_s = k_s dk_s of a column, at each border: the later half's x goes to all tokens of the earlier half, whose
-pairs span it, and the earlier half's y to all of the later one. What is left are pairs that end or begin in the token's
-own sub-chunk, and those inside it.
+    sub-chunk       0   1   2   3   4   5   6   7
+    quarter         [ 0   ] [ 1   ] [ 2   ] [ 3   ]
 
-**Near pairs**, of one sub-chunk, meet one by one in float32, as in `tile.decay.channel`. A warp then has a sub-chunk,
-and a thread all rows of two of its channels.
+    level 32        [   earlier   ] x [   later   ]       quarters (2, 3) with (0, 1): 4 exchanges
+    level 16        [ e   ]x[ l   ] [ e   ]x[ l   ]       quarters 1 with 0, and 3 with 2
+    level 8         [e]x[l] [e]x[l] [e]x[l] [e]x[l]       odd with even sub-chunk, inside each quarter
+    near pairs      [ ] [ ] [ ] [ ] [ ] [ ] [ ] [ ]       inside each sub-chunk
 
-**Rows that are normalised here** stay raw, as in the launch beside this one: with both norms in the pairs' gradients
-and a row's own in what comes through the states, all sums are z = dy/|x|, and x_r z_r is y_r dy_r. The norm's adjoint,
-z - x <x, z>/|x|^2, wants all channels: both programs leave z, rounded, and their share of <x, z>, and a launch follows.
+A row r of a pair r > s gets dq_r and dk_r from the column s, and the column s gets dw_s from the row: dw is the
+gradient of k as a column. Levels run from far to near, in one accumulator per row or column. When a row's accumulator
+goes down to a later half, it decays over the earlier half; then the exchange adds the earlier half's contribution. When
+a column's accumulator goes down to an earlier half, it decays over the later half.
 
-Rows that a sequence does not fill are cleared. What has no boxes is copied, as in the launch beside this one.
+Decays are products of three kinds: I of a token since its sub-chunk began, Q of a token until its sub-chunk ends, and E
+of a whole sub-chunk. An exchange scales its operands by the decays to its border. Rows are multiplied by I, and columns
+by Q, once at the end. So every decay is at most 1, and none is computed as a difference of sums.
+
+**The gate's gradient** of token i is the sum over pairs r >= i > s. Let x_r = q_r dq_r + k_r dk_r be the accumulated
+product of a row and y_s = k_s dw_s that of a column. At each border, the later half's sum of x goes to all tokens of
+the earlier half, whose pairs span it, and the earlier half's sum of y to all tokens of the later half. The remaining
+pairs begin or end in the token's own sub-chunk, or lie inside it.
+
+**Near pairs**, of one sub-chunk, are computed one by one in float32, as in `tile.decay.channel`. A warp then holds a
+sub-chunk, and a thread all 8 rows of two of its channels.
+
+**With the l2 norm**, q and k stay raw, as in `wyfold.kernels.gradients.gluon`. The pairs' gradients carry both norms,
+and the gradients through the states carry the row's own norm. All sums are then z = dy/|x|, and x_r z_r is y_r dy_r.
+The norm's adjoint, z - x <x, z>/|x|^2, needs all channels: both programs store z, rounded, and their part of <x, z>,
+and `wyfold_gradients_norm_gluon` follows.
+
+Rows past a sequence's end are zeroed. Inputs that TMA cannot read are copied, as in `wyfold.kernels.gradients.gluon`.
 """
 
 from __future__ import annotations
@@ -77,25 +92,25 @@ def gradients(
     key: str,
     out: GradientOutputs,
 ) -> None:
-    """Gradients of every token and parameter. Arguments as of the Triton launch.
+    """Gradients of every token and parameter. Takes the arguments of the Triton launch.
 
     Args:
-        q, k, g, beta, A_log, dt_bias: As given to the operator, as the table's rows for `key` say.
+        q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
         do: [B, T, HV, V] gradient of the output.
         borders: From `scan_bwd`.
         grid: The call's chunk grid, of chunks of 64.
         options: As given to `prepare`.
-        key: Of the launch configuration.
+        key: Launch configuration key.
         out: Written, as by the Triton launch.
     """
     (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
     read_q, read_k, _, read_g = reads = [_readable(x) for x in (q, k, do, g)]
     wanted = [(out.q, read_q), (out.k, read_k), (out.g, read_g)]
-    to_q, to_k, to_g = (_written(to, like) for to, like in wanted)
-    dA_log = ddt_bias = along = None
+    out_q, out_k, out_g = (_output_buffer(to, like) for to, like in wanted)
+    dA_log = ddt_bias = norm_dots = None
     if options.qk_l2norm:
-        along = q.new_empty(grid.chunks * HV, 2, 2, C, dtype=torch.float32)
+        norm_dots = q.new_empty(grid.chunks * HV, 2, 2, C, dtype=torch.float32)
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
     if out.dt_bias is not None:
@@ -103,12 +118,12 @@ def gradients(
     launch_kernel(
         wyfold_gradients_channel_gluon,
         grid.chunks * HV * 2,
-        *_descriptors([*reads, to_q, to_k, to_g], borders, C, K // 2),
+        *_descriptors([*reads, out_q, out_k, out_g], borders, C, K // 2),
         *(x.stride(2) for x in reads),
-        *(to_q, to_k, out.v, to_g),
-        *(to_q.stride(), to_k.stride(), strides(out.v), to_g.stride()),
+        *(out_q, out_k, out.v, out_g),
+        *(out_q.stride(), out_k.stride(), strides(out.v), out_g.stride()),
         borders.X,
-        *(read_q, read_k, read_q.stride(), read_k.stride(), along),
+        *(read_q, read_k, read_q.stride(), read_k.stride(), norm_dots),
         beta,
         strides(beta),
         A_log,
@@ -140,11 +155,21 @@ def gradients(
         LOGIT=options.beta_logit,
         **config.options(),
     )
-    if along is not None:
+    if norm_dots is not None:
         launch_kernel(
             wyfold_gradients_norm_gluon,
             grid.chunks * HV,
-            *(read_q, read_k, read_q.stride(), read_k.stride(), to_q, to_k, to_q.stride(), to_k.stride(), along),
+            *(
+                read_q,
+                read_k,
+                read_q.stride(),
+                read_k.stride(),
+                out_q,
+                out_k,
+                out_q.stride(),
+                out_k.stride(),
+                norm_dots,
+            ),
             *(grid.cu, grid.first, grid.sequence, grid.sequences, grid.tokens, grid.per_sequence),
             HV=HV,
             K=K,
@@ -152,9 +177,9 @@ def gradients(
             PACKED=grid.cu is not None,
             **config.options(),
         )
-    for to, (wished, _) in zip((to_q, to_k, to_g), wanted, strict=True):
-        if wished is not None and wished is not to:
-            wished.copy_(to)
+    for to, (requested, _) in zip((out_q, out_k, out_g), wanted, strict=True):
+        if requested is not None and requested is not to:
+            requested.copy_(to)
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:
@@ -162,23 +187,23 @@ def gradients(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x as a box can hold it, copied if memory is laid out otherwise, or holds what no box does."""
+    """x in a layout and dtype that TMA can read; a copy where x has another."""
     x = x if x.dtype in ELEMENTS else x.float()
     return x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _tma_readable(x: Tensor) -> bool:
-    """Whether memory is laid out for boxes of tokens."""
+    """Whether TMA can read blocks of tokens of x."""
     return token_descriptor(x, 1, 64) is not None
 
 
-def _written(to: Tensor | None, like: Tensor) -> Tensor:
-    """Where a gradient can leave to: its own place, or memory from which it is copied, if it is wanted."""
+def _output_buffer(to: Tensor | None, like: Tensor) -> Tensor:
+    """Output buffer of a gradient: `to` where TMA can write it, else a temporary."""
     return to if to is not None and to.dtype == like.dtype and _tma_readable(to) else like.new_empty(like.shape)
 
 
 def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -> list[Any]:
-    """The kernel's first arguments: boxes of q, k, do, g, of the gradients of q, k and g, and of tiles."""
+    """TMA descriptors in kernel argument order: q, k, do, g, the gradients of q, k and g, then S, dS, e and X."""
     V = borders.e.shape[2]
     found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V, BK, BK, BK, BK), strict=True)]
     found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
@@ -188,7 +213,13 @@ def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -
 
 
 class Gate(NamedTuple):
-    """How a gate becomes a log gate: exp(A_log), what is added first, and where it ends."""
+    """Parameters of the gate's activation.
+
+    Attributes:
+        rate: exp(A_log), or 1.
+        lower_bound: Lower bound of a bounded gate.
+        clamp: Smallest log gate.
+    """
 
     rate: Any
     lower_bound: Any
@@ -225,7 +256,7 @@ def wyfold_gradients_channel_gluon(
     p_k,
     s_q,
     s_k,
-    p_along,
+    p_norm_dots,
     p_beta,
     s_beta,
     p_A_log,
@@ -256,9 +287,9 @@ def wyfold_gradients_channel_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program owns a chunk of one head and half of its channels."""
+    """One program computes a chunk of one head, for half of its channels."""
     BK: gl.constexpr = K // 2
-    # The code of an activation is long, and instructions that do not fit into their cache are fetched for every chunk.
+    # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
     ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 16, 16])
@@ -305,20 +336,20 @@ def wyfold_gradients_channel_gluon(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    tile, here_v, here_s, here_t = i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2)
+    tile, values_ready, states_ready, tokens_ready = i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2)
     column_q, column_k = (i_h * h_q).to(gl.int32) + column, (i_h * h_k).to(gl.int32) + column
     column_g, column_do = (i_h * h_g).to(gl.int32) + column, (i_h * h_do).to(gl.int32)
-    mbarrier.expect(here_v, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
-    tma_load(x_X, [tile * BT, 0], here_v, t_X)
-    tma_load(x_e, [tile * BT, 0], here_v, t_e)
-    tma_load(x_do, [coords.token, column_do], here_v, t_do)
-    mbarrier.expect(here_s, x_S.block_type.nbytes + x_dS.block_type.nbytes)
-    tma_load(x_S, [tile * V, column], here_s, t_S)
-    tma_load(x_dS, [tile * V, column], here_s, t_dS)
-    mbarrier.expect(here_t, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
-    tma_load(x_g, [coords.token, column_g], here_t, t_g)
-    tma_load(x_q, [coords.token, column_q], here_t, t_q)
-    tma_load(x_k, [coords.token, column_k], here_t, t_k)
+    mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
+    tma_load(x_X, [tile * BT, 0], values_ready, t_X)
+    tma_load(x_e, [tile * BT, 0], values_ready, t_e)
+    tma_load(x_do, [coords.token, column_do], values_ready, t_do)
+    mbarrier.expect(states_ready, x_S.block_type.nbytes + x_dS.block_type.nbytes)
+    tma_load(x_S, [tile * V, column], states_ready, t_S)
+    tma_load(x_dS, [tile * V, column], states_ready, t_dS)
+    mbarrier.expect(tokens_ready, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
+    tma_load(x_g, [coords.token, column_g], tokens_ready, t_g)
+    tma_load(x_q, [coords.token, column_q], tokens_ready, t_q)
+    tma_load(x_k, [coords.token, column_k], tokens_ready, t_k)
 
     beta = gl.where(o_1 < rows, 1.0, 0.0)
     if p_beta is not None:
@@ -336,7 +367,7 @@ def wyfold_gradients_channel_gluon(
         rate = exp(gl.load(p_A_log + i_h).to(gl.float32))
     gate = Gate(rate, lower_bound, clamp)
     if p_dv is not None:
-        # Half of v's columns, by address: nothing else wants X so.
+        # Half of v's columns, loaded from global memory: only dv needs X in this layout.
         o_t, o_v = gl.arange(0, BT, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
         X = gl.load(p_X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
         barrier()
@@ -347,13 +378,13 @@ def wyfold_gradients_channel_gluon(
 
     # Gradients of the grams, and rows through the states.
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
-    mbarrier.wait(here_v, 0)
+    mbarrier.wait(values_ready, 0)
     if not WHOLE:
         if rows < BT:
             clear_rows(t_do, rows, BT, V)
     dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(t_do, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    mbarrier.wait(here_s, 0)
+    mbarrier.wait(states_ready, 0)
     trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, zero_acc, use_acc=False, is_async=True)
     dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
     dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
@@ -376,14 +407,14 @@ def wyfold_gradients_channel_gluon(
         read, written = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c
         dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
         dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
-    near_P, near_J = _near(dP, o_r), _near(dJ, o_r)
-    apart = o_r[:, None] // 8 > o_c[None, :] // 8
-    far_P = _quarters(gl.where(apart, dP, 0.0).to(x_q.dtype), L)
-    far_J = _quarters(gl.where(apart, dJ, 0.0).to(x_q.dtype), L)
+    near_P, near_J = _own_sub_chunk_columns(dP, o_r), _own_sub_chunk_columns(dJ, o_r)
+    is_far = o_r[:, None] // 8 > o_c[None, :] // 8
+    far_P = _split4_columns(gl.where(is_far, dP, 0.0).to(x_q.dtype), L)
+    far_J = _split4_columns(gl.where(is_far, dJ, 0.0).to(x_q.dtype), L)
 
     dq, dk, dw = warpgroup_mma_wait(0, deps=[dq, dk, dw])
-    # What has been read so far may be written from here on, and not before: all that the allocator knows of a tile is
-    # its last name in the code, and a product reads on.
+    # Only from here on may the allocator reuse these tiles. It tracks a tile's last textual use, but an asynchronous
+    # product reads its operands longer; `_keep_alive` is that last use.
     barrier()
     t_S._keep_alive()
     t_dS._keep_alive()
@@ -393,116 +424,136 @@ def wyfold_gradients_channel_gluon(
     near = gl.allocate_shared_memory(gl.float32, [8 * BT, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     near.store(gl.join(near_P, near_J).permute((1, 0, 2)).reshape([8 * BT, 2]))
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    P, J = _tiles(x_q.dtype, BT, PAIRS), _tiles(x_q.dtype, BT, PAIRS)
+    P, J = _allocate4(x_q.dtype, BT, PAIRS), _allocate4(x_q.dtype, BT, PAIRS)
     for n in gl.static_range(4):
         P[n].store(far_P[n])
         J[n].store(far_J[n])
     fence_async_shared()
     barrier()
-    r_q, r_k = _quarters(dq * read[None, :], L), _quarters(dk * -written[None, :], L)
-    c = _quarters(dw * written[None, :], L)
+    # Accumulators of the quarters, [BK, 16] each; so far they hold the gradients through the states.
+    dq0, dq1, dq2, dq3 = _split4_columns(dq * read[None, :], L)
+    dk0, dk1, dk2, dk3 = _split4_columns(dk * -written[None, :], L)
+    dw0, dw1, dw2, dw3 = _split4_columns(dw * written[None, :], L)
 
-    # Decays, where states were.
-    mbarrier.wait(here_t, 0)
+    # Decays, in the shared memory of the states.
+    mbarrier.wait(tokens_ready, 0)
     if not WHOLE:
         if rows < BT:
             clear_rows(t_q, rows, BT, BK)
             clear_rows(t_k, rows, BT, BK)
             clear_rows(t_g, rows, BT, BK)
     DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
-    I, Q = _tiles(gl.float32, BK, DECAYS), _tiles(gl.float32, BK, DECAYS)
+    I, Q = _allocate4(gl.float32, BK, DECAYS), _allocate4(gl.float32, BK, DECAYS)
     logs = t_g
     if ACTIVATION != "given":
         logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-        _activate(logs, t_g, p_dt_bias, i_h * K + column, gate, rows, ROLLED, ACTIVATION, BT, BK)
-    E = _none()
+        _store_log_gates(logs, t_g, p_dt_bias, i_h * K + column, gate, rows, ROLLED, ACTIVATION, BT, BK)
+    E = _empty_tuple()
     for n in gl.static_range(4):
-        log_g = _rows(logs, n, L)
+        log_g = _load_quarter(logs, n, L)
         if ACTIVATION == "given":
             log_g = _log_gate(log_g, 0.0, gate, True, ACTIVATION)
-        E = _also(E, _two(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
-        since, until = _sums_inside(log_g)
-        I[n].store(exp2(since))
-        Q[n].store(exp2(until))
+        E = _concat_tuples(E, _split2_columns(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
+        since_start, until_end = _sums_inside_sub_chunks(log_g)
+        I[n].store(exp2(since_start))
+        Q[n].store(exp2(until_end))
     E01, E23, E45, E67 = E[0] * E[1], E[2] * E[3], E[4] * E[5], E[6] * E[7]
     E03, E47 = E01 * E23, E45 * E67
-    whole = gl.full([BK], 1.0, gl.float32, CH)
+    one = gl.full([BK], 1.0, gl.float32, CH)
 
-    # From far to near: halves of 32 tokens, of 16, of 8.
-    a = _later(t_q, t_k, I, 2, r_q[2], r_k[2], E03, whole, E[4], L)
-    b = _later(t_q, t_k, I, 3, r_q[3], r_k[3], E03, E45, E45 * E[6], L)
-    d = _earlier(t_k, Q, 0, c[0], E47, E23 * E[1], E23, L)
-    f = _earlier(t_k, Q, 1, c[1], E47, E[3], whole, L)
-    x32, y32 = gl.sum(a.x + b.x, axis=1), gl.sum(d.x + f.x, axis=1)
-    a, d = _exchange(P, J, a, d, 2, 0)
-    b, d = _exchange(P, J, b, d, 3, 0)
-    a, f = _exchange(P, J, a, f, 2, 1)
-    b, f = _exchange(P, J, b, f, 3, 1)
-    q2, k2, q3, k3, c0, c1 = warpgroup_mma_wait(0, deps=[a.to_q, a.to_k, b.to_q, b.to_k, d.to, f.to])
+    # Level 32: quarters 2 and 3 exchange with quarters 0 and 1.
+    later2 = _later_quarter(t_q, t_k, I, 2, dq2, dk2, E03, one, E[4], L)
+    later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E03, E45, E45 * E[6], L)
+    earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E47, E23 * E[1], E23, L)
+    earlier1 = _earlier_quarter(t_k, Q, 1, dw1, E47, E[3], one, L)
+    later_x, earlier_y = gl.sum(later2.x + later3.x, axis=1), gl.sum(earlier0.y + earlier1.y, axis=1)
+    later2, earlier0 = _exchange(P, J, later2, earlier0, 2, 0)
+    later3, earlier0 = _exchange(P, J, later3, earlier0, 3, 0)
+    later2, earlier1 = _exchange(P, J, later2, earlier1, 2, 1)
+    later3, earlier1 = _exchange(P, J, later3, earlier1, 3, 1)
+    dq2, dk2, dq3, dk3, dw0, dw1 = warpgroup_mma_wait(
+        0, deps=[later2.dq, later2.dk, later3.dq, later3.dk, earlier0.dw, earlier1.dw]
+    )
 
-    a = _later(t_q, t_k, I, 1, r_q[1], r_k[1], E01, whole, E[2], L)
-    b = _later(t_q, t_k, I, 3, q3, k3, E45, whole, E[6], L)
-    d = _earlier(t_k, Q, 0, c0, E23, E[1], whole, L)
-    f = _earlier(t_k, Q, 2, c[2], E67, E[5], whole, L)
-    x01, y01, x23, y23 = gl.sum(a.x, axis=1), gl.sum(d.x, axis=1), gl.sum(b.x, axis=1), gl.sum(f.x, axis=1)
-    a, d = _exchange(P, J, a, d, 1, 0)
-    b, f = _exchange(P, J, b, f, 3, 2)
-    q1, k1, q3, k3, c0, c2 = warpgroup_mma_wait(0, deps=[a.to_q, a.to_k, b.to_q, b.to_k, d.to, f.to])
+    # Level 16: quarter 1 exchanges with 0, and 3 with 2.
+    later1 = _later_quarter(t_q, t_k, I, 1, dq1, dk1, E01, one, E[2], L)
+    later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E45, one, E[6], L)
+    earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E23, E[1], one, L)
+    earlier2 = _earlier_quarter(t_k, Q, 2, dw2, E67, E[5], one, L)
+    x1, y0, x3, y2 = (
+        gl.sum(later1.x, axis=1),
+        gl.sum(earlier0.y, axis=1),
+        gl.sum(later3.x, axis=1),
+        gl.sum(earlier2.y, axis=1),
+    )
+    later1, earlier0 = _exchange(P, J, later1, earlier0, 1, 0)
+    later3, earlier2 = _exchange(P, J, later3, earlier2, 3, 2)
+    dq1, dk1, dq3, dk3, dw0, dw2 = warpgroup_mma_wait(
+        0, deps=[later1.dq, later1.dk, later3.dq, later3.dk, earlier0.dw, earlier2.dw]
+    )
 
-    all_q, all_k, all_c = (r_q[0], q1, q2, q3), (r_k[0], k1, k2, k3), (c0, c1, c2, c[3])
+    dq4, dk4, dw4 = (dq0, dq1, dq2, dq3), (dk0, dk1, dk2, dk3), (dw0, dw1, dw2, dw3)
 
-    # Of a token's gate, pairs that span its sub-chunk.
+    # Part of the gate's gradient from pairs that span a token's whole quarter, by quarters.
     decay = E03 * E47
-    x32, y32 = gl.fma(carried, decay, x32), gl.fma(carried, decay, y32)
-    base = (x32 + x01, x32 + y01, y32 + x23, y32 + y23)
-    # Rows of 32 numbers, four neighbours staying together: in no bank meet four rows at once, as they are stored, nor
-    # every second one of 16, as they are read.
-    TURNED: gl.constexpr = gl.SharedLinearLayout(
+    later_x, earlier_y = gl.fma(carried, decay, later_x), gl.fma(carried, decay, earlier_y)
+    over_quarter = (later_x + x1, later_x + y0, earlier_y + x3, earlier_y + y2)
+    # Rows of 32 numbers, swizzled in groups of four: free of bank conflicts both for the stores, of four rows at once,
+    # and for the loads, of every second one of 16 rows.
+    TRANSPOSED: gl.constexpr = gl.SharedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
     )
-    turned = _none()
+    halves = _empty_tuple()
     for h in gl.static_range(2):
-        a, d = _inside(P, J, t_q, t_k, 2 * h, I, Q, all_q, all_k, all_c, E, L)
-        b, f = _inside(P, J, t_q, t_k, 2 * h + 1, I, Q, all_q, all_k, all_c, E, L)
-        a_q, a_k, b_q, b_k, c_d, c_f = warpgroup_mma_wait(0, deps=[a.to_q, a.to_k, b.to_q, b.to_k, d.to, f.to])
-        a_I, b_I, a_Q, b_Q = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
-        rows_q, rows_k, columns = (
-            _merged(a_q * a_I, b_q * b_I),
-            _merged(a_k * a_I, b_k * b_I),
-            _merged(c_d * a_Q, c_f * b_Q),
+        # Level 8: the odd sub-chunk of each quarter exchanges with the even one; l and r are the half's two quarters.
+        later_l, earlier_l = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h, I, Q, dq4, dk4, dw4, E, L)
+        later_r, earlier_r = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h + 1, I, Q, dq4, dk4, dw4, E, L)
+        dq_l, dk_l, dq_r, dk_r, dw_l, dw_r = warpgroup_mma_wait(
+            0, deps=[later_l.dq, later_l.dk, later_r.dq, later_r.dk, earlier_l.dw, earlier_r.dw]
         )
-        over = _fourths(base[2 * h] + a.x, base[2 * h] + d.x, base[2 * h + 1] + b.x, base[2 * h + 1] + f.x)
-        turned = _also(turned, ((rows_q, rows_k, columns, over),))
-    # Both halves lie where decays and pairs were, before near pairs want registers.
+        I_l, I_r, Q_l, Q_r = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
+        dq_half, dk_half, dw_half = (
+            _concat2_columns(dq_l * I_l, dq_r * I_r),
+            _concat2_columns(dk_l * I_l, dk_r * I_r),
+            _concat2_columns(dw_l * Q_l, dw_r * Q_r),
+        )
+        over = _stack4_columns(
+            over_quarter[2 * h] + later_l.x,
+            over_quarter[2 * h] + earlier_l.y,
+            over_quarter[2 * h + 1] + later_r.x,
+            over_quarter[2 * h + 1] + earlier_r.y,
+        )
+        halves = _concat_tuples(halves, ((dq_half, dk_half, dw_half, over),))
+    # Both halves move to the shared memory of the decays and pairs: the near pairs need the registers.
     barrier()
     for n in gl.static_range(4):
         P[n]._keep_alive()
         J[n]._keep_alive()
-    to_q = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
-    to_k = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
-    to_c = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TURNED)
-    overs = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    t_dq = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_dw = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_over = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     for h in gl.static_range(2):
-        to_q.index(h).store(turned[h][0])
-        to_k.index(h).store(turned[h][1])
-        to_c.index(h).store(turned[h][2])
-        overs.index(h).store(turned[h][3])
+        t_dq.index(h).store(halves[h][0])
+        t_dk.index(h).store(halves[h][1])
+        t_dw.index(h).store(halves[h][2])
+        t_over.index(h).store(halves[h][3])
     near_bias = 0.0
     if p_dt_bias is not None:
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
         near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
-    tiles = NearTiles(near, to_q, to_k, to_c, overs, t_q, t_k, t_g, logs)
-    p_z = p_along
+    tiles = NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
+    p_dots = p_norm_dots
     if NORM:
-        p_z = p_along + pid * (2 * BT)
+        p_dots = p_norm_dots + pid * (2 * BT)
     sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
     if ROLLED:
         for h in range(2):
-            dA, dx = _near_half(tiles, h, p_z, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            dA, dx = _near_pairs_half(tiles, h, p_dots, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
             sum_A, sum_x = sum_A + dA, sum_x + dx
     else:
         for h in gl.static_range(2):
-            dA, dx = _near_half(tiles, h, p_z, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            dA, dx = _near_pairs_half(tiles, h, p_dots, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
             sum_A, sum_x = sum_A + dA, sum_x + dx
     if p_ddt_bias is not None:
         gl.store(p_ddt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
@@ -514,7 +565,7 @@ def wyfold_gradients_channel_gluon(
     store_token_tile(x_dk, p_dk, s_dk, coords, column, t_k, WHOLE, BT, BK)
     store_token_tile(x_dg, p_dg, s_dg, coords, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
-    bars._keep_alive()  # where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1)
+    bars._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence"])
@@ -527,7 +578,7 @@ def wyfold_gradients_norm_gluon(
     p_dk,
     s_dq,
     s_dk,
-    p_along,
+    p_norm_dots,
     p_cu,
     p_first,
     p_sequence,
@@ -539,10 +590,10 @@ def wyfold_gradients_norm_gluon(
     BT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """One program owns a chunk of one head: dx = z - x <x, z>/|x|^2, where z stands.
+    """Adjoint of the l2 norm, one program per chunk and head: dx = z - x <x, z>/|x|^2, in place of z.
 
     Args:
-        p_along: [tiles, 2, 2, BT] shares of <x, z>, by halves of the channels, of q and k.
+        p_norm_dots: [tiles, half of the channels, q or k, BT] partial sums of <x, z>.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     pid = gl.program_id(0).to(gl.int64)
@@ -552,30 +603,30 @@ def wyfold_gradients_norm_gluon(
         if i_n == N:
             return
     coords = Coords(b, t, 0, i_h, rows)
-    o = p_along + pid * (4 * BT) + gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    o = p_norm_dots + pid * (4 * BT) + gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     _norm_bwd(p_q, s_q, p_dq, s_dq, coords, gl.load(o) + gl.load(o + 2 * BT), L, BT, K)
     _norm_bwd(p_k, s_k, p_dk, s_dk, coords, gl.load(o + BT) + gl.load(o + 3 * BT), L, BT, K)
 
 
 @gluon.jit
-def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, along, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """`wyfold_gradients_norm_gluon` of one of q and k."""
+def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, dot, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
+    """Apply the norm's adjoint to q or k."""
     x = load_rows(p_x, s_x, coords, 0, L, BT, K)
     r = gl.rsqrt(gl.sum(gl.fma(x, x, 0.0), axis=1) + 1e-6)
     z = load_rows(p_dx, s_dx, coords, 0, L, BT, K)
-    store_rows(p_dx, s_dx, coords, 0, gl.fma(x, -(along * r * r)[:, None], z), L, BT, K)
+    store_rows(p_dx, s_dx, coords, 0, gl.fma(x, -(dot * r * r)[:, None], z), L, BT, K)
 
 
 @gluon.jit
 def _reciprocal_norms(p, s, coords, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """(sum x^2 + 1e-6)^(-1/2) of whole rows, read by address.   [BT]"""
+    """(sum x^2 + 1e-6)^(-1/2) of whole rows, loaded from global memory.   [BT]"""
     x, y = load_rows(p, s, coords, 0, L, BT, K // 2), load_rows(p, s, coords, K // 2, L, BT, K // 2)
     return gl.rsqrt(gl.sum(gl.fma(x, x, y * y), axis=1) + 1e-6)
 
 
 @gluon.jit
-def _near(pairs, o_r):
-    """Of each row the pairs with its own sub-chunk, those among them that are none as well.   [64, 64] -> [64, 8]"""
+def _own_sub_chunk_columns(pairs, o_r):
+    """Select each row's 8 columns in its own sub-chunk, also those after the row.   [64, 64] -> [64, 8]"""
     pairs = pairs.reshape([pairs.shape[0], 8, 8])
     own = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs.type.layout)))
     mine = gl.convert_layout(o_r, gl.SliceLayout(1, gl.SliceLayout(2, pairs.type.layout)), assert_trivial=True) // 8
@@ -583,83 +634,110 @@ def _near(pairs, o_r):
 
 
 class Later(NamedTuple):
-    """Of 16 tokens that come after a border: rows decayed from it, what they gather, and q dq + k dk so far."""
+    """16 tokens of the later half of a block, as rows. Tiles are [BK, 16].
+
+    Attributes:
+        q, k: Rows decayed since the border, as left operands.
+        dq, dk: Accumulated gradients of the rows.
+        x: q dq + k dk before the exchange.
+    """
 
     q: Any
     k: Any
-    to_q: Any
-    to_k: Any
+    dq: Any
+    dk: Any
     x: Any
 
 
 class Earlier(NamedTuple):
-    """Of 16 tokens that come before a border: rows decayed to it, what they gather, and k dk so far."""
+    """16 tokens of the earlier half of a block, as columns. Tiles are [BK, 16].
+
+    Attributes:
+        k: Columns decayed until the border, as left operands.
+        dw: Accumulated gradient of the columns.
+        y: k dw before the exchange.
+    """
 
     k: Any
-    to: Any
-    x: Any
+    dw: Any
+    y: Any
 
 
 @gluon.jit
-def _later(t_q, t_k, I, i: gl.constexpr, to_q, to_k, before, c0, c1, L: gl.constexpr):
-    """16 tokens after a border, whose sub-chunks begin c0 and c1 after it, as they leave a block for its later half.
+def _later_quarter(t_q, t_k, I, i: gl.constexpr, dq, dk, before, since0, since1, L: gl.constexpr):
+    """Quarter i as the later half of a block, or a part of it.
 
-    `before`: [64] decay over the earlier half.
+    Args:
+        dq, dk: [BK, 16] gradients from before the block.
+        before: [BK] decay over the earlier half.
+        since0, since1: [BK] decays from the border to the quarter's two sub-chunks.
     """
-    decay = I[i].load(L) * _both(c0, c1, L)
-    q, k = _rows(t_q, i, L) * decay, _rows(t_k, i, L) * decay
-    to_q, to_k = to_q * before[:, None], to_k * before[:, None]
-    return Later(_operand(q, t_q.dtype, L), _operand(k, t_k.dtype, L), to_q, to_k, gl.fma(q, to_q, k * to_k))
+    decay = I[i].load(L) * _per_sub_chunk(since0, since1, L)
+    q, k = _load_quarter(t_q, i, L) * decay, _load_quarter(t_k, i, L) * decay
+    dq, dk = dq * before[:, None], dk * before[:, None]
+    x = gl.fma(q, dq, k * dk)
+    return Later(_register_operand(q, t_q.dtype, L), _register_operand(k, t_k.dtype, L), dq, dk, x)
 
 
 @gluon.jit
-def _earlier(t_k, Q, n: gl.constexpr, to, after, c0, c1, L: gl.constexpr):
-    """16 tokens before a border, whose sub-chunks end c0 and c1 before it, as they leave a block for its earlier half.
+def _earlier_quarter(t_k, Q, n: gl.constexpr, dw, after, until0, until1, L: gl.constexpr):
+    """Quarter n as the earlier half of a block, or a part of it.
 
-    `after`: [64] decay over the later half.
+    Args:
+        dw: [BK, 16] gradient from after the block.
+        after: [BK] decay over the later half.
+        until0, until1: [BK] decays from the ends of the quarter's two sub-chunks to the border.
     """
-    k = _rows(t_k, n, L) * (Q[n].load(L) * _both(c0, c1, L))
-    to = to * after[:, None]
-    return Earlier(_operand(k, t_k.dtype, L), to, gl.fma(k, to, 0.0))
+    k = _load_quarter(t_k, n, L) * (Q[n].load(L) * _per_sub_chunk(until0, until1, L))
+    dw = dw * after[:, None]
+    return Earlier(_register_operand(k, t_k.dtype, L), dw, gl.fma(k, dw, 0.0))
 
 
 @gluon.jit
 def _exchange(P, J, later, earlier, i: gl.constexpr, n: gl.constexpr):
-    """What tokens i and n, 16 each on either side of a border, give each other; under way."""
+    """Add the contributions of quarters i (later) and n (earlier) to each other; the products are asynchronous."""
     P, J = P[n].slice(16 * i, 16), J[n].slice(16 * i, 16)
-    to_q = warpgroup_mma(earlier.k, P.permute((1, 0)), later.to_q, is_async=True)
-    to_k = warpgroup_mma(earlier.k, J.permute((1, 0)), later.to_k, is_async=True)
-    to = warpgroup_mma(later.k, J, earlier.to, is_async=True)
-    to = warpgroup_mma(later.q, P, to, is_async=True)
-    return Later(later.q, later.k, to_q, to_k, later.x), Earlier(earlier.k, to, earlier.x)
+    dq = warpgroup_mma(earlier.k, P.permute((1, 0)), later.dq, is_async=True)
+    dk = warpgroup_mma(earlier.k, J.permute((1, 0)), later.dk, is_async=True)
+    dw = warpgroup_mma(later.k, J, earlier.dw, is_async=True)
+    dw = warpgroup_mma(later.q, P, dw, is_async=True)
+    return Later(later.q, later.k, dq, dk, later.x), Earlier(earlier.k, dw, earlier.y)
 
 
 @gluon.jit
-def _inside(P, J, t_q, t_k, i: gl.constexpr, I, Q, to_q, to_k, to, E, L: gl.constexpr):
-    """16 tokens whose second sub-chunk meets the first; x of the second and y of the first, summed."""
-    first = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :] < 8
-    # 1, for all a compiler knows: a number that a product adds to and that is no new one has to be copied first, and
-    # products wait for that.
-    whole = gl.fma(E[0], 0.0, 1.0)
-    before, after = _both(whole, E[2 * i], L), _both(E[2 * i + 1], whole, L)
+def _exchange_inside_quarter(P, J, t_q, t_k, i: gl.constexpr, I, Q, dq4, dk4, dw4, E, L: gl.constexpr):
+    """Exchange between the odd and the even sub-chunk of quarter i. x and y are summed over the sub-chunks."""
+    is_even = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :] < 8
+    # A 1 that the compiler cannot fold. Otherwise the product's accumulator would not be a new value: it would have to
+    # be copied first, and products wait for that copy.
+    one = gl.fma(E[0], 0.0, 1.0)
+    before, after = _per_sub_chunk(one, E[2 * i], L), _per_sub_chunk(E[2 * i + 1], one, L)
     decay = I[i].load(L)
-    q, k, w = _rows(t_q, i, L) * decay, _rows(t_k, i, L) * decay, _rows(t_k, i, L) * Q[i].load(L)
-    to_q, to_k, to = to_q[i] * before, to_k[i] * before, to[i] * after
-    x = gl.sum(gl.where(first, 0.0, gl.fma(q, to_q, k * to_k)), axis=1)
-    y = gl.sum(gl.where(first, gl.fma(w, to, 0.0), 0.0), axis=1)
-    later = Later(_operand(q, t_q.dtype, L), _operand(k, t_k.dtype, L), to_q, to_k, x)
-    return _exchange(P, J, later, Earlier(_operand(w, t_k.dtype, L), to, y), i, i)
+    q, k = _load_quarter(t_q, i, L) * decay, _load_quarter(t_k, i, L) * decay
+    w = _load_quarter(t_k, i, L) * Q[i].load(L)
+    dq, dk, dw = dq4[i] * before, dk4[i] * before, dw4[i] * after
+    x = gl.sum(gl.where(is_even, 0.0, gl.fma(q, dq, k * dk)), axis=1)
+    y = gl.sum(gl.where(is_even, gl.fma(w, dw, 0.0), 0.0), axis=1)
+    later = Later(_register_operand(q, t_q.dtype, L), _register_operand(k, t_k.dtype, L), dq, dk, x)
+    return _exchange(P, J, later, Earlier(_register_operand(w, t_k.dtype, L), dw, y), i, i)
 
 
 class NearTiles(NamedTuple):
-    """Shared memory of the near pairs: their coefficients; of both halves of the tokens what rows and columns have
-    gathered, and the gate's gradient that spans sub-chunks; tiles that are read and written; log gates to base 2."""
+    """Shared memory that the near pairs read and write.
+
+    Attributes:
+        near: [512, 2] gradients of P and J of every pair inside a sub-chunk.
+        dq, dk, dw: [2, BK, 32] accumulated gradients of rows and columns, by halves of the tokens.
+        over: [2, BK, 4] part of the gate's gradient from pairs that span a sub-chunk.
+        q, k, g: [64, BK] inputs, overwritten with their gradients.
+        logs: [64, BK] log gates to base 2; `g` where no activation is applied.
+    """
 
     near: Any
-    to_q: Any
-    to_k: Any
-    to_c: Any
-    overs: Any
+    dq: Any
+    dk: Any
+    dw: Any
+    over: Any
     q: Any
     k: Any
     g: Any
@@ -667,7 +745,7 @@ class NearTiles(NamedTuple):
 
 
 @gluon.jit
-def _activate(
+def _store_log_gates(
     logs,
     t_g,
     p_dt_bias,
@@ -679,7 +757,7 @@ def _activate(
     BT: gl.constexpr,
     BK: gl.constexpr,
 ):
-    """Log gates to base 2 of a chunk, 16 tokens at a time."""
+    """Apply the gate's activation to a chunk, 16 tokens at a time, and store the log gates to base 2."""
     G: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, 16, layout=gl.SliceLayout(1, G))
     bias = 0.0
@@ -687,8 +765,8 @@ def _activate(
         bias = gl.load(p_dt_bias + parameters + gl.arange(0, BK, layout=gl.SliceLayout(0, G))).to(gl.float32)[None, :]
     if ROLLED:
         for n in range(BT // 16):
-            raw = _part(t_g, n, 16).load(G).to(gl.float32)
-            _part(logs, n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
+            raw = _row_block(t_g, n, 16).load(G).to(gl.float32)
+            _row_block(logs, n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
     else:
         for n in gl.static_range(BT // 16):
             raw = t_g.slice(16 * n, 16).load(G).to(gl.float32)
@@ -696,16 +774,19 @@ def _activate(
 
 
 @gluon.jit
-def _part(tile, n, size: gl.constexpr):
-    """The n-th rows of a tile, `size` together; its rows are no longer than the copy engine's."""
+def _row_block(tile, n, size: gl.constexpr):
+    """The n-th block of `size` rows of a shared memory tile, with n a runtime value.
+
+    Rows must not be longer than one TMA swizzle block.
+    """
     return tile._reinterpret(tile.dtype, [tile.shape[0] // size, size, tile.shape[1]], tile.layout).index(n)
 
 
 @gluon.jit
-def _near_half(
+def _near_pairs_half(
     tiles,
     h,
-    p_z,
+    p_dots,
     bias,
     gate,
     rows,
@@ -715,106 +796,118 @@ def _near_half(
     NORM: gl.constexpr,
     NEAR: gl.constexpr,
 ):
-    """Gradients of 32 tokens, where the tokens were; their share of the parameters' sums."""
+    """Finish 32 tokens: add the near pairs, and overwrite the tokens with their gradients.
+
+    Returns:
+        The half's terms of dA_log, and of ddt_bias by channel.
+    """
     ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     BT: gl.constexpr = tiles.q.shape[0]
     o_t = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, NEAR))
-    real = o_t[:, None] < rows
-    t_q, t_k = _part(tiles.q, h, 32), _part(tiles.k, h, 32)
+    is_token = o_t[:, None] < rows
+    t_q, t_k = _row_block(tiles.q, h, 32), _row_block(tiles.k, h, 32)
     if ROLLED:
-        t_g = _part(tiles.g, h, 32)
+        t_g = _row_block(tiles.g, h, 32)
     else:
         t_g = tiles.g.slice(32 * h, 32)
     if ACTIVATION == "given":
         raw = t_g.load(NEAR).to(gl.float32)
         a = exp2(_log_gate(raw, 0.0, gate, True, ACTIVATION))
     else:
-        a = exp2(_part(tiles.logs, h, 32).load(NEAR))
-    n_q, n_k = tiles.to_q.index(h).permute((1, 0)).load(NEAR), tiles.to_k.index(h).permute((1, 0)).load(NEAR)
-    n_c, over = tiles.to_c.index(h).permute((1, 0)).load(NEAR), tiles.overs.index(h).permute((1, 0)).load(ROW)
+        a = exp2(_row_block(tiles.logs, h, 32).load(NEAR))
+    dq, dk = tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR)
+    dw, over = tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW)
     q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
-    n_q, n_k, n_g = _near_pairs(tiles.near, h, q, k, a, n_q, n_k, n_c, over, NEAR)
+    dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
     if NORM:
-        # [tile, half, q or k, token]
-        gl.store(p_z + o_t, gl.sum(gl.fma(q, n_q, 0.0), axis=1))
-        gl.store(p_z + o_t + BT, gl.sum(gl.fma(k, n_k, 0.0), axis=1))
-    t_q.store(n_q.to(t_q.dtype))
-    t_k.store(n_k.to(t_k.dtype))
+        # p_dots is [tile, half of the channels, q or k, token].
+        gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
+        gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
+    t_q.store(dq.to(t_q.dtype))
+    t_k.store(dk.to(t_k.dtype))
     if ACTIVATION != "given":
         raw = t_g.load(NEAR).to(gl.float32)
-    dx, dA = activated_bwd(raw, n_g, gate.rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
+    dx, dA = activated_bwd(raw, dg, gate.rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
     t_g.store(dx.to(t_g.dtype))
-    dA = gl.sum(gl.sum(gl.where(real, dA, 0.0), axis=1), axis=0)
-    return dA, gl.sum(gl.where(real, dx, 0.0), axis=0)
+    dA = gl.sum(gl.sum(gl.where(is_token, dA, 0.0), axis=1), axis=0)
+    return dA, gl.sum(gl.where(is_token, dx, 0.0), axis=0)
 
 
 @gluon.jit
 def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
-    """32 tokens' gradients plus what pairs inside sub-chunks give, and the gate's; z, u and b of `add_near_pairs`.
+    """Add the pairs inside each sub-chunk to the gradients of 32 tokens, and compute the gate's gradient.
+
+    z and b are those of `add_near_pairs` in `tile.decay.channel.triton`.
 
     Args:
+        near: Gradients of P and J of the pairs.
+        h: Half of the chunk's tokens.
         q, k: [32, 64] rows.
         a: [32, 64] decays of single tokens.
-        dq, dk, dw: [32, 64] of rows from before their sub-chunk, and of columns from after it.
-        over: [4, 64] gate gradient of what spans a sub-chunk.
+        dq, dk: [32, 64] gradients of rows, from before their sub-chunk.
+        dw: [32, 64] gradients of columns, from after their sub-chunk.
+        over: [4, 64] part of the gate's gradient from pairs that span the sub-chunk.
+
+    Returns:
+        dq, dk and the log gate's gradient, [32, 64] each.
     """
-    q, k, a = _tokens(q), _tokens(k), _tokens(a)
-    dq, dk, dw = _tokens(dq), _tokens(dk), _tokens(dw)
+    q, k, a = _split8_rows(q), _split8_rows(k), _split8_rows(a)
+    dq, dk, dw = _split8_rows(dq), _split8_rows(dk), _split8_rows(dw)
     dg, later = (), over
     for i in gl.static_range(8):
         later = gl.fma(q[7 - i], dq[7 - i], gl.fma(k[7 - i], dk[7 - i], later))
-        dg = _also((later,), dg)
+        dg = _concat_tuples((later,), dg)
     earlier = over * 0.0
     for s in gl.static_range(8):
-        dk = _add(dk, s, dw[s])
-        dg = _add(dg, s, earlier)
+        dk = _add_to_row(dk, s, dw[s])
+        dg = _add_to_row(dg, s, earlier)
         earlier = gl.fma(k[s], dw[s], earlier)
     for s in gl.static_range(8):
-        P, J = _coefficients(_part(near, 2 * s + h, 32), NEAR)
-        dq = _add(dq, s, P[s] * k[s])
-        dk = _add(dk, s, P[s] * q[s])
+        P, J = _load_coefficients(_row_block(near, 2 * s + h, 32), NEAR)
+        dq = _add_to_row(dq, s, P[s] * k[s])
+        dk = _add_to_row(dk, s, P[s] * q[s])
         z, zs = k[s], ()
         for r in gl.static_range(s + 1, 8):
             z = z * a[r]
-            dq, dk = _add(dq, r, P[r] * z), _add(dk, r, J[r] * z)
-            zs = _also(zs, (z,))
+            dq, dk = _add_to_row(dq, r, P[r] * z), _add_to_row(dk, r, J[r] * z)
+            zs = _concat_tuples(zs, (z,))
         b = over * 0.0
         for i in gl.static_range(7 - s):
             b = gl.fma(P[7 - i], q[7 - i], gl.fma(J[7 - i], k[7 - i], b))
-            dg = _add(dg, 7 - i, zs[6 - s - i] * b)
+            dg = _add_to_row(dg, 7 - i, zs[6 - s - i] * b)
             b = b * a[7 - i]
-        dk = _add(dk, s, b)
-    return _tile(dq, NEAR), _tile(dk, NEAR), _tile(dg, NEAR)
+        dk = _add_to_row(dk, s, b)
+    return _join8_rows(dq, NEAR), _join8_rows(dk, NEAR), _join8_rows(dg, NEAR)
 
 
 @gluon.jit
-def _coefficients(pairs, NEAR: gl.constexpr):
-    """Gradients of P and J of 8 rows each with one of their tokens.   [32, 2] -> 2 x 8 x [4, 1]"""
+def _load_coefficients(pairs, NEAR: gl.constexpr):
+    """Gradients of P and J for one column of every sub-chunk and its 8 rows.   [32, 2] -> 2 x 8 x [4, 1]"""
     P, J = gl.split(pairs.load(NEAR))
-    return _column(P), _column(J)
+    return _split8_numbers(P), _split8_numbers(J)
 
 
 @gluon.jit
-def _add(rows, i: gl.constexpr, x):
-    """The rows, x added to one of them."""
+def _add_to_row(rows, i: gl.constexpr, x):
+    """Add x to element i of a tuple of rows."""
     return rows[:i] + (rows[i] + x,) + rows[i + 1 :]
 
 
 @gluon.jit
-def _none():
-    """No rows yet."""
+def _empty_tuple():
+    """An empty tuple, as a value of the kernel language."""
     return ()
 
 
 @gluon.jit
-def _also(rows, x):
-    """The rows and some more."""
+def _concat_tuples(rows, x):
+    """Concatenate two tuples."""
     return rows + x
 
 
 @gluon.jit
-def _tokens(x):
-    """The 8 tokens of every sub-chunk.   [32, 64] -> 8 x [4, 64]"""
+def _split8_rows(x):
+    """Split 4 sub-chunks of 8 rows into 8 tiles, one per position in the sub-chunk.   [32, 64] -> 8 x [4, 64]"""
     x = x.reshape([4, 2, 2, 2, x.shape[1]]).permute((0, 4, 1, 2, 3))
     even, odd = gl.split(x)
     e0, e2 = gl.split(even)
@@ -823,18 +916,27 @@ def _tokens(x):
     x2, x6 = gl.split(e2)
     x1, x5 = gl.split(o1)
     x3, x7 = gl.split(o3)
-    return _row(x0), _row(x1), _row(x2), _row(x3), _row(x4), _row(x5), _row(x6), _row(x7)
+    return (
+        _to_sub_chunk_layout(x0),
+        _to_sub_chunk_layout(x1),
+        _to_sub_chunk_layout(x2),
+        _to_sub_chunk_layout(x3),
+        _to_sub_chunk_layout(x4),
+        _to_sub_chunk_layout(x5),
+        _to_sub_chunk_layout(x6),
+        _to_sub_chunk_layout(x7),
+    )
 
 
 @gluon.jit
-def _row(x):
-    """One token of every sub-chunk, where it is.   [4, 64]"""
+def _to_sub_chunk_layout(x):
+    """Name the layout of a tile with one token per sub-chunk; moves no data.   [4, 64]"""
     return gl.convert_layout(x, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0]), assert_trivial=True)
 
 
 @gluon.jit
-def _tile(x, NEAR: gl.constexpr):
-    """`_tokens` undone."""
+def _join8_rows(x, NEAR: gl.constexpr):
+    """Inverse of `_split8_rows`.   8 x [4, 64] -> [32, 64]"""
     even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6]))
     odd = gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
     x = gl.join(even, odd).permute((0, 2, 3, 4, 1))
@@ -842,8 +944,8 @@ def _tile(x, NEAR: gl.constexpr):
 
 
 @gluon.jit
-def _column(x):
-    """8 tokens of every sub-chunk.   [32] -> 8 x [4, 1]"""
+def _split8_numbers(x):
+    """`_split8_rows` for one number per token.   [32] -> 8 x [4, 1]"""
     even, odd = gl.split(x.reshape([4, 2, 2, 2]))
     e0, e2 = gl.split(even)
     o1, o3 = gl.split(odd)
@@ -852,20 +954,21 @@ def _column(x):
     x1, x5 = gl.split(o1)
     x3, x7 = gl.split(o3)
     return (
-        _wide(x0), _wide(x1), _wide(x2), _wide(x3), _wide(x4), _wide(x5), _wide(x6), _wide(x7),
+        _to_column(x0), _to_column(x1), _to_column(x2), _to_column(x3),
+        _to_column(x4), _to_column(x5), _to_column(x6), _to_column(x7),
     )  # fmt: skip
 
 
 @gluon.jit
-def _wide(x):
-    """[4] -> [4, 1], as tokens of sub-chunks lie"""
+def _to_column(x):
+    """Column vector in the layout of `_to_sub_chunk_layout`; moves no data.   [4] -> [4, 1]"""
     R: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     return gl.convert_layout(x, gl.SliceLayout(1, R), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def _quarters(x, L: gl.constexpr):
-    """[M, 64] -> 4 x [M, 16]"""
+def _split4_columns(x, L: gl.constexpr):
+    """Split a tile into blocks of 16 columns.   [M, 64] -> 4 x [M, 16]"""
     x = x.reshape([x.shape[0], 2, 2, 16]).permute((0, 3, 1, 2))
     even, odd = gl.split(x)
     x0, x2 = gl.split(even)
@@ -879,27 +982,27 @@ def _quarters(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _two(x, CH: gl.constexpr):
-    """[M, 2] -> 2 x [M]"""
+def _split2_columns(x, CH: gl.constexpr):
+    """Split a tile into its two columns.   [M, 2] -> 2 x [M]"""
     x0, x1 = gl.split(x)
     return gl.convert_layout(x0, CH, assert_trivial=True), gl.convert_layout(x1, CH, assert_trivial=True)
 
 
 @gluon.jit
-def _fourths(x0, x1, x2, x3):
-    """4 x [M] -> [M, 4]"""
+def _stack4_columns(x0, x1, x2, x3):
+    """Stack four vectors as columns.   4 x [M] -> [M, 4]"""
     return gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([x0.shape[0], 4])
 
 
 @gluon.jit
-def _merged(x0, x1):
-    """2 x [M, 16] -> [M, 32]"""
+def _concat2_columns(x0, x1):
+    """Concatenate two tiles along columns.   2 x [M, 16] -> [M, 32]"""
     return gl.join(x0, x1).permute((0, 2, 1)).reshape([x0.shape[0], 32])
 
 
 @gluon.jit
-def _tiles(dtype: gl.constexpr, M: gl.constexpr, S: gl.constexpr):
-    """Four tiles [M, 16] of shared memory, known apart: what is stored to one waits for no other."""
+def _allocate4(dtype: gl.constexpr, M: gl.constexpr, S: gl.constexpr):
+    """Allocate four separate shared memory tiles [M, 16]: a store to one needs no barrier for the others."""
     return (
         gl.allocate_shared_memory(dtype, [M, 16], S),
         gl.allocate_shared_memory(dtype, [M, 16], S),
@@ -909,38 +1012,38 @@ def _tiles(dtype: gl.constexpr, M: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _both(x0, x1, L: gl.constexpr):
-    """A number for each of two sub-chunks.   2 x [M] -> [M, 16]"""
+def _per_sub_chunk(x0, x1, L: gl.constexpr):
+    """Broadcast one vector over the columns of each of two sub-chunks.   2 x [M] -> [M, 16]"""
     first = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :] < 8
     return gl.where(first, x0[:, None], x1[:, None])
 
 
 @gluon.jit
-def _rows(tile, i: gl.constexpr, L: gl.constexpr):
-    """16 tokens of a tile, transposed, float32.   [M, 16]"""
+def _load_quarter(tile, i: gl.constexpr, L: gl.constexpr):
+    """Load quarter i of a [token, channel] tile, transposed, as float32.   [M, 16]"""
     return tile.slice(16 * i, 16).permute((1, 0)).load(L).to(gl.float32)
 
 
 @gluon.jit
-def _operand(x, dtype: gl.constexpr, L: gl.constexpr):
-    """A left operand that lies in registers, where it is."""
+def _register_operand(x, dtype: gl.constexpr, L: gl.constexpr):
+    """Left operand in registers; moves no data."""
     return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, L, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _log_gate(x, bias, gate, here, ACTIVATION: gl.constexpr):
-    """Log gate to base 2, zero where no token is, as x is there."""
+def _log_gate(x, bias, gate, is_token, ACTIVATION: gl.constexpr):
+    """Log gate to base 2; zero in rows without a token, where x is zero."""
     g = activated(x, gate.rate, bias, gate.lower_bound, gate.clamp, ACTIVATION)
     if ACTIVATION != "given":
-        g = gl.where(here, g, 0.0)
-    return gl.fma(g, 1.4426950408889634, 0.0)  # rounded, whatever it is added to
+        g = gl.where(is_token, g, 0.0)
+    return gl.fma(g, 1.4426950408889634, 0.0)  # rounded here, so that no later addition is fused with the product
 
 
 @gluon.jit
-def _sums_inside(x):
-    """Sums over the tokens of a sub-chunk up to each, and after each.   [M, 64] as a product's result lies
+def _sums_inside_sub_chunks(x):
+    """Inclusive prefix sums inside each sub-chunk, and exclusive suffix sums. x has a product result's layout.
 
-    A thread has two tokens in a row of 8, and of four threads in a row each has another two.
+    A thread holds two adjacent tokens of a sub-chunk, and four adjacent threads hold its 8 tokens.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .f32 s, a, b;"

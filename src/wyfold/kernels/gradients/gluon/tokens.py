@@ -1,4 +1,4 @@
-"""Tokens' rows and numbers by address, and rows by the copy engine where a chunk is full."""
+"""Loads and stores of token rows and per-token numbers by pointer, and of full chunks by TMA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from wyfold.tile.index.gluon import tma_store
 
 
 class Coords(NamedTuple):
-    """Of a program: buffer row, first token there and in all rows, head, and how many tokens there are."""
+    """Coordinates of a program's chunk.
+
+    Attributes:
+        b: Row of the batch.
+        t: First token in that row.
+        token: First token over all rows of the batch.
+        h: Head.
+        rows: Number of tokens in the chunk.
+    """
 
     b: Any
     t: Any
@@ -24,7 +32,7 @@ class Coords(NamedTuple):
 def store_token_tile(
     x_out, p_out, s_out, coords, column, tile, WHOLE: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr
 ):
-    """Let a tile leave to its tokens, by the copy engine if all of its rows are some."""
+    """Store a shared memory tile to its tokens: by TMA if the chunk is full, else by pointer with a mask."""
     first = (coords.h * s_out[2]).to(gl.int32) + column
     if WHOLE:
         tma_store(x_out, [coords.token, first], tile)
@@ -38,7 +46,7 @@ def store_token_tile(
 
 @gluon.jit
 def store_rows(p, s, coords, column, x, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
-    """Write rows that are tokens, by address."""
+    """Store the rows of existing tokens by pointer."""
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_w = column + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
     first = coords.b * s[0] + coords.t * s[1] + coords.h * s[2]
@@ -48,7 +56,7 @@ def store_rows(p, s, coords, column, x, L: gl.constexpr, BT: gl.constexpr, BW: g
 
 @gluon.jit
 def load_rows(p, s, coords, column, L: gl.constexpr, BT: gl.constexpr, BW: gl.constexpr):
-    """Rows by address, float32, zero where no token is.   [BT, BW]"""
+    """Load rows by pointer as float32; zero past the last token.   [BT, BW]"""
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_w = column + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
     first = coords.b * s[0] + coords.t * s[1] + coords.h * s[2]
@@ -60,18 +68,19 @@ def load_rows(p, s, coords, column, L: gl.constexpr, BT: gl.constexpr, BW: gl.co
 
 @gluon.jit
 def load_scalars(p, s, coords, o):
-    """A number of each token, zero where there is none.   [BT] float32"""
+    """Load one number per token; zero past the last token.   [BT] float32"""
     offsets = coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2]
     return gl.load(p + offsets, mask=o < coords.rows, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def store_scalars(p, s, coords, o, x):
+    """Store one number per token where p is not None."""
     if p is not None:
         gl.store(p + coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2], x, mask=o < coords.rows)
 
 
 @gluon.jit
 def exp2(x):
-    """What is too small for a normal number is 0."""
+    """2^x; results below the smallest normal number become 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
