@@ -1,7 +1,7 @@
-"""The list of launches: what runs in each direction, what is kept for the backward, and that mistakes in it show.
+"""Launches of each direction, tensors saved for the backward, and planted bugs.
 
-The planted bugs replace one function of a tile or stage by a wrong one and demand that the float64 comparison of the
-operator tests refuses the result: a comparison that a bug passes is worth nothing.
+A planted bug replaces one function of a tile or kernel by a wrong one. The float64 comparison of the operator tests
+must then fail, which shows that it can detect the bug.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ FORMS = ("chunk", "fused_recurrent")
 F64 = torch.float64
 
 
-# --- what runs, and what is kept -------------------------------------------------------------------------------------
+# --- launches and saved tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -47,7 +47,7 @@ def test_the_launches_of_each_direction(rule: str, form: str, results, monkeypat
 
 
 def saved_by(op: Callable, a: dict[str, Any], **options: Any) -> list[int]:
-    """Elements of each kept tensor: borders, E, F, A, J, P."""
+    """Number of elements of each saved tensor: borders, E, F, A, J, P."""
     o, _ = op(**{name: x.detach().requires_grad_() for name, x in a.items()}, **options)
     return [x.numel() for x in o.grad_fn.saved_tensors[-6:]]
 
@@ -87,12 +87,12 @@ GRADIENTS, RECURRENT, DECAY = "kernels.gradients.eager", "kernels.recurrent.eage
 
 
 def unmasked_inverse(right: Callable) -> Callable:
-    """A mask dropped: the diagonal of L is solved for as well."""
+    """Missing mask: the diagonal of L is solved for as well."""
     return lambda L: right(L) - torch.diag_embed(L.diagonal(dim1=1, dim2=2) + 1e-3)
 
 
 def neumann_inverse(right: Callable) -> Callable:
-    """Powers of L, one too few."""
+    """One power of L too few."""
 
     def wrong(L: Tensor) -> Tensor:
         L, A = L.tril(-1), torch.eye(L.shape[-1], dtype=L.dtype).expand_as(L)
@@ -104,7 +104,7 @@ def neumann_inverse(right: Callable) -> Callable:
 
 
 def late_running_sum(right: Callable) -> Callable:
-    """Off by one: the gate of a token acts from the next one on."""
+    """Off by one: the gate of a token acts from the next token on."""
     return lambda g: None if g is None else torch.nn.functional.pad(g[:, :-1], (0, 0, 1, 0)).cumsum(-2)
 
 
@@ -113,7 +113,7 @@ def grams_without_decay(right: Callable) -> Callable:
 
 
 def grams_keep_the_future(right: Callable) -> Callable:
-    """The causal mask of P dropped."""
+    """Missing causal mask of P."""
 
     def wrong(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tensor]:
         J, P = right(q, k, G)
@@ -123,7 +123,7 @@ def grams_keep_the_future(right: Callable) -> Callable:
 
 
 def strictly_lower_queries(right: Callable) -> Callable:
-    """A token does not see what it writes."""
+    """A token does not read its own write."""
 
     def wrong(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tensor]:
         J, P = right(q, k, G)
@@ -133,7 +133,7 @@ def strictly_lower_queries(right: Callable) -> Callable:
 
 
 def ends_from_the_start(right: Callable) -> Callable:
-    """Keys decayed from the chunk's start instead of to its end."""
+    """Keys decay from the chunk's start instead of to its end."""
     return lambda x, G: x if G is None else x * torch.exp(G)
 
 
@@ -142,7 +142,7 @@ def no_decay_across(right: Callable) -> Callable:
 
 
 def advance_before_decay(right: Callable) -> Callable:
-    """The wrong order: what the chunk writes decays with it."""
+    """Wrong order: the chunk's writes decay with the state."""
 
     def wrong(S: Tensor, across: Tensor | None, E: Tensor, y: Tensor) -> None:
         right(S, None, E, y)
@@ -153,7 +153,7 @@ def advance_before_decay(right: Callable) -> Callable:
 
 
 def residual_of_plain_keys(right: Callable) -> Callable:
-    """The sign of the prediction."""
+    """Wrong sign of the prediction."""
     return lambda S, k, v: v + torch.bmm(k, S)
 
 
@@ -178,7 +178,7 @@ def norm_with_another_eps(right: Callable) -> Callable:
 
 
 def groups_of_the_first(right: Callable) -> Callable:
-    """Gradients of a group: only its first value head's."""
+    """The gradient of a group has only its first value head's."""
     return lambda tiles, H, HV: tiles[:: HV // H]
 
 
@@ -194,7 +194,7 @@ def heads_interleaved(right: Callable) -> Callable:
 
 
 def signed_gate_gradient(right: Callable) -> Callable:
-    """The terms after a token instead of those whose interval holds it."""
+    """Sums the terms after a token instead of those whose interval contains it."""
     return lambda x, y, z, G, pairs: right(x.flip(1), y, z, G, pairs)
 
 
@@ -223,7 +223,7 @@ def bias_gradient_of_one_row(right: Callable) -> Callable:
 
 
 def tiny_strength_everywhere(right: float) -> float:
-    """dbeta by division where beta is 0."""
+    """dbeta is computed by division even if beta is 0."""
     return 0.0
 
 
@@ -237,16 +237,16 @@ def summed_columns(right: Callable) -> Callable:
 
 
 def sequences_in_rank_order(right: Callable) -> Callable:
-    """States handed back in the order they ran."""
+    """States are returned in the order of the scan instead of the sequences'."""
     return lambda states, table: states.unflatten(0, (table.sequences, -1))
 
 
 def parts_forget(right: Callable) -> Callable:
-    """Nothing carried from part to part."""
+    """No state passes from part to part."""
     return lambda *sizes: [dataclasses.replace(part, entered=0, left=0) for part in right(*sizes)]
 
 
-# name: (module, what is replaced, by what, rules and form in which it must show)
+# (module, replaced function, its replacement, rules and form in which the comparison must fail)
 PLANTED: list[tuple[str, str, Callable, tuple[str, ...], str]] = [
     (PREPARE, "inverse", unmasked_inverse, RULES, "chunk"),
     (PREPARE, "inverse", neumann_inverse, RULES, "chunk"),
@@ -283,7 +283,7 @@ PLANTED: list[tuple[str, str, Callable, tuple[str, ...], str]] = [
 
 
 def probe(rule: str) -> dict[str, Any]:
-    """A call that uses it all: several parts, groups, packing, ragged tails, a strength of 0, gates at their clamp."""
+    """A call with several parts, groups, packing, ragged tails, a beta of 0, and gates at their clamp."""
     gate = "model" if rule != "delta_rule" else None
     a = inputs.draw("random", rule, Shape(1, 150, 2, 4, 8, 16), gate=gate, state="normal", sequences=4, dtype=F64)
     a["beta"] = torch.where(torch.arange(150)[:, None] % 11 == 3, 0.0, a["beta"])
@@ -299,7 +299,7 @@ def truths(results) -> dict[str, dict[str, Tensor]]:
 
 
 def refused(float64_bounds, got: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
-    """Names of the results that the comparison refuses."""
+    """Names of the results for which the comparison fails."""
     names = []
     for name in truth:
         try:

@@ -1,6 +1,6 @@
-"""Sequences in segments against sequences whole: outputs, final states and every gradient, in float64.
+"""Sequences cut into segments against whole sequences: outputs, final states and every gradient, in float64.
 
-The walk of the kernels is held to this one by tests/interpret/test_segments.py.
+tests/interpret/test_segments.py compares the kernels with this implementation.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def rule(request: pytest.FixtureRequest) -> str:
 
 
 def call(rule: str, shape: Shape, N: int | None = None, **drawn: Any) -> dict[str, Any]:
-    """Norm, gate and sigmoid inside, grouped heads where the shape has them, states in and out."""
+    """Draw a call with norm, gate and sigmoid in the operator, initial and final states, and grouped heads."""
     drawn = {"gate": "model" if rule != "delta_rule" else None, "beta": "logits", "state": "normal"} | drawn
     a = inputs.draw("random", rule, shape, sequences=N, dtype=F64, **drawn)
     return a | {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C}
@@ -49,13 +49,13 @@ def compare(rule: str, a: dict[str, Any], count: int, results, float64_bounds, c
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_dense_batch(rule: str, count: int, results, float64_bounds):
-    """The last segment is ragged, and for 3 and 16 shorter by chunks."""
+    """The last segment is ragged; with 3 and 16 segments it also has fewer chunks."""
     compare(rule, call(rule, Shape(2, 16 * C + 5, 2, 4, 8, 16)), count, results, float64_bounds)
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_packed_batch(rule: str, count: int, results, float64_bounds):
-    """Long and short sequences, one of a single token, empty ones at both ends, and rows of nobody."""
+    """Long and short sequences, one of a single token, empty ones at both ends, and tokens outside of sequences."""
     lengths = (0, 1, 9 * C, C, 0, 17 * C + 3, 4 * C - 1, 4 * C, 0)
     a = call(rule, Shape(1, sum(lengths) + 7, 1, 2, 16, 8), len(lengths))
     a["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
@@ -71,7 +71,7 @@ def test_what_is_kept_and_how_states_lie(options: dict, rule: str, results, floa
 
 
 def test_without_states_and_in_parts(rule: str, results, float64_bounds, monkeypatch):
-    """Workspace is bounded all the same: parts cut segments where they will."""
+    """Workspace stays bounded: parts may cut segments anywhere."""
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(workspace, "MIN_COLUMNS", 3)
     a = call(rule, Shape(2, 11 * C + 1, 1, 2, 8, 8), state="none") | {"output_final_state": False}
@@ -80,7 +80,7 @@ def test_without_states_and_in_parts(rule: str, results, float64_bounds, monkeyp
 
 @pytest.mark.parametrize("gate", ["-5", "-1e-3", "reset one", "reset all"])
 def test_gates_that_forget_at_once_or_hardly(gate: str, results, float64_bounds):
-    """No history is cut off: the first token is still there behind every border, or was never needed."""
+    """Borders cut off no history, whether gates keep the first token or forget it at once."""
     a = call("kda", Shape(1, 20 * C, 1, 1, 8, 8), gate=gate)
     compare("kda", a, 5, results, float64_bounds)
 
@@ -120,7 +120,7 @@ def test_what_is_kept_has_the_sizes_that_metadata_give(N: int | None, keep: bool
 
 @pytest.mark.parametrize("length", [4 * 3 * C - C, 4 * 3 * C - 1, 4 * 3 * C, 4 * 3 * C + 1])
 def test_around_the_threshold(length: int, results, monkeypatch):
-    """Shorter sequences have the bits of whole ones, at it and above states are folded: beside each other, too."""
+    """Sequences below the threshold keep the bits of whole ones; at and above it, states are folded."""
     folded, launches = [], table.kernel_module
 
     def watched(stage: str, backend: str) -> Any:
@@ -137,7 +137,7 @@ def test_around_the_threshold(length: int, results, monkeypatch):
 
 
 def test_neighbours_change_no_bit(rule: str, results):
-    """A sequence is cut as it is alone, whatever else is in the buffer and however long that is."""
+    """A sequence in a packed buffer is cut like the same sequence alone."""
     lengths = (9 * C, 5, 30 * C, 0, 12 * C + 7)
     a = call(rule, Shape(1, sum(lengths), 1, 2, 16, 8), len(lengths))
     borders = [0, *itertools.accumulate(lengths)]
@@ -214,7 +214,7 @@ def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 16])
 def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
-    """A program for each multiprocessor at most, and each a share that leaves fewer than one more without any."""
+    """At most one program per multiprocessor, with a nearly even split of the sequence's chunks."""
     cut = segment_rule.cut(heads, 128, 128, 64, H200)
     for tokens in range(segment_rule.SHORTEST, 1 << 20, 12345):
         chunks = -(-tokens // 64)

@@ -1,4 +1,4 @@
-"""Cutting a call into parts: every token once, states handed on, and no bit changed."""
+"""Cutting a call into parts: every token once, states passed on, and no bit changed."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ FORMS = ("chunk", "fused_recurrent")
 
 
 def walked(parts: list[workspace.WorkspacePart], rows: int, tokens: int) -> torch.Tensor:
-    """How often each token of [rows, tokens] lies in a part."""
+    """Count the parts that contain each token of [rows, tokens]."""
     seen = torch.zeros(rows, tokens, dtype=torch.int64)
     for part in parts:
         seen[part.rows, part.tokens] += 1
@@ -67,7 +67,7 @@ def test_a_packed_row(lengths: list[int], C: int, per_part: int, spare: int):
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=5), st.integers(1, 6))
 def test_where_chunks_end(lengths: list[int], per_part: int):
-    """[chunks] sequence and tokens done, against the tokens of each chunk themselves."""
+    """`chunk_ends` gives every chunk's sequence and end, compared with a list over sequences."""
     cu = torch.tensor([0, *lengths]).cumsum(0)
     found = []
     for part in workspace.parts(1, sum(lengths), cu, 16, per_part):
@@ -88,7 +88,7 @@ def test_a_part_holds_at_least_some_columns(monkeypatch):
 
 
 def cut_small(monkeypatch, columns: int) -> list[int]:
-    """From here on parts have `columns` chunks; returns the count of parts of each pass."""
+    """Limit parts to `columns` chunks; return a list that collects the number of parts of each pass."""
     counts = []
     parts = workspace.parts
 
@@ -134,7 +134,7 @@ def test_many_parts_give_the_bits_of_one(rule: str, form: str, batch: str, colum
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_parameter_sums_may_differ_between_cuts(form: str, results, monkeypatch, float64_bounds):
-    """dA_log and ddt_bias add part after part: the same sum in another order, everything else bit for bit."""
+    """dA_log and ddt_bias are summed over parts in another order; everything else is equal bit for bit."""
     a = inputs.draw("random", "kda", Shape(2, 200, 1, 2, 8, 8), gate="model", dtype=torch.float64)
     op = getattr(wyfold, f"{form}_kda")
     whole = results(op, a)

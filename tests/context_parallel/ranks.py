@@ -1,10 +1,10 @@
-"""Ranks of a gloo group: processes that share one import, forked by a program of its own.
+"""Runs test cases on the ranks of a gloo group: processes forked from one program, which share its imports.
 
     python -m tests.context_parallel.ranks FOLDER MODULE CASES WORLD...
 
-imports MODULE and computes what its table CASES has to compare with, once. For each WORLD, the number of ranks, it then
-forks these, which run every case and leave in FOLDER what they had to say. A test process must not fork itself: by
-then it may have threads.
+imports MODULE and computes the expected results of its table CASES once. For each WORLD, a number of ranks, it then
+forks the ranks. They run every case and write their failures to FOLDER. This is a separate program because a test
+process may have threads, and then must not fork.
 """
 
 import gc
@@ -31,12 +31,12 @@ TIMEOUT_S = 40
 
 @dataclass(frozen=True)
 class Case:
-    """Something that all ranks do together.
+    """A test case that all ranks run together.
 
     Attributes:
-        prepare: Called once, before there are any ranks; what it returns all of them find.
-        run: Called on each rank with that and the group; raises what is wrong.
-        most, least: Ranks; where there are more, or fewer, it is left out.
+        prepare: Called once before the ranks are forked; all of them get its result.
+        run: Called on each rank with that result and the group; raises on failure.
+        most, least: Maximum and minimum number of ranks; other groups skip the case.
     """
 
     prepare: Callable[[], Any]
@@ -46,16 +46,16 @@ class Case:
 
 
 def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying: Sequence[int] = ()) -> str:
-    """What ranks found wrong with the cases of a module's table; empty if nothing.
+    """Run a module's table of cases, and return the failures of all ranks as text; "" if there are none.
 
     Args:
-        worlds: Numbers of ranks, one after another.
-        folder: Empty.
-        module, cases: Where the table is.
-        dying: Ranks that are not there to say anything.
+        worlds: Numbers of ranks, run one after another.
+        folder: Empty folder for the ranks' reports.
+        module, cases: Module and name of the table.
+        dying: Ranks that die in a case and report nothing.
     """
     command = [sys.executable, "-m", "tests.context_parallel.ranks", str(folder), module, cases, *map(str, worlds)]
-    # Ranks here have CPUs. With a GPU in sight autograd starts threads for it, which those that are forked have not.
+    # Ranks run on CPUs. If a GPU is visible, autograd starts threads for it, which forked processes do not have.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     found = ""
@@ -79,11 +79,11 @@ def main(folder: Path, module: str, table: str, worlds: Sequence[int]) -> None:
             warnings.filterwarnings("ignore", category=RuntimeWarning, module=by)
         warnings.filterwarnings("ignore", BOUNDS_WARNING, DeprecationWarning)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # as in every test: memory that nobody wrote is NaN
+    torch.use_deterministic_algorithms(True)  # as in every test: uninitialized memory is NaN
     cases: dict[str, Case] = getattr(importlib.import_module(module), table)
     given = {name: case.prepare() for name, case in cases.items()}
     gc.set_threshold(YOUNG)
-    gc.freeze()  # no rank looks among what it shares for cycles, which would copy it
+    gc.freeze()  # the collector of a rank must not visit shared objects, which would copy their pages
     for world in worlds:
         children = [pid for rank in range(world) if (pid := _forked(rank, world, folder, cases, given))]
         for pid in children:

@@ -1,7 +1,7 @@
 """Operators over the ranks of a group against one process: outputs, states and every gradient, in float64.
 
-One program for each number of ranks runs every case below (`tests.context_parallel.ranks`). The expected result is that
-of the same call in one process; each rank compares its part.
+For each number of ranks one program runs every case below (`tests.context_parallel.ranks`). The expected result is that
+of the same call in one process; each rank compares its shard.
 """
 
 import os
@@ -36,7 +36,7 @@ Judge = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 
 def packing(seed: int, tokens: int) -> list[int]:
-    """Boundaries of sequences in a buffer of so many tokens: long ones, short ones, and some without tokens."""
+    """Draw boundaries of sequences in a buffer of `tokens` tokens: long, short and empty sequences."""
     draw = random.Random(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -48,7 +48,7 @@ def packing(seed: int, tokens: int) -> list[int]:
 
 
 def fragments(seed: int, tokens: int, world: int) -> list[list[tuple[int, int]]]:
-    """Ranges of every rank, at random; maybe none for some."""
+    """Draw the ranges of every rank; some may have none."""
     draw = random.Random(seed)
     cuts = [0, *sorted(draw.randint(0, tokens) for _ in range(world + 3)), tokens]
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world)]
@@ -58,7 +58,7 @@ def fragments(seed: int, tokens: int, world: int) -> list[list[tuple[int, int]]]
 
 
 class Comparison:
-    """One call of one process, and the same call of all ranks."""
+    """Compares a call in one process with the same call on all ranks."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Comparison:
         return build_cp_context(self.boundaries, group, total_tokens=self.tokens, layout=self.layout, **options)
 
     def share(self, context: ContextParallel, name: str, x: Any) -> Any:
-        """What a rank holds of an argument, a result or a gradient."""
+        """A rank's shard of an argument, a result or a gradient."""
         if not isinstance(x, torch.Tensor) or name in PARAMETERS:
             return x
         if name in STATES or name == "state":
@@ -94,7 +94,7 @@ class Comparison:
         return context.shard(x)
 
     def run(self, truth: dict[str, torch.Tensor], group: dist.ProcessGroup, judge: Judge | None = None) -> None:
-        """Each result is held to float64's bounds, or to what `judge(name, found, expected)` says."""
+        """Check each result by `judge(name, found, expected)`, by default against the float64 bounds."""
         context = self.context(group)
         local = {name: self.share(context, name, x) for name, x in self.arguments.items()}
         feed = {
@@ -111,7 +111,7 @@ class Comparison:
 
 
 def delta(rule: str, number: int, **options: Any) -> Comparison:
-    """A call of a delta rule with what a number stands for: a packing, a layout, and options of the rule."""
+    """A call of a delta rule whose packing, layout and sizes follow from a number."""
     dense = options.pop("B", None)
     layout = options.pop("layout", ("contiguous", "zigzag", "fragments")[number % 3])
     tokens = options.pop("tokens", 90 + number)
@@ -128,7 +128,7 @@ def delta(rule: str, number: int, **options: Any) -> Comparison:
 
 
 def convolution(number: int, W: int, B: int | None = None, tokens: int = 60, **options: Any) -> Comparison:
-    """A call of the short convolution with everything it has."""
+    """A call of the short convolution with all its optional inputs."""
     draw = torch.Generator().manual_seed(number)
     layout = ("contiguous", "zigzag", "fragments")[number % 3]
     boundaries = packing(number, tokens - 1) if B is None else None
@@ -142,7 +142,7 @@ def convolution(number: int, W: int, B: int | None = None, tokens: int = 60, **o
 
 
 def read(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """TTT-Linear, its two states as one."""
+    """Call TTT-Linear, and return its two final states concatenated."""
     o, S, c = wyfold.chunk_ttt_linear(**arguments)
     return o, torch.cat([S, c], dim=2)
 
@@ -151,7 +151,7 @@ def ttt(number: int, layout: str, B: int | None = None, units: int = 48, **optio
     """A call of TTT-Linear whose ranks own whole mini-batches of 16."""
     boundaries = None if B else [16 * boundary for boundary in packing(number, units - 1)]
     if boundaries is not None:
-        boundaries[-1] += 5  # a last mini-batch that is short
+        boundaries[-1] += 5  # an incomplete last mini-batch
     shape = Shape(B=B or 1, T=16 * units, H=1, HV=2, K=8, V=8)
     N = B if boundaries is None else len(boundaries) - 1
     drawn = inputs.draw(
@@ -196,7 +196,7 @@ COMPARISONS: dict[str, Any] = {
 
 
 class Modules:
-    """One step of a module in one process, and the same step of all ranks."""
+    """Compares a training step of a module in one process with the same step on all ranks."""
 
     def __init__(self, build: Any, layout: str, *, integers: bool = False):
         self.build, self.layout, self.integers = build, layout, integers
@@ -230,7 +230,7 @@ class Modules:
 
     def run(self, truth: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         options: dict[str, Any] = {}
-        if self.layout == "fragments":  # between mini-batches of every sequence
+        if self.layout == "fragments":  # cuts at mini-batch boundaries of every sequence
             cuts = [0, 16, 48, 80, 112, 200]
             options["fragments"] = [list(pairwise(cuts))[rank :: group.size()] for rank in range(group.size())]
         context = build_cp_context(self.layout_of_all, group, layout=self.layout, conv1d_kernel_size=4, **options)
@@ -258,11 +258,11 @@ MODULES = {
 }
 
 
-# --- what is refused, on all ranks at once ---------------------------------------------------------------------------
+# --- errors, on all ranks at once ------------------------------------------------------------------------------------
 
 
 def refused(given: None, group: dist.ProcessGroup) -> None:
-    """One rank is about to do something else; then all of them the same."""
+    """A call that differs on one rank is an error on all; the next equal call works."""
     rank, cu = group.rank(), torch.tensor([0, 12, 40])
     other = rank == 1
     tokens = cu.new_tensor([0, 20, 40]) if other else cu
@@ -315,7 +315,7 @@ def refused(given: None, group: dist.ProcessGroup) -> None:
 
 
 def once(given: None, group: dist.ProcessGroup) -> None:
-    """With check="first" ranks compare a kind of call once, and "never" not at all."""
+    """Ranks compare a kind of call once with check="first", every time with "always", and never with "never"."""
     compared = []
     check_agreement, collectives.check_agreement = collectives.check_agreement, lambda *said: compared.append(said)
     try:
@@ -333,7 +333,7 @@ def once(given: None, group: dist.ProcessGroup) -> None:
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:
-    """What a call would tell, asked on one rank alone: nothing waits for the others."""
+    """`explain` on one rank alone lists a call's collectives, and does not wait for other ranks."""
     if group.rank():
         return
     context = build_cp_context(torch.tensor([0, 12, 40 * group.size()]), group, check="always")
@@ -347,7 +347,7 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
 
 
 def built(given: None, group: dist.ProcessGroup) -> None:
-    """What a context says of itself, and what it refuses to be made from."""
+    """Attributes and methods of a context, and the errors of `build_cp_context`."""
     world = group.size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     x = torch.arange(40 * world).reshape(1, -1, 1).double()
@@ -404,7 +404,7 @@ def _fragments(cu: torch.Tensor, group: dist.ProcessGroup, owned: list[Any]) -> 
 
 
 def other_ways(given: None, group: dist.ProcessGroup) -> None:
-    """Compiled as one graph, or run a second time by activation checkpointing: the same bits."""
+    """A call compiled as one graph, or rerun by activation checkpointing, gives the same bits."""
     warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
     builds = (
         lambda: layers.KimiDeltaAttention(24, 1, 1, 16),
@@ -414,7 +414,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
     for build in builds:
         torch.manual_seed(0)
         layer, whole = build(), torch.randn(1, 64, 24)
-        # The first rank is entered by nothing, the second one left by nothing: neither needs all that it is told.
+        # No state enters the first rank or leaves the second, so neither reads all that it gathers.
         context = build_cp_context(torch.tensor([0, 16, 64]), group)
         share = context.shard(whole)
 
@@ -431,7 +431,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
 
 
 def sharded(given: Any, group: dist.ProcessGroup) -> None:
-    """FSDP2 over all ranks, two of which share a replica's tokens: the gradients of one process."""
+    """FSDP2 over all ranks, with pairs that split a replica's tokens, gives the gradients of one process."""
     if group.size() % 2:
         return
     warnings.simplefilter("ignore")  # PyTorch's own, of FSDP
@@ -447,7 +447,7 @@ def sharded(given: Any, group: dist.ProcessGroup) -> None:
 
 
 def unsharded() -> Any:
-    """The same step of one process."""
+    """The module, its tokens and the gradients of the step in one process."""
     torch.manual_seed(0)
     config = DecoderConfig(hidden_size=24, num_layers=2, pattern="kda attention", num_heads=2, head_dim=8)
     module, ids = Decoder(config).double(), torch.randint(256, (2, 60))
@@ -458,7 +458,7 @@ def unsharded() -> Any:
 
 
 def _step(run: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and gradient of the input."""
+    """Return the output and the gradient of the input."""
     x = x.clone().requires_grad_()
     y = run(x)
     y.square().sum().backward()
@@ -480,7 +480,7 @@ def death(given: None, group: dist.ProcessGroup) -> None:
         raise AssertionError("a rank is dead, and nobody noticed")
 
 
-# Eight ranks on two cores take as long as all others together: they have those cases whose number is odd.
+# Eight ranks on two cores take as long as all others together, so they run only cases with an odd number.
 CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 4) for name, x in COMPARISONS.items()}
 CASES |= {name: Case(x.prepare, x.run, most=3) for name, x in MODULES.items()}
 CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (refused, once, explained, built)}

@@ -1,4 +1,4 @@
-"""A rank's calls on the kernels' walk, where launches are written down: repeated ones, on both streams."""
+"""Replay of a rank's kernel calls, with all launches recorded, on both streams."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ WORLD = 3
 
 @pytest.fixture(params=range(WORLD))
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One of the ranks of a group whose others say nothing."""
+    """One rank of a fake group, whose other ranks send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=WORLD)
     yield request.param
     dist.destroy_process_group()
@@ -45,8 +45,7 @@ def test_a_rank_repeats_itself(
     memory_once: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """All five operators are recalled, and make the launches of an ordinary call; also of pieces with tokens behind
-    their last full chunk."""
+    """All five operators are replayed with the launches of an ordinary call, also if pieces end inside a chunk."""
     context = build_cp_context(torch.tensor(bounds), dist.group.WORLD, check="never")
     made = chunked(rule, disable_recompute=keep, cp_context=context)
     assert context.tokens == made[1]["q"].shape[1]
@@ -61,7 +60,7 @@ def test_a_rank_repeats_itself(
 
     def waited(x: torch.Tensor) -> None:
         wait(x)
-        told.append(x)  # as long as the test runs, as all memory
+        told.append(x)  # kept alive for the whole test, like all memory
         launches.append(("wait", 0, current(0)))
 
     monkeypatch.setattr(recording, "wait_collective", waited)
@@ -70,7 +69,7 @@ def test_a_rank_repeats_itself(
         with ordinary():
             learned(made, launches)
             gradients, found, tensors = learned(made, launches)
-        learned(made, launches)  # which comes to a wait once more, while its kernels are compiled
+        learned(made, launches)  # waits once more, because its kernels are compiled
         for _ in range(3):
             again, repeated, others = learned(made, launches)
             assert alike(found, repeated, tensors, others)
@@ -88,7 +87,7 @@ def test_a_rank_repeats_itself(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_any_default_dtype(dtype: torch.dtype, rank: int, launches: list[tuple], monkeypatch: pytest.MonkeyPatch):  # noqa: F811
-    """States inside are float32 whatever PyTorch makes where nobody says what."""
+    """Internal states are float32 whatever PyTorch's default dtype is."""
     context = build_cp_context(torch.tensor([0, 384]), dist.group.WORLD, check="never")
     made = chunked("gdn", cp_context=context)
     usual = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""The cut of a buffer over ranks: every token once, pieces where the boundaries say, chains in the sequence's order."""
+"""Partition of a buffer over ranks: every token once, pieces within boundaries, chains in sequence order."""
 
 from itertools import accumulate, pairwise
 
@@ -10,7 +10,7 @@ from wyfold.context_parallel.partition import LAYOUTS, Partition, owned_ranges, 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[list[int], int, list[list[tuple[int, int]]]]:
-    """Boundaries, tokens, and ranges of every rank."""
+    """Draw boundaries, the number of tokens, and the ranges of every rank."""
     boundaries = [0, *accumulate(draw(st.lists(st.sampled_from([0, 0, 1, 2, 5, 9]), max_size=6)))]
     total, world = boundaries[-1] + draw(st.sampled_from([0, 0, 3])), draw(st.integers(1, 5))
     layout = draw(st.sampled_from(LAYOUTS))
@@ -47,7 +47,7 @@ def test_every_token_lies_in_one_piece(given_cut: tuple[list[int], int, list[lis
 
 
 def check_chains(partition: Partition) -> None:
-    """Pieces follow one another, and have places of their own in what their ranks send."""
+    """Check that the pieces of a chain are adjacent, and that each has its own row in its rank's send buffer."""
     for chain in partition.chains:
         assert chain[0].first and chain[-1].last
         for before, piece in pairwise(chain):

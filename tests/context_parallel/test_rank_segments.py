@@ -1,4 +1,4 @@
-"""Segments of what a rank holds: which tokens they have, where borders lie, and what a chain of pieces carries."""
+"""Segments of a rank's pieces: their tokens, the borders between them, and the states along a chain."""
 
 import itertools
 import random
@@ -46,7 +46,7 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
                 assert set(found.sequence[own.start : own.stop].tolist()) <= {n}
                 assert int(found.cu[own.start]) == row * T + piece.offset
                 assert sum(lengths[own.start : own.stop]) == piece.length
-                # All but the last of a piece have full chunks, and lie on the piece's own grid of them.
+                # All segments but a piece's last have full chunks, aligned to the piece's chunk grid.
                 assert all(lengths[i] % C == 0 for i in own[:-1])
                 done = [0, *itertools.accumulate(lengths[own.start : own.stop])]
                 assert found.chunk[own.start : own.stop].tolist() == [chunks + at // C for at in done[:-1]]
@@ -79,7 +79,7 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_states_along_chains(layout: str, world: int):
-    """Of every piece an affine map: what ranks carry is what the maps make one after another, and back."""
+    """Carried states equal those of the pieces' affine maps applied one after another, in both directions."""
     B, HV, K, V = 2, 3, 4, 5
     for seed in range(4):
         partition = partition_sequences(packing(seed, 97), 97, owned_ranges(layout, 97, world))

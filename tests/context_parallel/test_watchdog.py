@@ -1,4 +1,4 @@
-"""A rank that is gone is an exception on the others, and a watch leaves nothing behind."""
+"""A lost rank raises an exception on the others, and a watch leaves no thread behind."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ from wyfold.context_parallel import watchdog as module
 from wyfold.cp import RankLost, Watch, build_cp_context
 
 SOON_S = 20
-"""In which survivors have to know, on two busy cores; the group itself waits for twice as long."""
+"""Seconds within which survivors must raise, on two busy cores; the group's own timeout is twice as long."""
 
 
 def raised(inside: Callable[[], object], group: dist.ProcessGroup, **options: Any) -> RankLost:
-    """What a watch raises around something that never ends by itself."""
+    """Return the RankLost that a watch raises in a function that never returns."""
     began = time.monotonic()
     try:
         with Watch(group, **options):
@@ -37,7 +37,7 @@ def raised(inside: Callable[[], object], group: dist.ProcessGroup, **options: An
 
 
 def forever() -> None:
-    """A program that waits for something else than a collective."""
+    """Loop forever without a collective."""
     while True:
         time.sleep(0.01)
 
@@ -49,7 +49,7 @@ def assert_no_thread() -> None:
 
 @contextmanager
 def patched(**values: Any) -> Iterator[None]:
-    """Constants of the watch, meanwhile."""
+    """Set constants of the watchdog module for a block."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -64,7 +64,7 @@ def patched(**values: Any) -> Iterator[None]:
 
 
 def killed(_: None, group: dist.ProcessGroup) -> None:
-    """Rank 1 of 3 is killed between forward and backward; rank 2 is in its backward then, rank 0 anywhere."""
+    """Rank 1 of 3 is killed between forward and backward; rank 2 waits in its backward, rank 0 outside of calls."""
     context = build_cp_context(None, group, total_tokens=90)
     q = torch.ones(1, context.tokens, 1, 8, requires_grad=True)
 
@@ -79,11 +79,11 @@ def killed(_: None, group: dist.ProcessGroup) -> None:
     assert str(raised(step, group)).startswith("Watch: rank 1 of 3 is gone")
 
 
-# --- all of them live ----------------------------------------------------------------------------
+# --- all ranks live ------------------------------------------------------------------------------
 
 
 def one_after_another(_: None, group: dist.ProcessGroup) -> None:
-    """Ranks leave when they are ready; a second watch of the same group is another one."""
+    """Ranks may leave at different times, and enter a second watch of the same group."""
     for turn in range(2):
         with Watch(group) as watch:
             assert any(thread.name.startswith("wyfold watch") for thread in threading.enumerate())
@@ -96,7 +96,7 @@ def one_after_another(_: None, group: dist.ProcessGroup) -> None:
 
 
 def the_same_error(_: None, group: dist.ProcessGroup) -> None:
-    """An error that all ranks meet is nobody's loss: each keeps its own."""
+    """If all ranks raise the same error, each keeps its own exception."""
     with pytest.raises(ValueError, match="everywhere"), Watch(group):
         time.sleep(0.3 * group.rank())
         raise ValueError("everywhere")
@@ -104,7 +104,7 @@ def the_same_error(_: None, group: dist.ProcessGroup) -> None:
 
 
 def an_error_of_one(_: None, group: dist.ProcessGroup) -> None:
-    """The others would wait for it."""
+    """An error on one rank is RankLost on the others, which would wait for it."""
     with patched(GRACE_S=0.5):
         if group.rank() == 1:
             with pytest.raises(KeyError), Watch(group):
@@ -115,7 +115,7 @@ def an_error_of_one(_: None, group: dist.ProcessGroup) -> None:
 
 
 def a_broken_channel(_: None, group: dist.ProcessGroup) -> None:
-    """What breaks while all ranks are here stops nobody."""
+    """If only the heartbeat channel fails, no rank is stopped."""
 
     class Broken:
         def __init__(self, *_: object):
@@ -137,10 +137,10 @@ def a_broken_channel(_: None, group: dist.ProcessGroup) -> None:
 
 
 def silence(_: None, group: dist.ProcessGroup) -> None:
-    """A rank that is there and says nothing is gone as well."""
+    """A rank that lives but sends no heartbeat is lost."""
     if group.rank() == 1:
         with warnings.catch_warnings(), patched(PERIOD_S=4.0):
-            warnings.simplefilter("ignore")  # when it looks again all the others have answered
+            warnings.simplefilter("ignore")  # a warning: when it looks again, all others have answered
             with Watch(group, silence_s=1):
                 threading.Event().wait(4.5)
     else:
@@ -151,11 +151,11 @@ def silence(_: None, group: dist.ProcessGroup) -> None:
 
 
 def a_broken_collective(_: None, group: dist.ProcessGroup) -> None:
-    """What others meet in a collective when a rank leaves is its leaving, not their own error."""
+    """A broken collective after a rank has left is reported as RankLost, not as the collective's error."""
     with pytest.raises(KeyError) if group.rank() == 1 else pytest.raises(RankLost) as found, Watch(group):
         if group.rank() == 1:
             raise KeyError("mine")
-        time.sleep(1)  # until it was heard
+        time.sleep(1)  # until the others have received it
         raise RuntimeError("Connection closed by peer")
     if group.rank() != 1:
         assert str(found.value) == f"Watch: rank 1 of {group.size()} left because of an error of its own"
@@ -163,7 +163,7 @@ def a_broken_collective(_: None, group: dist.ProcessGroup) -> None:
 
 
 def it_says_which(_: None, group: dist.ProcessGroup) -> None:
-    """Inside of the block, too."""
+    """RankLost names the rank also if it is caught inside the block."""
     with patched(GRACE_S=0.5):
         if group.rank() == 1:
             with pytest.raises(KeyError), Watch(group):
@@ -175,7 +175,7 @@ def it_says_which(_: None, group: dist.ProcessGroup) -> None:
 
 
 def an_end_without_an_error(_: None, group: dist.ProcessGroup) -> None:
-    """`sys.exit()` is none."""
+    """`sys.exit()` is not an error."""
     with pytest.raises(SystemExit) if group.rank() == 1 else nullcontext(), Watch(group) as watch:
         dist.barrier(group)
         if group.rank() == 1:

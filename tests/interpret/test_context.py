@@ -1,7 +1,7 @@
-"""Delta rules over the ranks of a group, on kernels, against float64 of one process.
+"""Delta rules over the ranks of a group, on interpreted kernels, against float64 in one process.
 
-Ranks are processes of a gloo group that interpret the kernels (`tests.context_parallel.ranks`). The tokens are
-partitioned so that edges fall on chunk boundaries and inside chunks, and pieces are cut into segments themselves.
+Ranks are processes of a gloo group (`tests.context_parallel.ranks`). Shards begin and end at chunk boundaries and
+inside chunks, and pieces are cut into segments themselves.
 """
 
 import contextlib
@@ -30,7 +30,10 @@ class Kernels:
     """A comparison whose ranks run kernels in `dtype`, and whose pieces are cut into `count` segments or left whole.
 
     Args:
-        limit: Of the relative RMS of outputs, states and gradients.
+        of: The comparison.
+        dtype: dtype of the inputs.
+        limit: Bound on the relative RMS error of outputs, states and gradients.
+        count: Number of segments of a piece; 0 leaves pieces whole.
     """
 
     def __init__(self, of: Comparison, dtype: torch.dtype = torch.float32, limit: float = 2e-6, count: int = 0):
@@ -80,10 +83,10 @@ COMPARISONS = {
 
 
 def other_ways(given: None, group: dist.ProcessGroup) -> None:
-    """Compiled as one graph, or run a second time by activation checkpointing: the same bits."""
+    """A call compiled as one graph, or rerun by activation checkpointing, gives the same bits."""
     warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
     torch.manual_seed(0)
-    # The first rank is entered by nothing, the second one left by nothing: neither needs all that it is told.
+    # No state enters the first rank or leaves the second, so neither reads all that it gathers.
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
     q, k, v, g = (context.shard(torch.randn(1, 90, 2, 16)) for _ in range(4))
 
@@ -96,7 +99,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
         o = run(*leaves)
         return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
 
-    # First by the compiler: nothing of the context was made by a call before it.
+    # The compiled call runs first, while the context has no cached tensors.
     compiled = step(torch.compile(call, fullgraph=True, backend="aot_eager"))
     expected = step(call)
     again = step(lambda *leaves: checkpoint(call, *leaves, use_reentrant=False))
@@ -105,7 +108,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
 
 
 def twice(given: None, group: dist.ProcessGroup) -> None:
-    """A second backward through the same call finds what the first one found, also where the factors were kept."""
+    """A second backward through the same call gives the same gradients, also with saved factors."""
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
     for keep in (False, True):
         q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
@@ -115,7 +118,7 @@ def twice(given: None, group: dist.ProcessGroup) -> None:
 
 
 def moved(given: None, group: dist.ProcessGroup) -> None:
-    """Boundaries that change between the two directions are refused before anything is sent."""
+    """Boundaries that change between forward and backward are an error before the backward's collective."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
     for backend in ("triton", "eager"):
@@ -130,7 +133,7 @@ def moved(given: None, group: dist.ProcessGroup) -> None:
 
 
 def no_rows(given: None, group: dist.ProcessGroup) -> None:
-    """A batch of no rows is as empty over ranks as it is on one."""
+    """A batch of zero rows gives empty results and gradients, as in one process."""
     context = build_cp_context(None, group, total_tokens=40)
     q = torch.ones(0, context.tokens, 1, 16, requires_grad=True)
     flags = {"cp_context": context, "output_final_state": True, "backend": "triton", "chunk_size": C}
@@ -142,7 +145,7 @@ def no_rows(given: None, group: dist.ProcessGroup) -> None:
 
 
 def broken(given: None, group: dist.ProcessGroup) -> None:
-    """A call leaves no collective that nobody waits for, also where it breaks off behind it, or needs nothing of it."""
+    """A call waits for its collectives, also if it fails after launching one or does not read its result."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
     factors_from_list, waiting = (
@@ -170,8 +173,8 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
 
 
 def registered(given: None, group: dist.ProcessGroup) -> None:
-    """PyTorch's own checks of what is registered: sizes come from metadata alone, nothing is changed or aliased."""
-    warnings.simplefilter("ignore")  # PyTorch's own
+    """PyTorch's opcheck of the registered operators: fakes match, and no input is mutated or aliased."""
+    warnings.simplefilter("ignore")  # PyTorch's warnings
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
     def call_operator(operator: Any, *arguments: Any) -> Any:
@@ -195,7 +198,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:
-    """The launches for what ranks tell each other are in the plan, where there is anything to tell and kernels can."""
+    """A plan lists the launches of the exchange if sequences span ranks and the kernels support the state size."""
     crossing = build_cp_context(torch.tensor([0, 20, 90]), group)
     apart = build_cp_context(torch.tensor([0, 45, 90]), group)
     q, wide = (torch.ones(1, crossing.tokens, 1, K) for K in (16, 256))
@@ -207,7 +210,7 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
         assert between <= {launch.stage for launch in plan.rows} or not summed
 
 
-# Of two ranks neither is in the middle.
+# At least three ranks, so that one has neighbours on both sides.
 CASES = {name: Case(x.prepare, x.run, least=3) for name, x in COMPARISONS.items()}
 CASES |= {
     run.__name__: Case(lambda: None, run, most=2)
