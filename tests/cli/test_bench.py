@@ -14,7 +14,7 @@ import wyfold
 from wyfold.cli import bench, catalog, main
 from wyfold.cli.bench import cases, implementations, memory, peers, runner, tables, timing
 from wyfold.cli.bench.cases import Case
-from wyfold.cli.bench.implementations import Contender, Judge
+from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
 
@@ -34,8 +34,8 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "in_fresh_process", lambda request: PEAK)
 
 
-def ours(case: Case = CASE) -> Contender:
-    return implementations.contenders(case, [])[0]
+def ours(case: Case = CASE) -> BenchImplementation:
+    return implementations.implementations_of(case, [])[0]
 
 
 def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[peers.Adapter, ...]:
@@ -63,8 +63,8 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     peer = peers.Peer(
         "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
     )
-    track = runner.Track(1, 3, graph=False, cold=False)
-    (rows,) = runner.race([case], [peer], [], track)
+    session = runner.BenchSession(1, 3, graph=False, cold=False)
+    (rows,) = runner.run_cases([case], [peer], [], session)
     assert [row["ran"] for row in rows] == ["wyfold.serving.decode", "token form"]
     assert all(row["correct"] and row["milliseconds"] for row in rows)
     assert rows[0]["launches"]["forward"] == (
@@ -76,7 +76,7 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     read = sum(x.nbytes for x in arguments.values() if isinstance(x, torch.Tensor))
     assert rows[0]["floor"]["bytes"] == read + arguments["v"].nbytes + states.nbytes
     both = dataclasses.replace(case, mode="fwdbwd")
-    (rows,) = runner.race([both], [], [], runner.Track(1, 1, graph=False, cold=False))
+    (rows,) = runner.run_cases([both], [], [], runner.BenchSession(1, 1, graph=False, cold=False))
     assert rows[0]["refused"] == "has no backward"
 
 
@@ -102,9 +102,9 @@ def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
     assert row["peak"]["process_mib"] > row["peak"]["above_inputs_mib"] >= 0
     assert row["peak"]["method"] == memory.METHOD
     assert (tmp_path / f"{file.stem}.png").read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
-    assert "median ms" in said
-    assert "peak MiB above inputs" in said
+    shown = capsys.readouterr().out
+    assert "median ms" in shown
+    assert "peak MiB above inputs" in shown
 
 
 @pytest.mark.parametrize("op", ["gdn", "kda", "recurrent_kda"])
@@ -129,7 +129,7 @@ def test_parameters_of_judged_heads():
     """On a GPU some heads are judged: of what has a row for each, those rows, and of its gradient."""
     case = dataclasses.replace(CASE, op="kda", gate="model", shape=Shape(1, 40, 3, 6, 8, 8))
     arguments, group = case.arguments(), 2
-    judge = Judge(dataclasses.replace(case, device="cuda"), arguments, heads=1)
+    judge = AccuracyCheck(dataclasses.replace(case, device="cuda"), arguments, heads=1)
     for name in ("A_log", "dt_bias"):
         x = arguments[name]
         for of in (name, f"d{name}"):
@@ -177,7 +177,7 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "shown"),
     [
         (["gru"], "OP: unknown 'gru'; there are delta_rule, gdn, kda"),
         (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers, fla, flash-qla, cudnn"),
@@ -200,9 +200,9 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "--rounds", "0"], "--rounds: must be a whole number of at least 1"),
     ],
 )
-def test_a_wrong_word_is_named(words, said, capsys):
+def test_a_wrong_word_is_named(words, shown, capsys):
     assert main(["bench", *words, "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
+    assert shown in capsys.readouterr().err
 
 
 def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
@@ -286,12 +286,12 @@ def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkey
     assert ratio["memory_share"] == 1.0
     assert record["ratios"][1]["error_share"] == first["errors"]["o"]["rms"] / third["errors"]["o"]["rms"]
     assert fourth["milliseconds"] is None
-    said = capsys.readouterr().out
+    shown = capsys.readouterr().out
     assert (
         "further from the truth than ours may be: gdn 1,40,1,1,8,8 float32 fwd by coarse.loop: o 1.0e-03 (over in"
-        in said
+        in shown
     )
-    assert "wrong: gdn 1,40,1,1,8,8 float32 fwd by wrong.loop: o 5.0e-02" in said
+    assert "wrong: gdn 1,40,1,1,8,8 float32 fwd by wrong.loop: o 5.0e-02" in shown
 
 
 def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch, tmp_path, capsys):
@@ -309,10 +309,10 @@ def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch,
     monkeypatch.setattr(peers.Peer, "installed", True)
     words = "bench gdn kda --shapes 1,40,1,8 --mode fwdbwd --rounds 1 --peers some --out".split()
     assert main([*words, str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "some.rule refused gdn 1,40,1,1,8,8 fwdbwd: RuntimeError: shapes do not match and the compiler" in said
-    assert "some (not loaded) refused kda 1,40,1,1,8,8 fwdbwd: ImportError: no module of that name" in said
-    assert "some.forward refused kda 1,40,1,1,8,8 fwdbwd: has no backward" in said
+    shown = capsys.readouterr().out
+    assert "some.rule refused gdn 1,40,1,1,8,8 fwdbwd: RuntimeError: shapes do not match and the compiler" in shown
+    assert "some (not loaded) refused kda 1,40,1,1,8,8 fwdbwd: ImportError: no module of that name" in shown
+    assert "some.forward refused kda 1,40,1,1,8,8 fwdbwd: has no backward" in shown
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["rows"]
     assert [row["correct"] for row in rows] == [True, False, True, False, False]
@@ -396,11 +396,11 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
         for gate in cases.gates_of(op, ["mid"]):
             case = Case(op, Shape(2, 40, 2, 2, 16, 16), gate, "float32", "fwd", 1, norm="outside", chunk=16)
             arguments = case.arguments()
-            judge = Judge(case, arguments)
+            judge = AccuracyCheck(case, arguments)
             others = [peers.PEERS[name] for name in ("fla", "flash-qla", "cudnn", "flashinfer")]
-            for contender in implementations.contenders(case, others)[1:]:
-                found = judge.finding(contender, False, ours=True)
-                assert found.within, (op, gate, contender.ran, [str(verdict) for verdict in found.verdicts])
+            for implementation in implementations.implementations_of(case, others)[1:]:
+                found = judge.check_call(implementation, False, ours=True)
+                assert found.within_limits, (op, gate, implementation.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
     ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
     # chunk_scaled_dot_kkt with a gate and without; decoding beside the token forms of three rules
@@ -437,13 +437,13 @@ def test_one_run_has_several_dtypes(no_children, tmp_path):
 def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
     import logging
 
-    monkeypatch.setattr(peers, "_heard", {})
-    peers._listen()
-    peers._listen()
+    monkeypatch.setattr(peers, "_dispatch_messages", {})
+    peers._capture_dispatch_log()
+    peers._capture_dispatch_log()
     logger = logging.getLogger("fla.backends")
     logger.info("[FLA Backend] common.chunk_bwd_dqkwg -> tilelang")
-    assert peers.dispatched() == ["[FLA Backend] common.chunk_bwd_dqkwg -> tilelang"]
-    assert len([handler for handler in logger.handlers if isinstance(handler, peers._Listener)]) == 1
+    assert peers.dispatch_messages() == ["[FLA Backend] common.chunk_bwd_dqkwg -> tilelang"]
+    assert len([handler for handler in logger.handlers if isinstance(handler, peers._DispatchLogHandler)]) == 1
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------
@@ -460,18 +460,18 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(monkeypatch):
     monkeypatch.setattr(implementations, "CHECKED", 20)
     monkeypatch.setattr(implementations, "CHECKED_FORWARD", 20)
-    judge = Judge(CASE, CASE.arguments())
-    assert judge.finding(ours(), True, ours=True).within
+    judge = AccuracyCheck(CASE, CASE.arguments())
+    assert judge.check_call(ours(), True, ours=True).within_limits
     peeking = dataclasses.replace(ours(), call=lambda a: ours().call(a) + 1e-9 * a["v"].flip(1))
-    found = judge.finding(peeking, True, ours=True)
+    found = judge.check_call(peeking, True, ours=True)
     assert {verdict.name for verdict in found.verdicts if not verdict.passed} == {"dv"}
-    assert not found.right
+    assert not found.correct
 
 
 def test_a_step_size_is_no_row():
     """deta has one number a token; one that happens to be small may be off by more than itself."""
     case = Case("ttt", Shape(1, 128, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
-    judge = Judge(case, case.arguments())
+    judge = AccuracyCheck(case, case.arguments())
     truth = torch.randn(1, 128, 1, 1, dtype=torch.float64)
     truth[0, 5] = 1e-9
     got = truth.float()
@@ -484,18 +484,18 @@ def test_a_step_size_is_no_row():
 def test_a_wrong_row_among_many_is_wrong_for_peers_too():
     """Its share of the whole error is small; of its own length it is not."""
     case = dataclasses.replace(CASE, shape=Shape(1, 4000, 1, 1, 8, 8), gate="slow", mode="fwd", dtype="bfloat16")
-    judge = Judge(dataclasses.replace(case, device="cpu"), case.arguments())
-    judge.tokens = judge.shown = 400
+    judge = AccuracyCheck(dataclasses.replace(case, device="cpu"), case.arguments())
+    judge.tokens = judge.output_tokens = 400
 
     def late(arguments):
         o = ours(case).call(arguments)
         o[:, 50] = o[:, 49]
         return o
 
-    assert judge.finding(ours(case), False, ours=True).within
-    found = judge.finding(dataclasses.replace(ours(case), call=late), False, ours=False)
+    assert judge.check_call(ours(case), False, ours=True).within_limits
+    found = judge.check_call(dataclasses.replace(ours(case), call=late), False, ours=False)
     assert found.verdicts[0].measured.rms < 0.1
-    assert not found.right
+    assert not found.correct
 
 
 def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypatch, tmp_path, capsys):
@@ -537,12 +537,12 @@ class OnGpu(Case):
 
 def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
     case = OnGpu("kda", Shape(1, 70, 8, 16, 8, 8), "mid", "bfloat16", "fwdbwd", 0, norm="outside")
-    judge = Judge(case, case.arguments(), heads=3)
-    assert judge.picked == [0, 4, 7]
-    assert "key heads [0, 4, 7] of 8" in judge.by
-    mine = implementations.contenders(case, [])[0]
-    found = judge.finding(mine, True, ours=True)
-    assert found.within
+    judge = AccuracyCheck(case, case.arguments(), heads=3)
+    assert judge.checked_heads == [0, 4, 7]
+    assert "key heads [0, 4, 7] of 8" in judge.method
+    mine = implementations.implementations_of(case, [])[0]
+    found = judge.check_call(mine, True, ours=True)
+    assert found.within_limits
     assert {verdict.name for verdict in found.verdicts} == {"o", "dq", "dk", "dv", "dg", "dbeta"}
     assert set(found.eager) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
 
@@ -552,12 +552,12 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
             o[:, 3, head] = value
             return o
 
-        return judge.finding(dataclasses.replace(mine, call=call), False, ours=True)
+        return judge.check_call(dataclasses.replace(mine, call=call), False, ours=True)
 
-    assert spoiled(4, 0.0).right  # a head that nobody looks at, and a number
-    assert not spoiled(4, float("nan")).right
-    assert spoiled(4, float("nan")).lost == ("o",)
-    assert not spoiled(9, 0.0).right  # value head 9 reads key head 4
+    assert spoiled(4, 0.0).correct  # a head that is not compared, and a finite number
+    assert not spoiled(4, float("nan")).correct
+    assert spoiled(4, float("nan")).nonfinite == ("o",)
+    assert not spoiled(9, 0.0).correct  # value head 9 reads key head 4
 
 
 @pytest.mark.parametrize("kind", [Case, OnGpu])
@@ -568,11 +568,11 @@ def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
     gate = "mid" if op in ("gdn", "kda") else "none"
     mode = "fwd" if op == "kkt" else "fwdbwd"
     case = kind(op, Shape(1, 70, 2, 2, 8, 8), gate, "float32", mode, 0, name="short", norm="outside")
-    judge = Judge(case, case.arguments())
-    mine = implementations.contenders(case, [])[0]
-    assert judge.finding(mine, case.backward, ours=True).within
+    judge = AccuracyCheck(case, case.arguments())
+    mine = implementations.implementations_of(case, [])[0]
+    assert judge.check_call(mine, case.backward, ours=True).within_limits
     dense = dataclasses.replace(mine, call=lambda a: mine.call({n: x for n, x in a.items() if n != "cu_seqlens"}))
-    assert not judge.finding(dense, False, ours=True).right
+    assert not judge.check_call(dense, False, ours=True).correct
 
 
 class FakeGpu:
@@ -615,9 +615,9 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
         "some", "some", "", {"chunk_gated_delta_rule": adapters(("some.rule", mine.call), ("some.other", failing))}
     )
     first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")
-    track = runner.Track(2, 4, graph=True, cold=False)
+    session = runner.BenchSession(2, 4, graph=True, cold=False)
     both = dataclasses.replace(first, mode="fwdbwd")
-    rows = [row for found in runner.race([first, both], [library], [], track) for row in found]
+    rows = [row for found in runner.run_cases([first, both], [library], [], session) for row in found]
     assert [(row["mode"], row["ran"], row["correct"]) for row in rows] == [
         (mode, ran, right)
         for mode in ("fwd", "fwdbwd")
@@ -639,21 +639,21 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
     assert refused["refused"].startswith("RuntimeError: Triton >= 3.4.0")
     assert refused["milliseconds"] is None
     tables.report(rows, tables.against_peers(rows))
-    said = capsys.readouterr().out
-    assert "0.375 (2)" in said
-    assert "no graph of gdn 1,70,2,4,8,8 bfloat16 fwd by some.rule: RuntimeError: operation not permitted" in said
-    assert "some.other refused gdn 1,70,2,4,8,8 fwdbwd: RuntimeError: Triton >= 3.4.0" in said
+    shown = capsys.readouterr().out
+    assert "0.375 (2)" in shown
+    assert "no graph of gdn 1,70,2,4,8,8 bfloat16 fwd by some.rule: RuntimeError: operation not permitted" in shown
+    assert "some.other refused gdn 1,70,2,4,8,8 fwdbwd: RuntimeError: Triton >= 3.4.0" in shown
 
 
 def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeypatch, tmp_path, capsys):
-    usual = runner.race
+    usual = runner.run_cases
 
     def one_lost(group, *rest):
         if group[0].op == "gdn":
             raise torch.OutOfMemoryError("no memory left")
         return usual(group, *rest)
 
-    monkeypatch.setattr(runner, "race", one_lost)
+    monkeypatch.setattr(runner, "run_cases", one_lost)
     words = "bench gdn norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -666,7 +666,7 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
 
 
 def test_what_is_measured_is_written_before_the_next_case_begins(no_children, monkeypatch, tmp_path):
-    usual, kept = runner.race, []
+    usual, kept = runner.run_cases, []
 
     def cut_off(group, *rest):
         yield next(iter(usual(group, *rest)))
@@ -674,7 +674,7 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
         kept.append(json.loads(file.read_text()))
         raise RuntimeError("the card fell over")
 
-    monkeypatch.setattr(runner, "race", cut_off)
+    monkeypatch.setattr(runner, "run_cases", cut_off)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -694,7 +694,7 @@ def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_
         raise RuntimeError("the card fell over")
         yield
 
-    monkeypatch.setattr(runner, "race", fell_over)
+    monkeypatch.setattr(runner, "run_cases", fell_over)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd,fwdbwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 1
     (file,) = tmp_path.glob("*.json")
@@ -735,11 +735,11 @@ def test_the_floor_of_a_gram_counts_its_own_result():
 
 def test_flags_of_ours_are_contenders_where_they_mean_something():
     kda = dataclasses.replace(CASE, op="kda")
-    names = [c.ran for c in implementations.contenders(kda, [], ["disable_recompute", "safe_gate"])]
+    names = [c.ran for c in implementations.implementations_of(kda, [], ["disable_recompute", "safe_gate"])]
     assert names == ["wyfold.chunk_kda", "wyfold.chunk_kda, disable_recompute", "wyfold.chunk_kda, safe_gate"]
     forward = dataclasses.replace(CASE, mode="fwd")
-    assert len(implementations.contenders(forward, [], ["disable_recompute", "safe_gate"])) == 1
-    whole = implementations.contenders(forward, [], ["batch_invariant"])[1]
+    assert len(implementations.implementations_of(forward, [], ["disable_recompute", "safe_gate"])) == 1
+    whole = implementations.implementations_of(forward, [], ["batch_invariant"])[1]
     assert whole.ran == "wyfold.chunk_gated_delta_rule, batch_invariant"
 
 
@@ -779,7 +779,7 @@ def test_a_first_call_does_not_count_what_pytorch_imports(mode: str, before: int
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: seen.append("grad") or usual(*a, **k))
     monkeypatch.setattr(memory, "seconds", lambda call, finish: {"seconds": float(seen.count("grad"))})
     case = dataclasses.replace(CASE, mode=mode)
-    (first, *_) = implementations.contenders(case, [], [])
+    (first, *_) = implementations.implementations_of(case, [], [])
     request = {**dataclasses.asdict(case), "ran": first.ran, "contender": first.name, "what": "first call"}
     request["threads"] = torch.get_num_threads()
     assert runner.measure(request)["seconds"] == before

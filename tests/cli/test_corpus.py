@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wyfold.cli import UsageError
-from wyfold.cli.corpus import Corpus, Packs, Windows, read
+from wyfold.cli.corpus import Corpus, PackedBatches, WindowBatches, read
 
 
 def text(corpus: Corpus) -> bytes:
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_named(tmp_path, make, message):
         read(path)
 
 
-@pytest.mark.parametrize("cut", [Windows, Packs])
+@pytest.mark.parametrize("cut", [WindowBatches, PackedBatches])
 def test_a_file_too_short_is_named_with_what_it_would_need(tmp_path, cut):
     (tmp_path / "short.txt").write_bytes(b"0123456789")
     with pytest.raises(UsageError, match=r"short\.txt: 10 bytes are too few, .* at least (17|33)"):
@@ -97,12 +97,12 @@ def test_split_at_documents_keeps_each_whole():
 
 
 def test_windows_label_each_byte_with_the_next():
-    batch = Windows(Corpus.of("x", [bytes(range(200))]), batch=3, length=16, seed=1).at(5)
+    batch = WindowBatches(Corpus.of("x", [bytes(range(200))]), batch=3, length=16, seed=1).at(5)
     assert batch.ids.shape == (3, 16)
     assert torch.equal(batch.labels, batch.ids + 1)
 
 
-@pytest.mark.parametrize("cut", [Windows, Packs])
+@pytest.mark.parametrize("cut", [WindowBatches, PackedBatches])
 def test_batches_depend_on_seed_and_index_alone(cut):
     corpus = Corpus.of("x", [bytes([65 + i]) * (20 + 7 * i) for i in range(12)])
     forward = cut(corpus, batch=2, length=8, seed=3)
@@ -118,7 +118,7 @@ def test_batches_depend_on_seed_and_index_alone(cut):
 
 
 def test_an_epoch_of_windows_visits_each_once_and_the_next_moves_on():
-    windows = Windows(Corpus.of("x", [bytes(range(256))]), batch=1, length=16, seed=0)
+    windows = WindowBatches(Corpus.of("x", [bytes(range(256))]), batch=1, length=16, seed=0)
     first = [int(windows.at(index).ids[0, 0]) for index in range(windows.per_epoch)]
     second = [int(windows.at(windows.per_epoch + index).ids[0, 0]) for index in range(windows.per_epoch)]
     assert len(set(first)) == windows.per_epoch
@@ -129,7 +129,7 @@ def test_an_epoch_of_windows_visits_each_once_and_the_next_moves_on():
 def test_a_pack_holds_pieces_of_documents_and_no_border_is_learned_across():
     # Document i is the byte i over and over: a label across a border would differ from its id.
     documents = [bytes([i]) * n for i, n in enumerate([1, 2, 30, 5, 9, 64, 17, 3, 2, 40])]
-    packs = Packs(Corpus.of("x", documents), batch=2, length=16, seed=0)
+    packs = PackedBatches(Corpus.of("x", documents), batch=2, length=16, seed=0)
     learned = 0
     for index in range(packs.per_epoch):
         batch = packs.at(index)
@@ -145,7 +145,7 @@ def test_a_pack_holds_pieces_of_documents_and_no_border_is_learned_across():
 
 
 def test_validation_reads_in_order_up_to_its_limit():
-    windows = Windows(Corpus.of("x", [bytes(range(100))]), batch=2, length=16, seed=0)
+    windows = WindowBatches(Corpus.of("x", [bytes(range(100))]), batch=2, length=16, seed=0)
     ids = torch.cat([batch.ids for batch in windows.in_order(64)])
     assert torch.equal(ids.flatten(), torch.arange(64))
     assert sum(batch.ids.numel() for batch in windows.in_order(10**9)) == 96

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wyfold.cli.corpus import Batch
-from wyfold.cli.prefetch import Ahead, Figures
+from wyfold.cli.prefetch import BatchPrefetcher, StepMetrics
 
 
 class Drawn:
@@ -26,7 +26,7 @@ class Drawn:
 
 def test_the_next_batch_is_drawn_before_it_is_asked_for():
     drawn = Drawn()
-    ahead = Ahead(drawn, 3, pinned=False)
+    ahead = BatchPrefetcher(drawn, 3, pinned=False)
     for index in (2, 5, 8, 40, 43):  # a run that is resumed begins anywhere
         assert ahead.at(index).ids.tolist() == [[index, index]]
     ahead.thread.shutdown()
@@ -35,7 +35,7 @@ def test_the_next_batch_is_drawn_before_it_is_asked_for():
 
 
 def test_what_drawing_raises_is_raised_where_the_batch_is_asked_for():
-    ahead = Ahead(Drawn(), -1, pinned=False)
+    ahead = BatchPrefetcher(Drawn(), -1, pinned=False)
     assert ahead.at(0).ids.tolist() == [[0, 0]]
     with pytest.raises(ValueError, match="no such batch"):
         ahead.at(-1)
@@ -43,5 +43,5 @@ def test_what_drawing_raises_is_raised_where_the_batch_is_asked_for():
 
 def test_figures_are_those_of_their_step_whatever_follows():
     values = torch.tensor([0.5, 2.0])
-    figures = Figures(7, 1e-3, 64, values)
+    figures = StepMetrics(7, 1e-3, 64, values)
     assert (figures.number, figures.read()) == (7, (0.5, 2.0))

@@ -17,7 +17,7 @@ from wyfold.cli import UsageError, main
 from wyfold.cli.bench import scaling, tables
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.catalog import OVER_RANKS
-from wyfold.cli.distributed import Ranks
+from wyfold.cli.distributed import DistributedWorld
 from wyfold.reference.shapes import Shape
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
@@ -52,26 +52,26 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
 
 
 @pytest.fixture
-def team() -> Iterator[Ranks]:
+def world() -> Iterator[DistributedWorld]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Ranks(torch.device("cpu"), 1)
+    yield DistributedWorld(torch.device("cpu"), 1)
     dist.destroy_process_group()
 
 
-def test_what_is_wrong_gets_no_time(team: Ranks, monkeypatch):
+def test_what_is_wrong_gets_no_time(world: DistributedWorld, monkeypatch):
     def wrong(case, peers):
         (ours,) = usual(case, peers)
         return [replace(ours, call=lambda arguments: ours.call(arguments) * 1.01)]
 
-    usual = scaling.contenders
-    monkeypatch.setattr(scaling, "contenders", wrong)
-    (rows,) = scaling._race([[CASE]], [], [1], 1, team)
+    usual = scaling.implementations_of
+    monkeypatch.setattr(scaling, "implementations_of", wrong)
+    (rows,) = scaling._run_cases([[CASE]], [], [1], 1, world)
     (row,) = rows
     assert row["failed"] and not row["correct"] and row["milliseconds"] is None
     assert row["errors"]["o"]["rms"] > 5e-3
 
 
-def test_who_refuses_says_why(team: Ranks, monkeypatch, capsys):
+def test_who_refuses_says_why(world: DistributedWorld, monkeypatch, capsys):
     def refusing(case, peers):
         (ours,) = usual(case, peers)
 
@@ -80,9 +80,9 @@ def test_who_refuses_says_why(team: Ranks, monkeypatch, capsys):
 
         return [replace(ours, name="peer", ran="peer.op", call=call)]
 
-    usual = scaling.contenders
-    monkeypatch.setattr(scaling, "contenders", refusing)
-    (rows,) = scaling._race([[CASE]], [], [1], 1, team)
+    usual = scaling.implementations_of
+    monkeypatch.setattr(scaling, "implementations_of", refusing)
+    (rows,) = scaling._run_cases([[CASE]], [], [1], 1, world)
     assert rows[0]["refused"] == "rank 0: NotImplementedError: no such thing"
     tables.report_ranks(rows)
     assert "refused: gdn fwdbwd on 1 by peer.op: rank 0: NotImplementedError" in capsys.readouterr().out
@@ -94,7 +94,7 @@ import torch.distributed as dist
 from wyfold.cli import main
 from wyfold.cli.bench import implementations, scaling
 
-usual = scaling.contenders
+usual = scaling.implementations_of
 def broken(case, peers):
     (ours,) = usual(case, peers)
     def call(arguments):
@@ -103,7 +103,7 @@ def broken(case, peers):
             raise MemoryError("no room")
         return o * 1.5 if dist.get_rank() == 1 else o
     return [implementations.replace(ours, call=call)]
-scaling.contenders, scaling.STRAY_S = broken, 3.0
+scaling.implementations_of, scaling.FAILED_WAIT_S = broken, 3.0
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -154,6 +154,6 @@ def test_ranks_that_nobody_started_are_refused(capsys):
 )
 def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
     monkeypatch.setattr("wyfold.cli.distributed.launched", lambda: True)
-    monkeypatch.setattr("wyfold.cli.distributed.Ranks", lambda device, cp: SimpleNamespace(leads=True))
+    monkeypatch.setattr("wyfold.cli.distributed.DistributedWorld", lambda device, cp: SimpleNamespace(is_main=True))
     assert main(["bench", *words, "--peers", "none"]) == 2
     assert refusal in capsys.readouterr().err

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from wyfold.cli import scorecard
-from wyfold.cli.catalog import SCORECARD_ROWS
-from wyfold.cli.operators import SUBJECTS
-from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS, ROWS, bits, contract, run_row
+from wyfold.cli.catalog import SCORECARD_CHECKS
+from wyfold.cli.operators import OPERATOR_SPECS
+from wyfold.cli.scorecard import CHECKS, FAIL, NOT_RUN, PASS, bits, contract, run_check
 from wyfold.cli.scorecard.accuracy import written_last
-from wyfold.cli.scorecard.finding import Finding, Row, Scope
+from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.cli.scorecard.installation import unsafe
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal, right_arguments
 from wyfold.kernels.scan import eager as scan_stage
@@ -23,17 +23,17 @@ QUICK = Scope(seed=3, quick=True)
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def row_of(monkeypatch: pytest.MonkeyPatch, check) -> scorecard.Record:
-    monkeypatch.setitem(ROWS, 99, Row(99, "a promise", "a target", check))
-    return run_row(99, Scope(seed=5))
+def row_of(monkeypatch: pytest.MonkeyPatch, check) -> scorecard.CheckRecord:
+    monkeypatch.setitem(CHECKS, 99, Check(99, "a promise", "a target", check))
+    return run_check(99, Scope(seed=5))
 
 
 def test_all_cases_that_hold_are_a_pass(monkeypatch):
     def holds(scope):
-        finding = Finding(scope, promised=2)
-        finding.case(True, "")
-        finding.error(1e-12, 1e-10, "here")
-        return finding
+        result = CheckResult(scope, promised=2)
+        result.case(True, "")
+        result.error(1e-12, 1e-10, "here")
+        return result
 
     record = row_of(monkeypatch, holds)
     assert (record.outcome, record.cases, record.seed) == (PASS, 2, 5)
@@ -44,9 +44,9 @@ def test_all_cases_that_hold_are_a_pass(monkeypatch):
 @pytest.mark.parametrize("error", [1e-9, float("nan")])
 def test_one_broken_case_is_a_fail_and_keeps_its_line(error, monkeypatch):
     def breaks(scope):
-        finding = Finding(scope, promised=5)  # also of fewer cases than promised
-        finding.error(error, 1e-10, "chunk_kda: dk")
-        return finding
+        result = CheckResult(scope, promised=5)  # also of fewer cases than promised
+        result.error(error, 1e-10, "chunk_kda: dk")
+        return result
 
     record = row_of(monkeypatch, breaks)
     assert record.outcome == FAIL
@@ -63,9 +63,9 @@ def test_a_row_that_stops_is_a_fail(monkeypatch):
 @pytest.mark.parametrize(("promised", "why"), [(3, ""), (1, "there is no GPU")])
 def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
     def stops(scope):
-        finding = Finding(scope, promised=promised, why_not=why)
-        finding.case(True, "")
-        return finding
+        result = CheckResult(scope, promised=promised, skip_reason=why)
+        result.case(True, "")
+        return result
 
     record = row_of(monkeypatch, stops)
     assert record.outcome == NOT_RUN
@@ -74,13 +74,13 @@ def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
 
 
 def test_a_row_without_a_subject_was_not_run():
-    record = run_row(34, Scope())
+    record = run_check(34, Scope())
     assert (record.outcome, record.cases) == (NOT_RUN, 0)
     assert "not in this version" in record.note
 
 
 def test_every_row_due_on_the_cpu_is_there():
-    assert SCORECARD_ROWS == tuple(sorted(ROWS))
+    assert SCORECARD_CHECKS == tuple(sorted(CHECKS))
 
 
 # --- rows that hold --------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_every_row_due_on_the_cpu_is_there():
 @pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40])
 def test_a_tenth_of_the_cases_holds(number):
-    record = run_row(number, QUICK)
+    record = run_check(number, QUICK)
     assert not record.broken
     assert record.cases
 
@@ -102,7 +102,7 @@ def test_bad_input_is_named_before_any_launch(refusal: Refusal):
 @pytest.mark.parametrize("operator", sorted({refusal.operator for refusal in REFUSALS}))
 def test_what_the_refusals_spoil_was_right(operator: str):
     with contract.launches_counted() as launched:
-        SUBJECTS[operator].ours(right_arguments(operator))
+        OPERATOR_SPECS[operator].ours(right_arguments(operator))
     assert launched
 
 
@@ -151,28 +151,28 @@ def plant(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
 @pytest.mark.parametrize("number", [2, 19])
 def test_a_row_shifted_by_one_token_is_found(number, monkeypatch):
     plant(monkeypatch, lambda out: out.copy_(out.roll(1, dims=1)))
-    assert run_row(number, QUICK).outcome == FAIL
+    assert run_check(number, QUICK).outcome == FAIL
 
 
 def test_a_look_at_the_future_is_found(monkeypatch):
     plant(monkeypatch, lambda out: out[:, :-1].add_(out[:, 1:].clone(), alpha=1e-3))
-    assert run_row(13, QUICK).outcome == FAIL
+    assert run_check(13, QUICK).outcome == FAIL
 
 
 def test_a_leak_between_packed_sequences_is_found(monkeypatch):
     plant(monkeypatch, lambda out: out.add_(out.mean(1, keepdim=True) * 1e-6))
-    assert run_row(12, QUICK).outcome == FAIL
+    assert run_check(12, QUICK).outcome == FAIL
 
 
 def test_rounding_to_less_is_found(monkeypatch):
     plant(monkeypatch, lambda out: out.copy_(out.bfloat16()))
-    assert run_row(7, QUICK).outcome == FAIL
+    assert run_check(7, QUICK).outcome == FAIL
 
 
 def test_a_check_left_out_is_found(monkeypatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
     monkeypatch.setattr(plan_cache, "_plans", {})  # plans made without the check must not leak into other tests
-    record = run_row(17, Scope())
+    record = run_check(17, Scope())
     assert record.outcome == FAIL
     assert any("use_qk_l2norm_in_kernel" in line for line in record.broken)
 
@@ -180,7 +180,7 @@ def test_a_check_left_out_is_found(monkeypatch):
 def test_a_refusal_that_comes_late_is_found(monkeypatch):
     late = Refusal("l2norm", "x", "is fine", lambda right: {})
     assert contract.refused(late) == "was accepted"
-    monkeypatch.setitem(SUBJECTS, "l2norm", SUBJECTS["l2norm"])
+    monkeypatch.setitem(OPERATOR_SPECS, "l2norm", OPERATOR_SPECS["l2norm"])
     wrong_name = Refusal("l2norm", "weight", "is not what is wrong", lambda right: {"x": right["x"].int()})
     assert "is not named" in contract.refused(wrong_name)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wyfold.cli import UsageError
-from wyfold.cli.synthetic import TASKS, AssociativeRecall, Curriculum, Needle, Parity, Permutations, Rows
+from wyfold.cli.synthetic import TASKS, AssociativeRecall, Curriculum, Needle, Parity, Permutations, TaskBatches
 from wyfold.models import IGNORED
 
 SMALL = {
@@ -27,15 +27,15 @@ def test_every_task_is_among_those_tested():
 
 @pytest.mark.parametrize(("task", "length"), SMALL.values(), ids=SMALL)
 def test_a_batch_depends_on_seed_number_and_stream_alone(task, length):
-    rows = Rows(task, 3, length, 7, "training")
+    rows = TaskBatches(task, 3, length, 7, "training")
     first = rows.at(5)
     rows.at(6)
-    again = Rows(task, 3, length, 7, "training").at(5)
+    again = TaskBatches(task, 3, length, 7, "training").at(5)
     assert torch.equal(first.ids, again.ids) and torch.equal(first.labels, again.labels)
     for other in (
         rows.at(4),
-        Rows(task, 3, length, 8, "training").at(5),
-        Rows(task, 3, length, 7, "examination").at(5),
+        TaskBatches(task, 3, length, 8, "training").at(5),
+        TaskBatches(task, 3, length, 7, "examination").at(5),
     ):
         assert not torch.equal(first.ids, other.ids)
 
@@ -127,9 +127,9 @@ def test_permutations_are_what_exchanging_places_makes_of_a_row_of_things():
 )
 def test_rows_that_cannot_be_are_refused(task, length, message):
     with pytest.raises(UsageError, match=message):
-        Rows(task, 2, length, 0, "training")
+        TaskBatches(task, 2, length, 0, "training")
     if "length" in message:
-        Rows(task, 2, length + 1, 0, "training")
+        TaskBatches(task, 2, length + 1, 0, "training")
 
 
 def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
@@ -137,7 +137,7 @@ def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
     rows = Curriculum(task, 2, 128, 7, batches=6)
     sizes = [(tuple(batch.ids.shape), batch.places.shape[1]) for batch in map(rows.at, range(8))]
     assert sizes == [((16, 16), 2)] * 2 + [((8, 32), 4)] * 2 + [((4, 64), 8)] * 2 + [((2, 128), 16)] * 2
-    whole = Rows(task, 2, 128, 7, "training")
+    whole = TaskBatches(task, 2, 128, 7, "training")
     for index in (6, 7, 100):
         assert torch.equal(rows.at(index).ids, whole.at(index).ids)
 

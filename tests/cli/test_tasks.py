@@ -7,7 +7,7 @@ import pytest
 from tests.cli.test_train import history, stop_after, weights
 
 from wyfold.cli import integrity, main
-from wyfold.cli.train import add_arguments, settle
+from wyfold.cli.train import add_arguments, fill_options
 from wyfold.cli.trainer import Trainer
 
 PARITY = "--length 8 --batch 32 --width 32 --heads 1 --steps 120 --eval-every 120 --eval-bytes 4096 --eval-lengths 12"
@@ -99,7 +99,7 @@ def test_recall_always_has_steps_of_whole_rows(words, curriculum):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--task", "mqar", *words.split()])
-    settle(args)
+    fill_options(args)
     assert args.curriculum == curriculum
     assert args.minutes or args.curriculum < args.steps
 

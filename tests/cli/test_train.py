@@ -16,7 +16,7 @@ from tests.context_parallel.ranks import Case, refusals
 
 from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
-from wyfold.cli.distributed import Ranks, Team
+from wyfold.cli.distributed import DistributedWorld, World
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.trainer import Trainer
 
@@ -239,7 +239,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(data, tmp_path,
 
 def read_behind(monkeypatch):
     """Runs read what a step came to while the next one runs, as on a GPU."""
-    monkeypatch.setattr(Team, "__init__", lambda self, device: vars(self).update(device=device, reads_behind=True))
+    monkeypatch.setattr(World, "__init__", lambda self, device: vars(self).update(device=device, async_metrics=True))
 
 
 def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, monkeypatch):
@@ -344,7 +344,7 @@ def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_
 
     run = Trainer(recipe(packed=True, length=24), read(data), tmp_path / "run", torch.device("cpu"))
     run.model.double()
-    batch = run.lesson.at(0)
+    batch = run.objective.at(0)
     assert len(batch.lengths) > 1
     with torch.no_grad():
         alone = [
@@ -396,10 +396,10 @@ def two_replicas_of_two_ranks(given, group):
     folder, truth = given
 
     def take_up():
-        return Trainer(replicated(replicas=2), DATA, folder / "ranks", torch.device("cpu"), team=team, **means)
+        return Trainer(replicated(replicas=2), DATA, folder / "ranks", torch.device("cpu"), world=world, **means)
 
     means = {"recompute": "selective", "peak": 1e12}
-    team = Ranks(torch.device("cpu"), cp=2)
+    world = DistributedWorld(torch.device("cpu"), cp=2)
     first = take_up()
     first._rewrite_history()
     first._take_step()
@@ -408,7 +408,7 @@ def two_replicas_of_two_ranks(given, group):
     assert second.step == 1 and second.history == first.history
     assert second.train(100)
     assert 0 < second.history[-2]["mfu"] < 1
-    if team.leads:
+    if world.is_main:
         found = [entry for entry in history(folder / "ranks") if "loss" in entry]
         expected = [entry for entry in truth if "loss" in entry]
         assert [entry["step"] for entry in found] == [1, 2, 3, 4]
@@ -418,7 +418,7 @@ def two_replicas_of_two_ranks(given, group):
             for name, value in whole.items()
         ]
         assert max(ends) < HALF_PERCENT, ends
-    whole = {name: team.whole(x) for name, x in second.model.state_dict().items()}
+    whole = {name: world.full_tensor(x) for name, x in second.model.state_dict().items()}
     # One process reads what four have written.
     model = checkpoint.load_model(folder / "ranks", torch.device("cpu"), None)
     assert all(torch.equal(x, whole[name]) for name, x in model.state_dict().items())

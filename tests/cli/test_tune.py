@@ -87,7 +87,7 @@ def tuner(monkeypatch) -> Tuner:
     monkeypatch.setattr(made, "compiled", lambda: {"wyfold_scan_triton": variants})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tuning, "measured", measured)
-    monkeypatch.setattr(tuning, "verdicts", lambda subject, drawn, got: [judge(got["o"], truth, name="o", target=1e-3)])
+    monkeypatch.setattr(tuning, "verdicts", lambda spec, drawn, got: [judge(got["o"], truth, name="o", target=1e-3)])
 
     class Card:
         def kernels(self, run):

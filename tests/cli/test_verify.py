@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold.cli import main, operators, verify
-from wyfold.cli.operators import SUBJECTS, incoming, judged, measured
-from wyfold.cli.scorecard import ROWS
-from wyfold.cli.scorecard.finding import Finding, Row
+from wyfold.cli.operators import OPERATOR_SPECS, incoming, judged, measured
+from wyfold.cli.scorecard import CHECKS
+from wyfold.cli.scorecard.check import Check, CheckResult
 from wyfold.kernels.gradients import eager as gradients_stage
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
@@ -25,7 +25,7 @@ FEW = ("chunk_delta_rule", "l2norm", "solve_tril")
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only three operators, one without a backward."""
-    monkeypatch.setattr(operators, "SUBJECTS", {name: SUBJECTS[name] for name in FEW})
+    monkeypatch.setattr(operators, "OPERATOR_SPECS", {name: OPERATOR_SPECS[name] for name in FEW})
 
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch, size: float = 1e-4) -> None:
@@ -41,20 +41,20 @@ def wrong_row(monkeypatch: pytest.MonkeyPatch, size: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in verify.DTYPES], ids=str)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", OPERATOR_SPECS)
 def test_every_operator_and_gradient_is_near_the_recurrence(name, dtype):
-    verdicts = judged(SUBJECTS[name], SMALL, dtype, seed=7)
+    verdicts = judged(OPERATOR_SPECS[name], SMALL, dtype, seed=7)
     assert not [str(verdict) for verdict in verdicts if not verdict.passed]
 
 
 def test_every_floating_argument_has_its_gradient():
-    arguments = SUBJECTS["chunk_kda, bounded gate"].arguments(SMALL, torch.float32, 0)
-    got = measured(SUBJECTS["chunk_kda, bounded gate"].ours, arguments, ("o", "state"))
+    arguments = OPERATOR_SPECS["chunk_kda, bounded gate"].arguments(SMALL, torch.float32, 0)
+    got = measured(OPERATOR_SPECS["chunk_kda, bounded gate"].ours, arguments, ("o", "state"))
     assert set(got) == {"o", "state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"}
 
 
 def test_what_is_fed_back_is_no_multiple_of_what_was_drawn():
-    x = SUBJECTS["l2norm"].arguments(SMALL, torch.float64, 0)["x"]
+    x = OPERATOR_SPECS["l2norm"].arguments(SMALL, torch.float64, 0)["x"]
     fed = incoming({"y": x}, 0)["y"]
     assert torch.linalg.matrix_rank(torch.stack([x.flatten(), fed.flatten()])) == 2
 
@@ -76,7 +76,7 @@ def test_a_wrong_gradient_fails(monkeypatch):
         arguments[-1].k[:, 3] = 0
 
     monkeypatch.setattr(gradients_stage, "unload", planted)
-    failed = {v.name for v in judged(SUBJECTS["chunk_delta_rule"], SMALL, torch.float32) if not v.passed}
+    failed = {v.name for v in judged(OPERATOR_SPECS["chunk_delta_rule"], SMALL, torch.float32) if not v.passed}
     assert failed == {"dk"}
 
 
@@ -97,11 +97,11 @@ def test_what_is_right_ends_with_0_and_json(few, tmp_path, capsys):
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
 def test_a_row_decides_the_exit_code_and_keeps_its_record(holds, code, monkeypatch, tmp_path, capsys):
     def check(scope):
-        finding = Finding(scope)
-        finding.case(holds, "broke here")
-        return finding
+        result = CheckResult(scope)
+        result.case(holds, "broke here")
+        return result
 
-    monkeypatch.setitem(ROWS, 12, Row(12, "packed equals separate", "0 bits", check))
+    monkeypatch.setitem(CHECKS, 12, Check(12, "packed equals separate", "0 bits", check))
     assert main(["verify", "--row", "12", "--out", str(tmp_path)]) == code
     (file,) = tmp_path.glob("cpu-*-verify-rows-12.json")
     (row,) = json.loads(file.read_text())["rows"]
@@ -124,15 +124,15 @@ def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsy
     assert "error on cpu, against the float64 recurrence" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", OPERATOR_SPECS)
 def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch):
     """The device "meta" is on every machine; it holds no numbers, so what the operator returns is played."""
-    subject, called = SUBJECTS[name], []
-    arguments = subject.arguments(SMALL, torch.float32, 0)
-    played = subject.ours(arguments)
-    monkeypatch.setattr(wyfold, subject.operator, lambda **given: called.append(given) or played)
-    monkeypatch.setattr(operators.Subject, "backend", lambda self, moved: "gluon")
-    assert all(map(torch.equal, subject.ours_on(torch.device("meta"), arguments), played))
+    spec, called = OPERATOR_SPECS[name], []
+    arguments = spec.arguments(SMALL, torch.float32, 0)
+    played = spec.ours(arguments)
+    monkeypatch.setattr(wyfold, spec.operator, lambda **given: called.append(given) or played)
+    monkeypatch.setattr(operators.OperatorSpec, "backend", lambda self, moved: "gluon")
+    assert all(map(torch.equal, spec.ours_on(torch.device("meta"), arguments), played))
     assert called[0].keys() == {*arguments, "backend"} and called[0]["backend"] == "gluon"
     assert {x.device.type for x in called[0].values() if isinstance(x, torch.Tensor)} == {"meta"}
 
@@ -144,18 +144,18 @@ def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
     kernels = ("chunk_kda", "chunk_ttt_linear", "fused_recurrent_kda")
     for name in (*kernels, "fused_recurrent_ttt_linear"):
         backend = "triton" if name in kernels else "eager"
-        arguments = SUBJECTS[name].arguments(SMALL, torch.float32, 0)
-        assert SUBJECTS[name].backend(arguments) == "eager"
+        arguments = OPERATOR_SPECS[name].arguments(SMALL, torch.float32, 0)
+        assert OPERATOR_SPECS[name].backend(arguments) == "eager"
         with FakeTensorMode():
             there = {
                 key: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
                 for key, x in arguments.items()
             }
-            assert SUBJECTS[name].backend(there) == backend
+            assert OPERATOR_SPECS[name].backend(there) == backend
 
 
 def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(verify, "lacking", lambda device: {"float64": "no such dtype here"})
+    monkeypatch.setattr(verify, "missing_dtypes", lambda device: {"float64": "no such dtype here"})
     assert main(["verify", "--quick", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
     record = json.loads(file.read_text())
@@ -173,9 +173,9 @@ def test_what_a_device_lacks_is_asked_of_the_device():
                 raise TypeError("no float64 here\nand more")
             return function(*args, **(kwargs or {}))
 
-    assert verify.lacking(torch.device("cpu")) == {}
+    assert verify.missing_dtypes(torch.device("cpu")) == {}
     with Narrow():
-        assert verify.lacking(torch.device("cpu")) == {"float64": "no float64 here"}
+        assert verify.missing_dtypes(torch.device("cpu")) == {"float64": "no float64 here"}
 
 
 def test_a_device_that_is_not_there_is_refused(capsys):

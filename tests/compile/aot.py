@@ -39,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.operators import SUBJECTS
+from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.cp import build_cp_context
 from wyfold.kernels import table
 from wyfold.ops import serving_call
@@ -135,7 +135,7 @@ class Call:
 
     def arguments(self) -> dict[str, Any]:
         """What the operator is given, on the CPU."""
-        subject = SUBJECTS[self.subject]
+        subject = OPERATOR_SPECS[self.subject]
         T = 64 * self.segments
         arguments = subject.arguments(Shape(1, T, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
@@ -157,7 +157,7 @@ class Call:
 
     def run(self) -> None:
         """Forward, and backward where there is one."""
-        subject = SUBJECTS[self.subject]
+        subject = OPERATOR_SPECS[self.subject]
         with self.cut():
             outputs = subject.ours(self.arguments())
         if subject.backward:
@@ -482,7 +482,7 @@ def rows_of(call: Call | Served | Share, architecture: str) -> set[tuple[str, st
 def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
     """The same from the plan of a call that is not made."""
     with pretending(architecture, lambda *_, **__: None), call.cut():
-        plan = wyfold.explain(getattr(wyfold, SUBJECTS[call.subject].operator), **call.arguments())
+        plan = wyfold.explain(getattr(wyfold, OPERATOR_SPECS[call.subject].operator), **call.arguments())
     return {
         (f"{stage}.{table.selected_backend(stage, plan.backend, key, torch.device('cpu'))}", row)
         for stage, key, row in plan.rows

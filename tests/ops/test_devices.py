@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.cli.operators import SUBJECTS
+from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.kernels import table
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import triton_support
@@ -34,7 +34,9 @@ def tensors(returned) -> list[torch.Tensor]:
 
 
 def test_every_operator_is_called_here():
-    assert {getattr(wyfold, name) for name in OPERATORS} == {getattr(wyfold, s.operator) for s in SUBJECTS.values()}
+    assert {getattr(wyfold, name) for name in OPERATORS} == {
+        getattr(wyfold, s.operator) for s in OPERATOR_SPECS.values()
+    }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -44,15 +46,15 @@ def test_every_operator_takes_a_demand(name: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", OPERATOR_SPECS)
 def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype, monkeypatch):
     monkeypatch.setattr(
         triton_support,
         "support_of",
         lambda device: triton_support.Support("sm_00", "", "", "no kernel for such a card"),
     )
-    operator = getattr(wyfold, SUBJECTS[name].operator)
-    arguments = SUBJECTS[name].arguments(SHAPE, dtype, 0)
+    operator = getattr(wyfold, OPERATOR_SPECS[name].operator)
+    arguments = OPERATOR_SPECS[name].arguments(SHAPE, dtype, 0)
     expected = [(x.shape, x.dtype, "cuda") for x in tensors(operator(**arguments))]
     with FakeTensorMode():
         there = {argument: on_cuda(value) for argument, value in arguments.items()}
@@ -65,10 +67,10 @@ def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, 
     assert 'ask for it with backend="eager"' in refused.value.reasons["eager"]
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", OPERATOR_SPECS)
 def test_what_is_not_there_is_refused_by_name(name: str):
-    operator = getattr(wyfold, SUBJECTS[name].operator)
-    arguments = SUBJECTS[name].arguments(SHAPE, torch.float32, 0)
+    operator = getattr(wyfold, OPERATOR_SPECS[name].operator)
+    arguments = OPERATOR_SPECS[name].arguments(SHAPE, torch.float32, 0)
     with pytest.raises(UnsupportedError, match=r"backend='triton' cannot serve this call on cpu"):
         operator(**arguments, backend="triton")
     with pytest.raises(ValueError, match=f"^{operator.__name__}: backend must be one of None, 'eager'"):

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import wyfold
-from wyfold.cli.operators import SUBJECTS, Subject
+from wyfold.cli.operators import OPERATOR_SPECS, OperatorSpec
 from wyfold.reference.shapes import Shape
 
 REFUSED = (RuntimeError, NotImplementedError)
 CASES = [
     pytest.param(subject, name, id=f"{subject.name}-{name}")
-    for subject in SUBJECTS.values()
+    for subject in OPERATOR_SPECS.values()
     for name, x in subject.arguments(Shape(1, 5, 1, 2, 8, 8), torch.float32, 0).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]
@@ -23,7 +23,7 @@ CASES = [
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
-def of_one(subject: Subject, name: str):
+def of_one(subject: OperatorSpec, name: str):
     """The operator as a function of one of its arguments, and that argument."""
     arguments = subject.arguments(Shape(1, 5, 1, 2, 8, 8), torch.float32, 0)
     return lambda x: subject.ours(arguments | {name: x}), arguments[name]
@@ -33,18 +33,18 @@ def test_every_operator_is_tried():
     operators = {name for name in wyfold.__all__ if name.startswith(("chunk_", "fused_", "causal_", "rms_"))}
     operators |= {"l2norm", "solve_tril"}
     same = {name for name in operators if getattr(wyfold, name).__name__ != name}  # other names of the same function
-    assert {subject.operator for subject in SUBJECTS.values()} == operators - same
+    assert {subject.operator for subject in OPERATOR_SPECS.values()} == operators - same
 
 
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_vmap_is_refused(subject: Subject, name: str):
+def test_vmap_is_refused(subject: OperatorSpec, name: str):
     run, x = of_one(subject, name)
     with pytest.raises(REFUSED, match=r"(?i)vmap|functorch|transform"):
         torch.func.vmap(run)(torch.stack([x, x]))
 
 
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_tangents_are_refused(subject: Subject, name: str):
+def test_tangents_are_refused(subject: OperatorSpec, name: str):
     run, x = of_one(subject, name)
     with pytest.raises(REFUSED, match=r"(?i)forward|jvp"), forward_ad.dual_level():
         run(forward_ad.make_dual(x, torch.ones_like(x)))
@@ -53,7 +53,7 @@ def test_tangents_are_refused(subject: Subject, name: str):
 
 
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_a_functional_gradient_is_refused(subject: Subject, name: str):
+def test_a_functional_gradient_is_refused(subject: OperatorSpec, name: str):
     run, x = of_one(subject, name)
     with pytest.raises((*REFUSED, ValueError), match=r"(?i)functorch|transform|must not require a gradient"):
         torch.func.grad(lambda x: run(x)[0].sum())(x)

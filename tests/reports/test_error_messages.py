@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wyfold import cli
-from wyfold.cli.bench.runner import said
+from wyfold.cli.bench.runner import error_line
 
 
 class Mute(OSError):
@@ -105,5 +105,5 @@ def test_without_standard_output_help_is_silent():
 
 
 def test_a_row_of_bench_quotes_any_exception():
-    assert said(RuntimeError()) == "RuntimeError: RuntimeError"
-    assert said(Mute()) == "Mute: Mute"
+    assert error_line(RuntimeError()) == "RuntimeError: RuntimeError"
+    assert error_line(Mute()) == "Mute: Mute"

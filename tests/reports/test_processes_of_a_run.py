@@ -57,7 +57,7 @@ def another_rate(given, group):
 
 def another_cp(given, group):
     status, said = train(given, "run", "--cp", 1 + group.rank())
-    assert status == 2 and "--cp: Ranks: cp must be the same on all ranks, got 1 on rank 0; 2 on rank 1" in said
+    assert status == 2 and "--cp: processes: cp must be the same on all ranks, got 1 on rank 0; 2 on rank 1" in said
 
 
 def another_checkpoint(given, group):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from wyfold.cli import checkpoint
 from wyfold.cli.corpus import Corpus
-from wyfold.cli.distributed import Ranks
+from wyfold.cli.distributed import DistributedWorld
 from wyfold.cli.recipe import Recipe
 from wyfold.cli.trainer import Trainer
 
@@ -31,9 +31,9 @@ RECIPE = {
 }  # fmt: skip
 
 
-def of_a_run(folder, team, **changes):
+def of_a_run(folder, world, **changes):
     return Trainer(
-        Recipe(**{**RECIPE, "replicas": team.replicas, **changes}), DATA, folder, torch.device("cpu"), team=team
+        Recipe(**{**RECIPE, "replicas": world.replicas, **changes}), DATA, folder, torch.device("cpu"), world=world
     )
 
 
@@ -53,33 +53,33 @@ def state(run):
 def resume_every_checkpoint(folder, group):
     """Each step is evaluated and saved; each checkpoint is taken up, trained to the end, and taken up again."""
     checkpoint.KEPT = 10
-    team = Ranks(torch.device("cpu"), cp=1)
-    first = of_a_run(folder / "whole", team)
-    first.examine()
+    world = DistributedWorld(torch.device("cpu"), cp=1)
+    first = of_a_run(folder / "whole", world)
+    first.evaluate()
     first.save()
     assert first.train(save_every=1)
     expected, steps = state(first), sorted((folder / "whole" / "checkpoint").iterdir())
     assert len(steps) == 3
     for step in steps:
         mine = folder / step.name
-        if team.leads:
+        if world.is_main:
             shutil.copytree(step, mine / "checkpoint" / step.name)
         dist.barrier()
-        assert of_a_run(mine, team).train(save_every=10), step
-        again = of_a_run(mine, team)
+        assert of_a_run(mine, world).train(save_every=10), step
+        again = of_a_run(mine, world)
         assert again.complete and again.step == 2, step
         found = state(again)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], x) for name, x in expected.items()), step
-        if team.leads:
+        if world.is_main:
             assert history(mine)[-2:] == history(folder / "whole")[-2:], step
 
 
 def parameters_after_an_evaluation(folder, group):
     """They are the optimizer's, so that whatever reads a gradient or a moment by them finds it."""
-    run = of_a_run(folder / "looked", Ranks(torch.device("cpu"), cp=group.size()), layers="kda attention")
+    run = of_a_run(folder / "looked", DistributedWorld(torch.device("cpu"), cp=group.size()), layers="kda attention")
     known = {id(parameter) for held in run.optimizer.param_groups for parameter in held["params"]}
-    run.examine()
+    run.evaluate()
     assert {id(parameter) for parameter in run.model.parameters()} == known
     run._take_step()
     assert {id(parameter) for parameter in run.model.parameters()} == known == {*map(id, run.optimizer.state)}

@@ -14,13 +14,13 @@ from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 import wyfold
-from wyfold.cli.operators import SUBJECTS, Subject
+from wyfold.cli.operators import OPERATOR_SPECS, OperatorSpec
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(1, 5, 1, 2, 8, 8)
 CASES = [
     pytest.param(subject, name, id=f"{subject.name}-{name}")
-    for subject in SUBJECTS.values()
+    for subject in OPERATOR_SPECS.values()
     if subject.backward
     for name, x in subject.arguments(SHAPE, torch.float64, 0).items()
     if isinstance(x, Tensor) and x.is_floating_point()
@@ -29,7 +29,7 @@ SENTENCE = "^wyfold operators are once differentiable: .* Take it of wyfold.refe
 REFUSED = "once differentiable|double backward"
 
 
-def of_one(subject: Subject, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def of_one(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The sum of all results as a function of one argument, with another path from it to the sum; and the argument."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     run = lambda x: sum(y.square().sum() for y in subject.ours(arguments | {name: x})) + x.pow(3).sum()
@@ -103,12 +103,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_gra
 
 
 def test_every_differentiable_operator_is_tried():
-    assert len({subject.operator for subject in SUBJECTS.values() if subject.backward}) == 14
+    assert len({subject.operator for subject in OPERATOR_SPECS.values() if subject.backward}) == 14
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_a_second_derivative_is_refused(subject: Subject, name: str, way: Callable[..., None]):
+def test_a_second_derivative_is_refused(subject: OperatorSpec, name: str, way: Callable[..., None]):
     run, x = of_one(subject, name)
     with pytest.raises(RuntimeError, match=REFUSED):
         way(run, x)
@@ -158,7 +158,7 @@ def test_a_penalty_inside_a_compiled_function_is_refused(compiler: str):
 
 
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_asking_for_the_graph_changes_no_gradient(subject: Subject, name: str):
+def test_asking_for_the_graph_changes_no_gradient(subject: OperatorSpec, name: str):
     """Not even where nothing is asked of the graph: it is given up without an error."""
     run, x = of_one(subject, name)
     x.requires_grad_()
@@ -170,7 +170,7 @@ def test_asking_for_the_graph_changes_no_gradient(subject: Subject, name: str):
 
 @pytest.mark.parametrize("batched", ["is_grads_batched", "vmap"])
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_batches_of_gradients_that_are_to_be_differentiated(subject: Subject, name: str, batched: str):
+def test_batches_of_gradients_that_are_to_be_differentiated(subject: OperatorSpec, name: str, batched: str):
     """They ended in PyTorch's words, or in advice about an operator that the user never called."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     x = arguments[name].requires_grad_()

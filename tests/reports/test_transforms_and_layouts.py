@@ -18,20 +18,20 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.operators import SUBJECTS, Subject
+from wyfold.cli.operators import OPERATOR_SPECS, OperatorSpec
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(2, 5, 1, 2, 8, 8)
 ARGUMENTS = [
     pytest.param(subject, name, id=f"{subject.name}-{name}")
-    for subject in SUBJECTS.values()
+    for subject in OPERATOR_SPECS.values()
     for name, x in subject.arguments(SHAPE, torch.float64, 0).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]
 DIFFERENTIABLE = [case for case in ARGUMENTS if case.values[0].backward]
 
 
-def of_one(subject: Subject, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
+def of_one(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
     """The operator as a function of one of its arguments, and that argument."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     return lambda x: subject.ours(arguments | {name: x}), arguments[name].detach()
@@ -41,7 +41,7 @@ def of_one(subject: Subject, name: str) -> tuple[Callable[[Tensor], tuple[Tensor
 
 
 @pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
-def test_a_batch_of_incoming_gradients(subject: Subject, name: str):
+def test_a_batch_of_incoming_gradients(subject: OperatorSpec, name: str):
     run, x = of_one(subject, name)
     x.requires_grad_()
     y = run(x)[0]
@@ -55,7 +55,7 @@ def test_a_batch_of_incoming_gradients(subject: Subject, name: str):
 
 @pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
 @pytest.mark.parametrize("members", [0, 3])
-def test_a_batch_along_another_dimension(subject: Subject, name: str, members: int):
+def test_a_batch_along_another_dimension(subject: OperatorSpec, name: str, members: int):
     run, x = of_one(subject, name)
     x.requires_grad_()
     y = run(x)[0]
@@ -67,7 +67,7 @@ def test_a_batch_along_another_dimension(subject: Subject, name: str, members: i
 
 @pytest.mark.parametrize("name", ["l2norm", "chunk_delta_rule", "causal_conv1d", "chunk_ttt_linear"])
 def test_a_vectorized_jacobian(name: str):
-    subject = SUBJECTS[name]
+    subject = OPERATOR_SPECS[name]
     run, x = of_one(subject, {"l2norm": "x", "causal_conv1d": "bias"}.get(name, "v"))
     vectorized, plain = (functional.jacobian(lambda x: run(x)[0], x, vectorize=flag) for flag in (True, False))
     assert torch.equal(vectorized, plain)
@@ -83,7 +83,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_tensors_that_stand_for_others(subject: Subject, name: str, kind: str):
+def test_tensors_that_stand_for_others(subject: OperatorSpec, name: str, kind: str):
     run, x = of_one(subject, name)
     as_it_is, plain = PLAIN[kind]
     with torch.no_grad():
@@ -109,7 +109,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_a_transform_is_refused(subject: Subject, name: str, transform: str):
+def test_a_transform_is_refused(subject: OperatorSpec, name: str, transform: str):
     run, x = of_one(subject, name)
     make, kind = TRANSFORMS[transform]
     message = rf"^{subject.operator}: no tensor may be under a transform of torch\.func, got {kind}; give a batch as"
@@ -119,7 +119,7 @@ def test_a_transform_is_refused(subject: Subject, name: str, transform: str):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_a_tangent_is_refused(subject: Subject, name: str):
+def test_a_tangent_is_refused(subject: OperatorSpec, name: str):
     run, x = of_one(subject, name)
     with forward_ad.dual_level():
         run(x)  # a level that is open is none of our business
@@ -141,7 +141,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_a_layout_is_refused_by_name(subject: Subject, name: str, layout: str):
+def test_a_layout_is_refused_by_name(subject: OperatorSpec, name: str, layout: str):
     run, x = of_one(subject, name)
     if layout == "meta" and subject.operator in ("solve_tril", "l2norm", "fused_beta_sigmoid"):
         assert run(LAYOUTS[layout](x))[0].is_meta  # its only tensor, so that none is mixed with another device's
@@ -159,7 +159,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_a_dtensor_is_refused_by_name(subject: Subject, name: str, mesh: DeviceMesh):
+def test_a_dtensor_is_refused_by_name(subject: OperatorSpec, name: str, mesh: DeviceMesh):
     run, x = of_one(subject, name)
     with pytest.raises(ValueError, match=rf"^{subject.operator}: {name} must be .* got a DTensor; pass its to_local"):
         run(DTensor.from_local(x, mesh, [Replicate()], run_check=False))

@@ -305,7 +305,11 @@ def test_every_operator_takes_the_shapes_that_are_made_for_it(op: str):
 
 def test_decoding_has_a_default_shape_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setitem(cases.PINNED, bench.DECODED, Shape(3, 1, 1, 1, 8, 8))
-    monkeypatch.setattr(bench, "HABITS", bench.HABITS | {"cpu": bench.Habits("1,20,1,8", "float32", "inside", 1)})
+    monkeypatch.setattr(
+        bench,
+        "DEVICE_DEFAULTS",
+        bench.DEVICE_DEFAULTS | {"cpu": bench.DeviceDefaults("1,20,1,8", "float32", "inside", 1)},
+    )
     words = "bench gdn decode_gdn --mode fwd --device cpu --peers none --out".split()
     monkeypatch.setattr(
         "wyfold.cli.bench.memory.in_fresh_process", lambda request: {"above_inputs_mib": 1, "process_mib": 2}

@@ -74,10 +74,10 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
     import torch
 
     from wyfold.cli.bench.cases import Case, leaves
-    from wyfold.cli.bench.implementations import contenders
+    from wyfold.cli.bench.implementations import implementations_of
     from wyfold.cli.bench.memory import first_backward
     from wyfold.cli.catalog import OPS
-    from wyfold.cli.operators import SUBJECTS
+    from wyfold.cli.operators import OPERATOR_SPECS
     from wyfold.reference.shapes import Shape
 
     place = torch.device(device)
@@ -100,8 +100,8 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
         dtype = "bfloat16" if place.type == "cuda" else "float32"
         case = Case(name, Shape(*CASES[name]), gate, dtype, "fwd", 0, norm="outside", device=device)
         drawn = case.arguments()
-        ours = contenders(case, [])[0]
-        asked = leaves(drawn) if SUBJECTS[OPS[name]].backward and not case.decoding else {}
+        ours = implementations_of(case, [])[0]
+        asked = leaves(drawn) if OPERATOR_SPECS[OPS[name]].backward and not case.decoding else {}
         ready = drawn | ours.prepare(drawn) | asked
         fed = case.incoming(drawn)
 

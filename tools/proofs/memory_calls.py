@@ -17,7 +17,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.cli.operators import SUBJECTS
+from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -113,7 +113,7 @@ def sides(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
 
 def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
     """The call, and its backward where it has one, on tensors that are drawn on the CPU."""
-    subject = SUBJECTS[call.subject]
+    subject = OPERATOR_SPECS[call.subject]
     T = max(tokens, 64 * call.segments + 2)
     a = subject.arguments(Shape(1, T, 1, call.heads, call.K, call.V), getattr(torch, call.dtype), 0)
     if call.packed:

@@ -30,7 +30,7 @@ from wyfold import reference
 from wyfold.autograd import workspace
 from wyfold.cli.bench import timing
 from wyfold.cli.bench.cases import MIXED_LENGTHS, PINNED, Case
-from wyfold.cli.bench.implementations import Contender, Judge, contenders, prepared
+from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, prepared
 from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.catalog import OPS
 from wyfold.cli.operators import PER_TOKEN, incoming, measured, widened
@@ -128,17 +128,17 @@ def case(op: str, shape: Shape | str, gate: str = "mid", mode: str = "fwdbwd", n
     return Case(op, sizes, gate, "bfloat16", mode, 0, name=name, norm=norm, device="cuda")
 
 
-def ours(one: Case, **options: Any) -> Contender:
-    first: Contender = contenders(one, [])[0]
+def ours(one: Case, **options: Any) -> BenchImplementation:
+    first: BenchImplementation = implementations_of(one, [])[0]
     return replace(first, call=lambda arguments: one.subject.ours(arguments | options)[0])
 
 
 def judged_long(add: Add, part: str, one: Case, arguments: Arguments, heads: int) -> None:
     """Cut as the rule has it, and whole: both against the eager backend in float64, for some of the heads."""
     workspace.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
-    judge_of = Judge(one, arguments, heads=heads)
+    judge_of = AccuracyCheck(one, arguments, heads=heads)
     for how, options in (("cut", {}), ("whole", {"max_splits": 1})):
-        found = judge_of.finding(ours(one, **options), True, ours=True)
+        found = judge_of.check_call(ours(one, **options), True, ours=True)
         said = wyfold.explain(getattr(wyfold, OPS[one.op]), **arguments, **options).segments
         row = _judged(found.verdicts)
         row["held"] = found.within
@@ -307,7 +307,7 @@ def times(ledger: Ledger, words: str) -> None:
             a = one.arguments()
             cut, whole = (prepared(ours(one, **options), one, a) for options in ({}, {"max_splits": 1}))
             runs = {"cut": cut, "whole": whole, "cut, graph": captured(cut), "whole, graph": captured(whole)}
-            theirs = contenders(one, peers)[1:] if shape == "t64kh8" else []
+            theirs = implementations_of(one, peers)[1:] if shape == "t64kh8" else []
             failed = {}
             for contender in theirs:
                 try:

@@ -88,14 +88,14 @@ def parts(device: torch.device, backend: str | None) -> dict[str, Part]:
     """Every part by name, those that take longest first."""
     on_card = device.type == "cuda"
     found: dict[str, Part] = {}
-    for subject in reversed(serving_compiled.SUBJECTS):
+    for subject in reversed(serving_compiled.OPERATOR_SPECS):
         found[f"compile:{subject}:inductor"] = _compiling(subject, "inductor", device, backend)
     for width in (128, 64) if on_card else (16,):
         for rule in reversed(RULES):
             for v_first in (False, True):
                 case = Case(rule, v_first, width, device, backend)
                 found[case.title] = Part(("bits", "sync", "graphs"), _clockless(partial(_of_rule, case)))
-    for subject in reversed(serving_compiled.SUBJECTS):
+    for subject in reversed(serving_compiled.OPERATOR_SPECS):
         found[f"compile:{subject}:aot_eager"] = _compiling(subject, "aot_eager", device, backend)
     if on_card:
         found["warm"] = Part(TIMED[:1], _clockless(partial(_warm, device, backend)))

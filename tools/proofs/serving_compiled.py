@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 from wyfold.reference import error
 
-SUBJECTS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "decoder")
+OPERATOR_SPECS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "decoder")
 BACKENDS = ("aot_eager", "inductor")
 LENGTHS = (256, 192, 333, 100)
 COMPILATIONS = 2

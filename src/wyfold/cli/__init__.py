@@ -1,11 +1,14 @@
 """The command line: `wyfold VERB ...`, the same as `python -m wyfold VERB ...`.
 
-Each verb is one module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported when it is called
-for, so that `wyfold doctor` never waits for a plotting library.
+Each verb is one module of this folder with `add_arguments(parser)` and `run(args) -> int`. It is imported on first use,
+so `wyfold doctor` never waits for a plotting library.
 
-Exit codes: 0 done; 1 it could not be done, or a check did not hold; 2 the command line cannot be used as it stands
-(unknown verb or option, a missing file, a run folder of another configuration); 130 interrupted, state saved where the
-verb keeps one.
+Exit codes:
+
+- 0: done.
+- 1: the work could not be finished, or a check failed.
+- 2: the command line is invalid (unknown verb or option, a missing file, a run folder of another configuration).
+- 130: interrupted; the state is saved if the verb keeps one.
 """
 
 import argparse
@@ -44,19 +47,19 @@ EXTRAS = {
     "safetensors": "cli",
     "plotly": "report",
 }
-"""What the verbs need beyond torch, and the extra that brings it: `pip install "wyfold[cli]"`."""
+"""Optional package that a verb imports -> the extra that installs it: `pip install "wyfold[cli]"`."""
 
 
 class UsageError(Exception):
-    """The command line asks for what cannot be done as asked; the text says what to change. Exit code 2."""
+    """An invalid command line or input file. The message says what to change. Exit code 2."""
 
 
 class Failure(Exception):
-    """The work could not be finished, or a check did not hold; the text says why. Exit code 1."""
+    """The work could not be finished, or a check failed. The message says why. Exit code 1."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line instead of the whole usage text."""
+class _OneLineParser(argparse.ArgumentParser):
+    """Argument parser whose errors are one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -74,21 +77,20 @@ def _overview() -> str:
 
 
 def _complain(prefix: str, message: str) -> None:
-    """Write a line to standard error; one that is closed or full changes nothing about how the command ends."""
+    """Write a line to standard error. A closed or full standard error does not change the exit code."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"{prefix}: {printable(message)}", file=sys.stderr)
 
 
-TURNS = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
-"""Kinds of characters that change the direction in which what follows is written."""
+DIRECTIONAL = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+"""Bidirectional classes of the characters that change the writing direction of the text after them."""
 
 
 def printable(text: str) -> str:
-    """The text with backslash escapes for control characters, but line ends and tabs, and for unpaired surrogates.
+    """Escape control characters except newline and tab, unpaired surrogates, and characters that change text direction.
 
-    What a message quotes, such as a file's name, or a model says may hold a terminal's commands. Characters that turn
-    the direction of a line around are escaped too.
+    File names that a message quotes, and text that a model generates, may contain terminal control sequences.
 
     Examples:
         >>> print(printable("a\\x1b[2J\\ud800b"))
@@ -97,36 +99,36 @@ def printable(text: str) -> str:
     return "".join(
         character.encode("unicode_escape").decode("ascii")
         if character not in "\n\t"
-        and (unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in TURNS)
+        and (unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in DIRECTIONAL)
         else character
         for character in text
     )
 
 
 def say(text: str, *, flush: bool = False) -> None:
-    """Print a line that quotes names; on a terminal with the escapes of `printable`."""
+    """Print a line to standard output, escaped by `printable` if that is a terminal."""
     print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text, flush=flush)
 
 
 def described(error: BaseException) -> str:
-    """What an exception says, in one line, whatever its `str` does; the name of its class where it says nothing."""
+    """Message of an exception in one line; its class name if the message is empty or `str` itself raises."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # an exception's own code may do anything
+    except Exception:  # `__str__` of a foreign exception may raise anything
         text = ""
     return text or type(error).__name__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of `wyfold argv...`; `argv` is the process's own arguments unless given."""
+    """Run `wyfold argv...` and return its exit code; `argv` defaults to the arguments of this process."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character of the text shows a mark
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character of the text shows `?`
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader (`| head`) has left
+    except BrokenPipeError:  # the reader (`| head`) has exited
         _discard_output()
         return CLOSED_PIPE
     except OSError as error:  # standard output is a file on a full disk
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, so that it does not fail again when the interpreter flushes it."""
+    """Redirect standard output to the null device, so that the flush at interpreter exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -160,7 +162,7 @@ def _run(verb: str, words: list[str]) -> int:
     name = f"wyfold {verb}"
     try:
         module = importlib.import_module(f"wyfold.cli.{verb}")
-        parser = _Parser(
+        parser = _OneLineParser(
             prog=name,
             description=module.__doc__,
             allow_abbrev=False,
@@ -168,7 +170,7 @@ def _run(verb: str, words: list[str]) -> int:
         )
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(words)))
-    except SystemExit as stop:  # how argparse leaves after --help and after an error
+    except SystemExit as stop:  # argparse exits this way after --help and after an error
         if isinstance(stop.code, str):
             _complain(name, stop.code)
             return FAILED
@@ -177,25 +179,30 @@ def _run(verb: str, words: list[str]) -> int:
         raise
     except BaseException as error:
         ending = _ending(error)
-        if ending is None:  # a bug: its traceback is what is needed
+        if ending is None:  # a bug: show its traceback
             raise
         _complain(name, ending.message)
         return ending.code
 
 
 class _Ending(NamedTuple):
-    """How a command ends that could not do its work: the exit code, and what is said."""
+    """Exit code and message of a command that failed.
+
+    Attributes:
+        code: Exit code.
+        message: Text for standard error.
+    """
 
     code: int
     message: str
 
 
 def _ending(error: BaseException) -> _Ending | None:
-    """What an exception of a verb means to its user; None: it is a bug."""
+    """Exit code and message for an exception of a verb; None if the exception is a bug."""
     if isinstance(error, BaseExceptionGroup):
         return _together([_ending(one) for one in error.exceptions])
     if isinstance(error, UnsupportedError):
-        return _Ending(FAILED, str(error))  # several lines, a backend each
+        return _Ending(FAILED, str(error))  # several lines, one per backend
     said = described(error)
     if isinstance(error, UsageError):
         return _Ending(USAGE, said)
@@ -211,13 +218,13 @@ def _ending(error: BaseException) -> _Ending | None:
     if out_of_memory(error):
         reason = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
         return _Ending(FAILED, f"not enough memory for what was asked{reason}")
-    if isinstance(error, OSError):  # a full disk, a folder that may not be written
+    if isinstance(error, OSError):  # a full disk, a folder without write permission
         return _Ending(FAILED, said)
     return None
 
 
 def _together(endings: Sequence[_Ending | None]) -> _Ending | None:
-    """One ending for several exceptions that were raised together; None where one of them is a bug."""
+    """Merge the endings of an exception group: the largest code, all messages. None if one of them is a bug."""
     known = [ending for ending in endings if ending is not None]
     if len(known) < len(endings) or not known:
         return None

@@ -1,4 +1,4 @@
-"""Readers of options: argparse types whose error says what was expected. None of them imports torch."""
+"""Option types for argparse, whose errors say what was expected. Parsing imports no torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 LARGEST = 2**31 - 1
-"""Counts above it are slips of the finger: nothing that is counted here can be so many."""
+"""Largest count an option accepts; a larger one is a typing error."""
 
 
 def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
-    """Reader of an integer from `least` to `most`."""
+    """Type of an option: an integer from `least` to `most`."""
 
     def read(word: str) -> int:
         try:
             value = int(word)
-        except ValueError:  # no number, or one of thousands of digits
+        except ValueError:  # not a number, or one of thousands of digits
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {_quoted(word)}")
@@ -37,11 +37,11 @@ def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
 
 
 seed_number = whole(0, 2**63 - 1)
-"""Reader of a seed. PyTorch takes 64 bits; commands that draw several things add small numbers to it."""
+"""Type of a seed. PyTorch takes 64 bits; one bit is left because commands add small numbers to the seed."""
 
 
 def at_least(least: float, *, above: bool = False, most: float = math.inf) -> Callable[[str], float]:
-    """Reader of a finite number of at least, or `above`, `least`, and at most `most`."""
+    """Type of an option: a finite number >= `least` (> `least` if `above`) and <= `most`."""
     expected = f"must be a number {'above' if above else 'of at least'} {least:g}"
     if most < math.inf:
         expected += f" and at most {most:g}"
@@ -49,26 +49,26 @@ def at_least(least: float, *, above: bool = False, most: float = math.inf) -> Ca
 
 
 def gate_bound(word: str) -> float:
-    """Reader of the bound of KDA's gate, the range that the operator has kernels for."""
+    """Type of KDA's gate bound: a number in [-5, 0), the range that the kernels support."""
     expected = "must be a number of at least -5 and below 0"
     return _reader(expected, lambda value: -5 <= value < 0)(word)
 
 
 def between(low: float, high: float, *, closed_above: bool = False) -> Callable[[str], float]:
-    """Reader of a number above `low` and below `high`, or up to it."""
+    """Type of an option: a number in (`low`, `high`), or in (`low`, `high`] if `closed_above`."""
     expected = f"must be a number above {low:g} and {'at most' if closed_above else 'below'} {high:g}"
     return _reader(expected, lambda value: low < value < high or (closed_above and value == high))
 
 
 def device(word: str) -> str:
-    """Reader of a PyTorch device's name; `found_device` asks torch whether this machine has it."""
+    """Type of a PyTorch device name. Only the form is checked; `found_device` checks that the device exists."""
     if not re.fullmatch(r"[a-z]\w*(:\d+)?", word, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be a PyTorch device such as cpu, cuda or cuda:1, got {word!r}")
     return word
 
 
 def found_device(word: str) -> torch.device:
-    """The device of that name, which this machine has and which computes.
+    """Return the torch device of this name, after a test that it exists and computes.
 
     Raises:
         UsageError: torch cannot allocate and read a tensor there.
@@ -77,7 +77,7 @@ def found_device(word: str) -> torch.device:
 
     try:
         probe = torch.zeros(1, device=word)
-        probe.item()  # "meta" knows shapes, but no numbers
+        probe.item()  # refuses the meta device, which has no data
     except (RuntimeError, AssertionError, ImportError) as error:  # unknown, absent, or not in this build of torch
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise UsageError(f"argument --device: {word!r} is no device of this machine: {reason}") from error
@@ -85,7 +85,7 @@ def found_device(word: str) -> torch.device:
 
 
 def add_backend(parser: argparse._ActionsContainer) -> None:
-    """The option --backend."""
+    """Add the option --backend."""
     parser.add_argument(
         "--backend",
         choices=BACKENDS,
@@ -95,7 +95,7 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
 
 
 def _quoted(word: str) -> str:
-    """A word of the command line as a message quotes it, not at full length where that is a page."""
+    """Quote an argument in a message, truncated to 40 characters."""
     return repr(word) if len(word) <= 40 else f"{word[:40]!r}... ({len(word)} characters)"
 
 

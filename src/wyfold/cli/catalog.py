@@ -1,4 +1,4 @@
-"""Names that `bench`, `tune` and `verify` know: operators, gates, shapes, flags. Imported without torch."""
+"""Names that `bench`, `tune` and `verify` accept: operators, gates, shapes, flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ OPS = {
     "gdn_gate": "fused_gdn_gate",
     "kda_gate": "fused_kda_gate",
 }
-"""What the command line calls an operator -> its public name, also the name of its subject.
+"""Name of an operator on the command line -> its public name, which is also its key in `operators.OPERATOR_SPECS`.
 
-Decoding is the token form from states to states; ours is `wyfold.serving.decode`, in place.
+`decode_*` runs one token from an initial state to a final state. Wyfold's implementation is `wyfold.serving.decode`,
+which updates the states in place.
 """
 
 DECAYS = ("fast", "mid", "slow")
-"""Gates whose decays are given, by how fast they forget (`cases.GATES`)."""
+"""Gates with given decays, from fast to slow forgetting (`bench.cases.GATES`)."""
 MODEL = "model"
-"""The gate as a layer calls: a projection in the tokens' dtype, activated inside the operator, as beta's sigmoid is."""
+"""The gate as layers pass it: a projection in the tokens' dtype. The operator activates it, and beta as well."""
 NO_GATE = "none"
 
 OURS = "wyfold"
+"""Name of Wyfold among the implementations that `bench` runs."""
 
 OVER_RANKS = "bench-ranks"
-"""Kind of a record of a race over ranks."""
-"""Among the implementations that `bench` runs."""
+"""Field `kind` of a stored result of `bench` over several ranks."""
 BURST = 3
-"""Calls of one turn of `bench` on a GPU."""
+"""Calls that `bench` queues in one burst on a GPU."""
 
 DELTA_RULES = ("delta_rule", "gdn", "kda")
 CHUNKED = ("solve", "kkt")
-"""Operators that `--chunk` is for."""
+"""Operators that `--chunk` applies to."""
 
 SHAPES = (
     "h96",
@@ -59,14 +60,14 @@ SHAPES = (
     "token64",
     "token1024",
 )
-"""Names of the sizes in `cases.PINNED`."""
+"""Names of the sizes in `bench.cases.PINNED`."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "disable_recompute": DELTA_RULES,
     "batch_invariant": DELTA_RULES,
     "safe_gate": ("kda",),
 }
-"""Flags that ours can be timed with as well -> the operators that have them. `batch_invariant` cuts none."""
+"""Flag of `--also` -> operators that have it. With `batch_invariant` no sequence is cut into segments."""
 
-SCORECARD_ROWS = (1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40)
-"""Rows of the scorecard that this version has; all of them run on the CPU (`scorecard.ROWS`)."""
+SCORECARD_CHECKS = (1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40)
+"""Numbers of the scorecard's checks (`scorecard.CHECKS`), all of which run on the CPU."""

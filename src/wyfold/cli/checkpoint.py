@@ -1,16 +1,16 @@
-"""Checkpoints on disk: whole or not there. Imports torch to save and to load, not to look at one.
+"""Atomic checkpoints on disk. Torch is imported to save and load, not to inspect a checkpoint.
 
     RUN/checkpoint/step-00000200/model/             the model as `Decoder.save` writes it
                                  training.safetensors   optimizer moments, random state
                                  training.json          step, cursor, recipe, history
                                  SHA256SUMS             digest of every other file, for `sha256sum -c` too
 
-A run of several processes has, in the place of both files of tensors, a folder `shards` of safetensors files, in which
-each process has written what it holds; any number of processes, one included, goes on from it. Nothing is pickled.
+A run of several processes has a folder `shards` of safetensors files instead of the two files of tensors. Each process
+writes its shards. Any number of processes, one included, can continue from it. Nothing is pickled.
 
-A checkpoint is written into a hidden folder beside its place and renamed there when all of it is on the disk, so a
-process killed at any moment leaves the previous checkpoints as they were. The last two are kept. Only folders of the
-names given here are ever removed.
+A checkpoint is written into a hidden folder next to its final one, and renamed once all of it is on disk. A process
+that is killed at any moment leaves the previous checkpoints intact. The last two are kept. Only folders with the names
+given here are ever removed.
 """
 
 from __future__ import annotations
@@ -37,29 +37,32 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from wyfold.cli.distributed import Team
+    from wyfold.cli.distributed import World
     from wyfold.models import Decoder, DecoderConfig
 
 KEPT = 2
 PREFIX = "step-"
 UNFINISHED = re.compile(r"\.unfinished-([0-9a-f]{16}|step-\d{8,18}|replaced)", re.ASCII)
-"""Hidden names of checkpoints in the making, or half removed; the last two are an earlier version's."""
+"""Hidden names of checkpoints that are being written or removed. The last two forms are of an earlier version."""
 
 
 def save(
     root: Path, step: int, record: dict[str, Any], tensors: dict[str, Tensor], save_model: Callable[[Path], object]
 ) -> Path:
-    """Folder of the checkpoint of `step` below `root`, complete when this returns; older ones but the last are removed.
+    """Write the checkpoint of `step` below `root`, and remove all older ones but the last.
 
     Args:
-        root: made if missing.
-        step: steps taken; names the folder. An earlier checkpoint of this step is replaced.
-        record: whatever JSON can say.
-        tensors: name -> tensor; each is stored on its own, whatever memory they share.
-        save_model: writes the model into the folder it is given.
+        root: Folder of the checkpoints; made if missing.
+        step: Steps taken, which names the folder. An earlier checkpoint of this step is replaced.
+        record: JSON object for `training.json`.
+        tensors: Name -> tensor. Tensors that share memory are stored separately.
+        save_model: Writes the model into the folder it is given.
+
+    Returns:
+        The folder of the complete checkpoint.
 
     Raises:
-        Failure: the disk is full, or does not let us write; what was written of this checkpoint is removed.
+        Failure: the disk is full or not writable. The unfinished checkpoint is removed.
     """
     from wyfold.models import disk
 
@@ -72,39 +75,39 @@ def save(
 
 
 def save_shards(
-    root: Path, step: int, record: dict[str, Any], tensors: dict[str, Tensor], config: DecoderConfig, team: Team
+    root: Path, step: int, record: dict[str, Any], tensors: dict[str, Tensor], config: DecoderConfig, world: World
 ) -> None:
-    """The checkpoint of a run of several processes, complete when this returns on any of them.
+    """Write the checkpoint of a run of several processes; it is complete when this returns on any process.
 
     Args:
-        root, step, record: As of `save`.
-        tensors: Name -> tensor, those of the model included; each process has all of it or its shards.
-        config: The model's.
-        team: All processes, which call this alike.
+        root, step, record: As in `save`.
+        tensors: Name -> tensor, including those of the model. Each process passes the whole tensor or its shards.
+        config: Configuration of the model.
+        world: All processes of the run; each calls this function with the same arguments.
 
     Raises:
-        Failure: As of `save`.
+        Failure: as `save`.
     """
     from wyfold.cli import sharded_checkpoint
 
     with _all_or_nothing(root, step):
-        # The name is the leader's. 52 bits: a whole number that float64 holds.
-        token = f"{int(team.most(secrets.randbits(52) if team.leads else 0)):016x}"
+        # All processes use the name that rank 0 draws: 52 bits, an integer that float64 represents.
+        token = f"{int(world.all_reduce_max(secrets.randbits(52) if world.is_main else 0)):016x}"
         partial = root / f".unfinished-{token}"
-        if team.leads:
+        if world.is_main:
             _begin(root, token)
             (partial / MODEL).mkdir()
             files.write(partial / MODEL / CONFIG_FILE, config.to_json())
-        team.most(0)  # the folder is there
+        world.all_reduce_max(0)  # barrier: the folder exists
         sharded_checkpoint.write(partial / SHARDS, tensors)
-        team.most(0)  # all of it is
-        if team.leads:
+        world.all_reduce_max(0)  # barrier: all shards are written
+        if world.is_main:
             _finish(partial, step, record)
-        team.most(0)  # no process continues, or ends, before the checkpoint has its name
+        world.all_reduce_max(0)  # barrier: no process continues or exits before the final rename
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Record and tensors of a whole checkpoint, on the CPU; none of shards."""
+    """Record and tensors of an intact checkpoint, on the CPU. A sharded checkpoint has no tensors here."""
     from safetensors.torch import load_file
 
     file = folder / TENSORS
@@ -115,18 +118,18 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_model(path: Path, device: torch.device, backend: str | None) -> Decoder:
-    """The model that `path` stands for, as `find_model` understands it."""
+    """Load the model at `path`, resolved by `find_model`."""
     folder = find_model(path)
     try:
         return _load_folder(folder, device, backend)
     except (OSError, ValueError, UsageError):
         if folder.is_dir():
             raise
-    return _load_folder(find_model(path), device, backend)  # a live run removed the checkpoint while it was read
+    return _load_folder(find_model(path), device, backend)  # a running training removed the checkpoint meanwhile
 
 
 def _load_folder(folder: Path, device: torch.device, backend: str | None) -> Decoder:
-    """The model of a folder that is whole."""
+    """Load the model of a folder that was verified."""
     import torch
 
     from wyfold.models import Decoder, DecoderConfig
@@ -143,10 +146,10 @@ def _load_folder(folder: Path, device: torch.device, backend: str | None) -> Dec
 
 
 def require_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Refuse shards that are not of these tensors, before they are allocated; all processes call this alike.
+    """Refuse shards that do not match these tensors, before allocation. All processes must call this.
 
     Raises:
-        UsageError: as of `load_shards`.
+        UsageError: as `load_shards`.
     """
     from wyfold.cli import sharded_checkpoint
 
@@ -157,10 +160,10 @@ def require_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded as they are here, from a checkpoint of several processes; all processes call this alike.
+    """Fill tensors, with their present sharding, from a sharded checkpoint. All processes must call this.
 
     Raises:
-        UsageError: the checkpoint's shards are damaged, of an earlier format, or not of these tensors.
+        UsageError: the shards are damaged, of an earlier format, or do not match these tensors.
     """
     from wyfold.cli import sharded_checkpoint
 
@@ -171,7 +174,7 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def set_aside_damaged(root: Path) -> list[Path]:
-    """Rename every checkpoint that is damaged and newer than the newest whole one; nothing is removed.
+    """Rename all checkpoints newer than the newest intact one, which are damaged. Nothing is removed.
 
     Returns:
         The folders under their new names, `step-00000200.damaged`.
@@ -183,18 +186,18 @@ def set_aside_damaged(root: Path) -> list[Path]:
 
 
 def remove_all(root: Path) -> None:
-    """Remove the checkpoints below `root`, and nothing else that may lie there."""
+    """Remove the checkpoints below `root`, and no other files."""
     for folder in integrity.step_folders(root):
         if _is_ours(folder):
             _remove(folder)
 
 
 def find_model(path: Path) -> Path:
-    """The model folder that `path` stands for: a run, its checkpoints, one checkpoint, or a saved model itself.
+    """Find the model folder of `path`: a run, its folder of checkpoints, one checkpoint, or a saved model.
 
     Raises:
-        DamagedError: the newest checkpoint there, or the model, is damaged.
-        UsageError: nothing of this kind is there.
+        DamagedError: the newest checkpoint, or the model, is damaged.
+        UsageError: there is no checkpoint and no model.
     """
     asked = "give the folder of a run of `wyfold train`, a checkpoint in it, or a folder that Decoder.save wrote"
     if path.is_file():
@@ -220,7 +223,7 @@ def find_model(path: Path) -> Path:
 
 @contextmanager
 def _all_or_nothing(root: Path, step: int) -> Iterator[None]:
-    """Report which checkpoint is whole where one cannot be written."""
+    """Remove an unfinished checkpoint after an OSError, and name the newest intact one in the error."""
     try:
         yield
     except OSError as error:
@@ -236,7 +239,7 @@ def _all_or_nothing(root: Path, step: int) -> Iterator[None]:
 
 
 def _begin(root: Path, token: str) -> Path:
-    """A fresh hidden folder for a checkpoint, of a name that cannot be foreseen."""
+    """Make a hidden folder for a new checkpoint, after removing leftovers."""
     for leftover in _unfinished(root):
         shutil.rmtree(leftover, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
@@ -246,13 +249,13 @@ def _begin(root: Path, token: str) -> Path:
 
 
 def _unfinished(root: Path) -> list[Path]:
-    """What a process that was killed left of a checkpoint it wrote or removed; no symbolic link."""
+    """Hidden folders that a killed process left while it wrote or removed a checkpoint; no symbolic links."""
     found = root.iterdir() if root.is_dir() else ()
     return [path for path in found if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
-    """Give a hidden folder whose tensors are written its record, its digests and its name."""
+    """Write record and digests into a hidden folder, then rename it to its final name."""
     root = partial.parent
     final = root / f"{PREFIX}{step:08d}"
     files.write(partial / RECORD, json.dumps({**record, "step": step}, allow_nan=False))
@@ -261,7 +264,7 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
     if os.path.lexists(final) and not _is_ours(final):
         kept = rundir.rename_aside(final, "kept")
         print(f"{final} is no checkpoint of this run; kept: {kept}", file=sys.stderr)
-    if final.exists():  # a kill between these two renames costs this step, never the checkpoint before it
+    if final.exists():  # a kill between the two renames loses this step, not the one before
         _remove(final, replaced_by=partial)
     else:
         partial.rename(final)
@@ -271,14 +274,14 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
 
 
 def _prune(root: Path, newest: Path) -> None:
-    """Remove all but the last checkpoints up to the one that was just written."""
+    """Remove old checkpoints; the last `KEPT` up to `newest` stay."""
     found = [folder for folder in integrity.step_folders(root) if _is_ours(folder)]
     for folder in found[: max(0, found.index(newest) + 1 - KEPT)]:
         _remove(folder)
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has a checkpoint in it and nothing else; a user's own folder may have a checkpoint's name."""
+    """Whether a folder holds a checkpoint and nothing else. A user's folder may have the name of a checkpoint."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}  # .DS_Store, .nfs000
@@ -286,7 +289,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _remove(folder: Path, replaced_by: Path | None = None) -> None:
-    """Remove a checkpoint. It has a hidden name first: what a kill leaves behind is plainly no checkpoint."""
+    """Remove a checkpoint. It is renamed to a hidden name first, so a kill leaves no partial checkpoint."""
     hidden = folder.with_name(f".unfinished-{secrets.token_hex(8)}")
     folder.rename(hidden)
     if replaced_by is not None:

@@ -1,7 +1,7 @@
-"""Text as bytes: what `train` and `demo` read, how it is split, and the batches a step takes from it.
+"""Byte-level text for `train` and `demo`: the corpus, its split, and batches.
 
-A corpus is one row of bytes and the borders of its documents. Nothing is tokenised: the vocabulary is the 256 bytes.
-Batches depend on the seed and on how many were taken before, on nothing else, so one integer resumes them.
+A corpus is one row of bytes and the borders of its documents. There is no tokenizer: the vocabulary is the 256 bytes. A
+batch depends only on the seed and its index, so one integer is enough to resume.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from wyfold.cli import UsageError, documents
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, end to end.
+    """Concatenated documents.
 
     Args:
-        name: where they come from, for messages.
+        name: Source of the documents, for messages.
         text: [n] uint8.
-        borders: document i is `text[borders[i]:borders[i + 1]]`; the first is 0, the last n; none is empty.
+        borders: Document i is `text[borders[i]:borders[i + 1]]`. The first is 0, the last n; no document is empty.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Corpus:
         return len(self.borders) - 1
 
     def digest(self) -> str:
-        """Name of the content: equal for equal documents, wherever they were read."""
+        """Digest of the content: equal for equal documents, independent of their path."""
         content = hashlib.sha256(self.text.numpy().tobytes())
         content.update(repr(self.borders).encode())
         return content.hexdigest()[:16]
 
     def split(self, fraction: float, *, at_document: bool) -> tuple[Corpus, Corpus]:
-        """Training and validation parts: the last `fraction` of the bytes is held out.
+        """Split into a training part and a validation part, which is the last `fraction` of the bytes.
 
-        With `at_document` the cut moves back to the nearest document border before it, so that no document is on
-        both sides; a corpus of one document is cut inside it all the same.
+        With `at_document` the cut moves back to the nearest document border, so that no document is in both parts. A
+        corpus of one document is cut inside it.
         """
         cut = len(self.text) - math.ceil(len(self.text) * fraction)
         if at_document and self.documents > 1:
@@ -67,28 +67,29 @@ class Corpus:
 
 
 def read(path: str | os.PathLike[str] | None) -> Corpus:
-    """The corpus of the documents that `documents.read` finds.
+    """Read the documents of a path, by `documents.read`, as a corpus.
 
     Raises:
-        UsageError: nothing there, nothing readable, or nothing in it.
+        UsageError: the path does not exist, cannot be read, or is empty.
     """
     return Corpus.of(*documents.read(path))
 
 
 def standard_library() -> Corpus:
-    """The corpus of `documents.standard_library`."""
+    """The documents of `documents.standard_library` as a corpus."""
     return Corpus.of(*documents.standard_library())
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass takes.
+    """Inputs of one forward pass.
 
     Args:
-        ids: [B, T] int64, the bytes read.
-        labels: [B, T] int64, at each place the byte that follows there.
-        lengths: of the documents packed into the one row, or None where rows are independent.
-        places: [B, n] int64, of each row where its labels are, all others being ignored; None where they are many.
+        ids: [B, T] int64, input tokens.
+        labels: [B, T] int64, the token to predict at each position, or -100.
+        lengths: Lengths of the documents packed into the one row; None if rows are independent.
+        places: [B, n] int64, positions of the labels of each row, all others being ignored; None if most positions
+            have labels.
     """
 
     ids: Tensor
@@ -97,15 +98,15 @@ class Batch:
     places: Tensor | None = None
 
 
-class Windows:
-    """Batches of equally long windows, cut from the documents as if they were one text.
+class WindowBatches:
+    """Batches of windows of equal length, cut from the concatenated documents.
 
-    An epoch visits every window once in random order; windows start at a random phase, so that borders move.
+    An epoch visits every window once, in random order. Each epoch shifts all windows by a random phase.
 
     Args:
-        corpus: at least `length + 1` bytes.
-        batch, length: rows of a batch, bytes of a row.
-        seed: of order and phase.
+        corpus: At least `length + 1` bytes.
+        batch, length: Rows of a batch, bytes of a row.
+        seed: Seed of order and phase.
     """
 
     def __init__(self, corpus: Corpus, batch: int, length: int, seed: int) -> None:
@@ -114,14 +115,14 @@ class Windows:
         self.batch, self.length, self.seed = batch, length, seed
         self.epoch = -1
         self.starts = torch.empty(0, dtype=torch.int64)
-        self.per_epoch = max(1, (len(self.text) - 1) // length - 1)  # one window is what the phase may cost
+        self.per_epoch = max(1, (len(self.text) - 1) // length - 1)  # the phase may take up to one window
 
     def at(self, index: int) -> Batch:
         """Batch number `index`, counted from the first of the run."""
         return self._windows([self._start(index * self.batch + row) for row in range(self.batch)])
 
     def in_order(self, limit: int) -> Iterator[Batch]:
-        """Every window from the first, not shuffled, until `limit` bytes are read: what validation measures."""
+        """Yield every window in order, until `limit` bytes are read, for validation."""
         starts = list(range(0, min(len(self.text) - self.length, max(limit, self.length)), self.length))
         for first in range(0, len(starts), self.batch):
             yield self._windows(starts[first : first + self.batch])
@@ -129,7 +130,7 @@ class Windows:
     def _start(self, drawn: int) -> int:
         epoch, place = divmod(drawn, self.per_epoch)
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
             slack = len(self.text) - 1 - self.per_epoch * self.length
             phase = torch.randint(min(slack, self.length) + 1, (), generator=generator)
             self.starts = torch.randperm(self.per_epoch, generator=generator) * self.length + phase
@@ -141,17 +142,17 @@ class Windows:
         return Batch(rows[:, :-1], rows[:, 1:])
 
 
-class Packs:
-    """Batches of one row that holds many documents, with their lengths; no document sees another.
+class PackedBatches:
+    """Packed batches: one row of many documents with their lengths. No document sees another.
 
-    Documents longer than `length` are cut into pieces of that length. An epoch lays the pieces end to end in random
-    order and cuts the row into packs of `batch * length` bytes; a piece that crosses such a cut becomes two. Within a
-    piece each byte predicts the next of its own document, so a document's last byte is only ever a label.
+    Documents longer than `length` are cut into pieces of that length. An epoch concatenates the pieces in random order
+    and cuts the row into packs of `batch * length` bytes; a piece that crosses a cut becomes two. Each byte of a piece
+    predicts the next byte of its document, so the last byte of a document is only a label.
 
     Args:
-        corpus: its pieces fill at least one pack.
-        batch, length: a pack holds `batch * length` bytes, a piece at most `length`.
-        seed: of the order.
+        corpus: Its pieces must fill at least one pack.
+        batch, length: A pack holds `batch * length` bytes, a piece at most `length`.
+        seed: Seed of the order.
     """
 
     def __init__(self, corpus: Corpus, batch: int, length: int, seed: int) -> None:
@@ -174,14 +175,14 @@ class Packs:
         """Batch number `index`, counted from the first of the run."""
         epoch, place = divmod(index, self.per_epoch)
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
             order = torch.randperm(len(self.pieces), generator=generator).tolist()
             self.packs = list(_fill([self.pieces[i] for i in order], self.capacity))
             self.epoch = epoch
         return self._pack(self.packs[place])
 
     def in_order(self, limit: int) -> Iterator[Batch]:
-        """Packs of the documents as they stand, until `limit` bytes are read: what validation measures."""
+        """Yield packs of the documents in order, until `limit` bytes are read, for validation."""
         read = 0
         for pack in _fill(self.pieces, self.capacity):
             yield self._pack(pack)
@@ -196,7 +197,7 @@ class Packs:
 
 
 def _fill(pieces: list[tuple[int, int]], capacity: int) -> Iterator[list[tuple[int, int]]]:
-    """The pieces, in order, in packs of exactly `capacity` bytes; what does not fill a last pack is left."""
+    """Fill packs of exactly `capacity` bytes with the pieces, in order. An incomplete last pack is dropped."""
     pack: list[tuple[int, int]] = []
     room = capacity
     for start, end in pieces:
@@ -210,8 +211,8 @@ def _fill(pieces: list[tuple[int, int]], capacity: int) -> Iterator[list[tuple[i
                 pack, room = [], capacity
 
 
-def mix(*parts: int | str) -> int:
-    """A seed of its own for every (seed, epoch), or whatever is counted: neighbouring seeds must not share epochs."""
+def derive_seed(*parts: int | str) -> int:
+    """Derive a seed by hashing the parts, such as (seed, epoch), so that neighbouring seeds do not share epochs."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7], "big")
 
 

@@ -1,4 +1,4 @@
-"""The loss curve, as a picture and as a few lines of text."""
+"""The loss curve as a PNG and as text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from wyfold.cli import printable
 from wyfold.runtime import files
 
 Points = Sequence[tuple[float, float]]
-"""(step, value), in the order of steps."""
+"""(step, value) pairs, in order of steps."""
 History = Sequence[dict[str, Any]]
-"""What a run recorded."""
+"""Entries of a run, as `metrics.jsonl` holds them."""
 
 
 def points(history: History, key: str) -> list[tuple[float, float]]:
-    """(step, number of that name), where there is one."""
+    """(step, value) of the entries that have this key."""
     return [(entry["step"], entry[key]) for entry in history if key in entry]
 
 
 def smooth(points: Points, reach: float = 0.8) -> list[tuple[float, float]]:
-    """Exponential mean of a noisy curve, without the pull towards zero at its start."""
+    """Exponential moving average with bias correction at the start."""
     total = weight = 0.0
     smoothed = []
     for step, value in points:
@@ -44,7 +44,7 @@ def draw(file: Path, training: Points, validation: Points, title: str) -> None:
 
 
 def draw_task(file: Path, losses: Points, accuracies: Points, title: str) -> None:
-    """Write the curves of a known task as PNG: the training loss in nats above, the accuracy on held-out rows below."""
+    """Write the curves of a task as PNG: training loss in nats above, accuracy on held-out rows below."""
     figure = Figure(figsize=(8, 6), dpi=120, layout="tight")
     above, below = figure.subplots(2, 1, sharex=True)
     _plot(above, losses, (), title, "nats per answer")
@@ -62,7 +62,7 @@ def _plot(axes: Axes, training: Points, validation: Points, title: str, unit: st
         axes.axhline(validation[-1][1], color="tab:orange", alpha=0.3, linewidth=0.8)
         axes.annotate(f"{validation[-1][1]:.3f}", validation[-1], textcoords="offset points", xytext=(0, 8), ha="right")
     axes.set(xlabel="step", ylabel=unit)
-    # A name is no formula: dollar signs are characters here, and what is no character is written as an escape.
+    # The title is a file name: dollar signs are no formula, and control characters are escaped.
     axes.set_title(printable(title).replace("\n", " "), parse_math=False)
     axes.grid(alpha=0.25)
     if training or validation:
@@ -71,14 +71,16 @@ def _plot(axes: Axes, training: Points, validation: Points, title: str, unit: st
 
 def _write(figure: Figure, file: Path) -> None:
     with files.replacing(file) as unfinished, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # a name's; a box is drawn for it
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing from", UserWarning
+        )  # a glyph of the title; a box is drawn instead
         figure.savefig(unfinished, format="png")
 
 
 def sketch(
     training: Points, validation: Points, width: int = 72, height: int = 12, *, legend: str = "bits per byte"
 ) -> str:
-    """The curve in text: `.` the smoothed training loss, `o` validation; the legend's unit up, steps to the right."""
+    """Draw the curve as text: `.` is the smoothed training loss, `o` validation; steps run to the right."""
     curve = [point for point in smooth(training) if math.isfinite(point[1])]
     marks = [point for point in validation if math.isfinite(point[1])]
     everything = curve + marks
@@ -86,7 +88,7 @@ def sketch(
         return "(no points yet)"
     last = max(1.0, *(step for step, _ in everything))
     low, high = min(value for _, value in everything), max(value for _, value in everything)
-    if high == low:  # a line has to lie somewhere
+    if high == low:  # a flat curve is drawn in the middle
         high, low = high + 0.5, low - 0.5
     span = high - low
     grid = [[" "] * width for _ in range(height)]

@@ -1,9 +1,10 @@
-"""Train a small hybrid byte model on real text, sample from it, and check how it decodes.
+"""Train a small hybrid byte model on real text, sample from it, check its decoding.
 
-The text is the language reference inside Python's own standard library; the model mixes Gated DeltaNet layers with
-softmax attention. It takes one to two minutes on one CPU core. Interrupted, the same command continues; finished, it
-samples and checks again. The check: logits computed byte by byte, through the recurrent form and its cache, are the
-logits of one chunked pass.
+The text is the language reference in Python's standard library. The model mixes
+Gated DeltaNet layers with softmax attention. Training takes one to two minutes
+on one CPU core. After an interruption the same command continues; after the end
+it only samples and checks again. The check compares the logits computed byte by
+byte, through the recurrent form and its cache, with those of one chunked pass.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ CHECKED_BYTES = 300
 BOUNDS = {"float32": 1e-4, "float64": 1e-12}
 """Largest difference allowed between a logit decoded byte by byte and the same logit of the chunked pass.
 
-Both are the same sums in another order, so what separates them is rounding, carried through every layer: measured near
-1e-5 and 1e-14 on logits of about 10. The bounds leave room for other machines; a wrong state misses both by far.
+Both compute the same sums in another order, so they differ by rounding through all layers: about 1e-5 and 1e-14 were
+measured on logits of about 10. The bounds allow for other machines; a wrong state exceeds both by far.
 """
 
 
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train or continue, sample, check; 0 when the check holds, 1 when it does not, 130 when interrupted."""
+    """Train or continue, sample, check. Returns 0 if the check holds, 1 if it fails, 130 if interrupted."""
     from wyfold.cli import results, rundir
 
     rundir.require_run_or_empty(args.out)
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_alone(args: argparse.Namespace) -> int:
-    """`run`, in a folder that no other process writes into."""
+    """Body of `run`, with the folder locked."""
     import torch
 
     from wyfold.cli import checkpoint, corpus
@@ -90,8 +91,8 @@ def _run_alone(args: argparse.Namespace) -> int:
     from wyfold.cli.train import finish
     from wyfold.cli.trainer import Trainer
 
-    # Threads would save part of the minute on idle cores. On busy ones they spin while they wait for each other, and
-    # a step takes twenty times as long; and sums cut among threads differ from machine to machine. So one.
+    # One thread. More would save part of a minute on idle cores. On busy cores threads spin while they wait for each
+    # other, and a step takes twenty times as long. Sums split over threads also differ between machines.
     torch.set_num_threads(1)
     if args.fresh:
         checkpoint.remove_all(args.out / CHECKPOINTS)
@@ -121,7 +122,7 @@ def _run_alone(args: argparse.Namespace) -> int:
 
 
 def check(model: Decoder, ids: torch.Tensor) -> int:
-    """Exit code, and a line per dtype: how far the two ways to the same logits lie apart."""
+    """Compare decoded and chunked logits in each dtype, print one line per dtype, and return the exit code."""
     import torch
 
     code = DONE
@@ -132,16 +133,16 @@ def check(model: Decoder, ids: torch.Tensor) -> int:
         print(
             f"  {name}: {ids.shape[1]} bytes, largest difference of a logit {apart:.1e}, bound {bound:.0e}: {verdict}"
         )
-        if not holds:  # also when it is NaN
+        if not holds:  # NaN fails too
             code = FAILED
     return code
 
 
 def decoding_difference(model: Decoder, ids: torch.Tensor) -> float:
-    """Largest difference between the logits of one chunked pass over `ids` and of the bytes fed one at a time.
+    """Largest difference between the logits of one chunked pass over `ids` and those of byte-by-byte decoding.
 
     Args:
-        model: any dtype.
+        model: Model in any dtype.
         ids: [1, T] int64.
     """
     import torch

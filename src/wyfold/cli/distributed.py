@@ -1,9 +1,9 @@
 """The processes of one training run: replicas of a model, each over the ranks of a context-parallel group.
 
-    W processes = replicas x C;  process r holds share r % C of replica r // C
+    W processes = replicas x C;  process r has shard r % C of the tokens of replica r // C
 
-Parameters, gradients and moments are sharded over all of them (FSDP2). A process alone is a team of one, so that a
-training loop need not ask.
+Parameters, gradients and moments are sharded over all of them (FSDP2). A single process has the same interface,
+`World`, so the training loop does not distinguish the two.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from wyfold.context_parallel.watchdog import Watch
 from wyfold.runtime.layout import SequenceLayout
 
 
-class Team:
-    """A process by itself.
+class World:
+    """The processes of a run; this class is a run of a single process.
 
     Attributes:
-        device: Of this process's model and batches.
+        device: Device of this process's model and batches.
         sharded: Whether the processes hold shards of parameters and moments.
-        reads_behind: Whether what a step came to may be read while the next one runs: the device works by itself, and
-            no other process has to be asked.
-        rank, replicas, replica, cp: Number of the process; replicas of the model, and which one this process is of;
-            ranks that share one replica's tokens.
+        async_metrics: Whether the loss of a step may be read while the next step runs. Needs an asynchronous device and
+            no other process.
+        rank: Number of this process.
+        replicas: Number of replicas of the model.
+        replica: Replica of this process.
+        cp: Number of ranks that share the tokens of one replica.
     """
 
     rank, replicas, replica, cp = 0, 1, 0, 1
@@ -39,86 +41,89 @@ class Team:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.reads_behind = device.type == "cuda"
+        self.async_metrics = device.type == "cuda"
 
     @property
     def processes(self) -> int:
-        """Of the run."""
+        """Number of processes of the run."""
         return self.replicas * self.cp
 
     @property
-    def leads(self) -> bool:
-        """Whether this process writes and prints for all."""
+    def is_main(self) -> bool:
+        """Whether this process, rank 0, writes files and prints for all."""
         return self.rank == 0
 
-    def agree(self, said: Mapping[str, object]) -> None:
-        """Compare what every process was asked to do.
+    def require_equal(self, values: Mapping[str, object]) -> None:
+        """Require equal options on all processes.
 
         Args:
-            said: Name -> value; both come into the message.
+            values: Name -> value; the message has both.
 
         Raises:
-            ValueError: a value differs between processes; on all of them.
+            ValueError: a value differs between processes; raised on all of them.
         """
 
-    def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Shard a model's parameters, those of each part together."""
+    def shard_model(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Shard the parameters of a model; those of each part are gathered together."""
 
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that a forward pass gathered and no backward pass has freed, as after an evaluation.
 
-        Until then `model.parameters()` are not those that the optimizer has.
+        Before this call, `model.parameters()` are not the parameters that the optimizer holds.
         """
 
-    def share(
+    def local_batch(
         self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This process's tokens of a replica's batch, and where they lie, as keywords of the decoder.
+        """Move this process's shard of a batch to the device.
 
         Args:
             ids, labels: [B, T], the same on all ranks of the replica.
-            lengths: Of the documents packed into the one row, or None.
+            lengths: Lengths of the documents packed into the one row, or None.
+
+        Returns:
+            ids and labels of this process, and the keywords of the decoder that describe their layout.
         """
         layout = None if lengths is None else SequenceLayout.from_lengths(list(lengths), device=self.device)
         ids, labels = (x.to(self.device, non_blocking=True) for x in (ids, labels))
         return ids, labels, {"layout": layout}
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the mean loss of the replicas, from a rank's share of the loss of one."""
-        # FSDP takes the mean over all processes, but what the ranks of one replica have are shares.
+        """Backward of the mean loss of the replicas, given this rank's share of its replica's loss."""
+        # FSDP averages over all processes, but the ranks of one replica have shares of one loss, which must be summed.
         (loss * self.cp).backward()
 
-    def mean(self, loss: Tensor) -> Tensor:
-        """The mean loss of the replicas, whose ranks each have a share of theirs."""
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Mean loss of the replicas, given this rank's share of its replica's loss."""
         return loss
 
-    def whole(self, x: Tensor) -> Tensor:
-        """All of a tensor that is sharded."""
+    def full_tensor(self, x: Tensor) -> Tensor:
+        """Gather a sharded tensor."""
         return x
 
-    def held(self, x: Tensor) -> Tensor:
-        """This process's part of a tensor that is sharded."""
+    def local_tensor(self, x: Tensor) -> Tensor:
+        """Shard of this process of a sharded tensor."""
         return x
 
-    def like(self, x: Tensor, parameter: Tensor) -> Tensor:
-        """x [..] sharded as a parameter of its shape is."""
+    def shard_like(self, x: Tensor, parameter: Tensor) -> Tensor:
+        """Shard x like a parameter of the same shape, on the device."""
         return x.to(self.device)
 
-    def most(self, x: float) -> float:
-        """The largest of what the processes pass: what they must agree on to go on alike."""
+    def all_reduce_max(self, x: float) -> float:
+        """Maximum of x over the processes. Also a barrier."""
         return x
 
-    def watched(self) -> AbstractContextManager[object]:
-        """While it is entered, another process that is gone is a `RankLost` here."""
+    def watch(self) -> AbstractContextManager[object]:
+        """Context manager that raises `RankLost` when another process is gone."""
         return nullcontext()
 
 
-class Ranks(Team):
-    """One process among those that a launcher started.
+class DistributedWorld(World):
+    """One of several processes that a launcher started.
 
     Args:
-        device: Its kind is every process's; of several, each takes the one of its number on its machine.
-        cp: Ranks that share one replica's tokens; None: all of them, which are one replica.
+        device: Only its type is used. On CUDA each process takes the device of its local rank.
+        cp: Number of ranks that share the tokens of one replica; None for a single replica over all processes.
 
     Raises:
         ValueError: cp differs between processes, or does not divide their number.
@@ -134,24 +139,24 @@ class Ranks(Team):
             device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         super().__init__(device)
-        self.reads_behind, self._asked = False, 0
+        self.async_metrics, self._arrivals = False, 0
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.agree({"cp": cp})
+        self.require_equal({"cp": cp})
         cp = world if cp is None else cp
         if world % cp:
-            raise ValueError(f"Ranks: cp must divide the number of processes, {world}, got {cp}")
+            raise ValueError(f"processes: cp must divide the number of processes, {world}, got {cp}")
         self.cp, self.replicas, self.replica = cp, world // cp, self.rank // cp
         self.group = init_device_mesh(device.type, (self.replicas, cp), mesh_dim_names=("replica", "cp"))["cp"]
         self.mesh = init_device_mesh(device.type, (world,))
 
-    def agree(self, said: Mapping[str, object]) -> None:
+    def require_equal(self, values: Mapping[str, object]) -> None:
         import torch.distributed as dist
 
-        collectives.check_agreement("Ranks", said, self.device, dist.group.WORLD)
+        collectives.check_agreement("processes", values, self.device, dist.group.WORLD)
 
-    def spread(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+    def shard_model(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for part in parts:
@@ -165,7 +170,7 @@ class Ranks(Team):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def share(
+    def local_batch(
         self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         cu = None if lengths is None else SequenceLayout.from_lengths(list(lengths)).cu_seqlens
@@ -173,57 +178,57 @@ class Ranks(Team):
         mine, theirs = (context.shard(x).to(self.device) for x in (ids, labels))
         return mine, theirs, {"cp_context": context}
 
-    def mean(self, loss: Tensor) -> Tensor:
+    def mean_loss(self, loss: Tensor) -> Tensor:
         import torch.distributed as dist
 
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total / self.replicas
 
-    def whole(self, x: Tensor) -> Tensor:
+    def full_tensor(self, x: Tensor) -> Tensor:
         full: Any = getattr(x, "full_tensor", None)
         return x if full is None else full()
 
-    def held(self, x: Tensor) -> Tensor:
+    def local_tensor(self, x: Tensor) -> Tensor:
         local: Any = getattr(x, "to_local", None)
         return x if local is None else local()
 
-    def like(self, x: Tensor, parameter: Tensor) -> Tensor:
+    def shard_like(self, x: Tensor, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if not isinstance(parameter, DTensor) or x.shape != parameter.shape:
             return x.to(self.device)
         return distribute_tensor(x.to(self.device), parameter.device_mesh, parameter.placements)
 
-    def most(self, x: float) -> float:
+    def all_reduce_max(self, x: float) -> float:
         import torch.distributed as dist
 
         largest = torch.tensor(x, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.item()
 
-    def watched(self) -> AbstractContextManager[object]:
+    def watch(self) -> AbstractContextManager[object]:
         return Watch(self.mesh)
 
-    def first(self, count: int) -> Any:
-        """A group of so many processes, from 0 on. Every process has to ask for it, in the same order."""
+    def group_of_first(self, count: int) -> Any:
+        """Process group of the first `count` ranks. Every process must call this, in the same order."""
         import torch.distributed as dist
 
         return dist.new_group(list(range(count)))
 
-    def meet(self) -> None:
-        """Wait for every process."""
+    def barrier(self) -> None:
+        """Barrier of all processes."""
         import torch.distributed as dist
 
         dist.barrier()
 
-    def all_here(self, seconds: float) -> bool:
-        """Whether every process asks this, as often as this one has, within so many seconds."""
+    def all_arrived(self, seconds: float) -> bool:
+        """Whether every process makes this call, for the same number of times, within `seconds`."""
         import torch.distributed as dist
 
         store: Any = dist.distributed_c10d._get_default_store()
-        self._asked += 1
-        words = [f"wyfold/team/{self._asked}/{rank}" for rank in range(self.processes)]
+        self._arrivals += 1
+        words = [f"wyfold/arrived/{self._arrivals}/{rank}" for rank in range(self.processes)]
         store.set(words[self.rank], "")
         try:
             store.wait(words, timedelta(seconds=seconds))
@@ -231,13 +236,13 @@ class Ranks(Team):
             return False
         return True
 
-    def told(self, said: Any) -> list[Any]:
-        """What every process says, by rank."""
+    def gather_objects(self, values: Any) -> list[Any]:
+        """All-gather of a picklable value, by rank."""
         import torch.distributed as dist
 
-        heard = [None] * self.processes
-        dist.all_gather_object(heard, said)
-        return heard
+        gathered = [None] * self.processes
+        dist.all_gather_object(gathered, values)
+        return gathered
 
 
 def launched() -> bool:
@@ -248,7 +253,7 @@ def launched() -> bool:
 
 
 def leave() -> None:
-    """End what `Ranks` began."""
+    """Destroy the process group that `DistributedWorld` made."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -1,4 +1,7 @@
-"""What this machine has, and which backend serves each operator here and why the others do not."""
+"""Show this machine's hardware and versions, and the backend of each operator.
+
+For every other backend the report says why it is not used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; always 0."""
+    """Print the report. Returns 0."""
     from wyfold.cli import results
     from wyfold.ops.doctor import doctor
 

@@ -1,4 +1,4 @@
-"""Text files as documents: what `--data` names, found and read without torch."""
+"""Find and read the text files of `--data`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from wyfold.cli import UsageError
 
 SNIFFED = 8192
-"""Bytes looked at to tell text from binary: a file with a NUL among them is binary."""
+"""Leading bytes of a file that are searched for NUL; a file with one is binary."""
 
 
 class Documents(NamedTuple):
     """Contents of text files.
 
     Attributes:
-        name: Where they come from, for messages.
+        name: Source of the documents, for messages.
         contents: Bytes of each document; none is empty.
     """
 
@@ -27,10 +27,10 @@ class Documents(NamedTuple):
 
 
 def read(path: str | os.PathLike[str] | None) -> Documents:
-    """The document of a file, those of the text files below a folder in sorted order, or (None) the interpreter's own.
+    """Read a file as one document, or the text files below a folder in sorted order. None reads `standard_library()`.
 
     Raises:
-        UsageError: nothing there, nothing readable, a binary file, or nothing in it.
+        UsageError: the path does not exist, cannot be read, is a binary file, or is empty.
     """
     if path is None:
         return standard_library()
@@ -57,19 +57,19 @@ def read(path: str | os.PathLike[str] | None) -> Documents:
 
 
 def binary(content: bytes) -> bool:
-    """Whether a file that begins so is no text."""
+    """Whether a file with this content is binary."""
     return b"\0" in content[:SNIFFED]
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Regular files below `root`, sorted at every level; nothing hidden, no symbolic link to a folder followed."""
+    """Files below `root`, sorted at every level. Skips hidden files and symbolic links to folders."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
 def _text(file: Path) -> bytes:
-    """The file's bytes, or none if it is binary or no regular file."""
+    """Bytes of the file; empty if it is binary or not a regular file."""
     if not file.is_file():
         return b""
     try:
@@ -81,10 +81,10 @@ def _text(file: Path) -> bytes:
 
 
 def standard_library() -> Documents:
-    """The language reference that `help()` shows, a document per topic; without it, the library's own sources.
+    """The language reference that `help()` shows, one document per topic; if it is missing, the library's sources.
 
-    Several topics repeat a section of a longer one word for word. Those are left out: held-out text that also stands
-    in the training part would flatter the validation loss.
+    Several topics repeat a section of a longer topic verbatim. They are left out, because held-out text that is also in
+    the training part would make the validation loss too low.
     """
     try:
         from pydoc_data.topics import topics
@@ -95,7 +95,7 @@ def standard_library() -> Documents:
             raise UsageError(f"no pydoc_data.topics in this Python, no sources in {folder}: give --data") from None
         return Documents("the standard library's sources", sources)
     kept: list[str] = []
-    # Longest first, so that a repeat always meets the topic it repeats. The heading (two lines and a blank) differs.
+    # Longest first, so that a topic is compared with those it may repeat. The heading (two lines and a blank) differs.
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
         body = topics[name].split("\n", 3)[-1].strip()
         if not any(body in topics[longer] for longer in kept):

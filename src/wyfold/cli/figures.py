@@ -1,6 +1,6 @@
-"""Sections of a report: what a stored record says, as charts and tables in HTML.
+"""Sections of a report: charts and tables of a stored record, in HTML.
 
-A record is a dict of the fields of its schema in `wyfold.cli.records`: every field that has a default is there.
+A record is a dict of the fields of its schema in `wyfold.cli.records`. Fields with a default are always present.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import plotly.graph_objects as go
 from wyfold.cli import curve, records, tasks
 from wyfold.cli.bench import tables
 
-Record = dict[str, Any]
+Fields = dict[str, Any]
 Part: TypeAlias = Any
-"""A plotly Figure, or ready HTML."""
+"""A plotly Figure, or HTML."""
 
 MARGIN = {"l": 10, "r": 10, "t": 40, "b": 10}
 OURS = "wyfold"
 
 
-def of_run(run: Record) -> Iterator[Part]:
-    """A run of `train`: loss at every step, what was held out, speed."""
+def of_run(run: Fields) -> Iterator[Part]:
+    """Section of a run of `train`: loss, evaluations, speed, settings."""
     history, recipe = run["history"], run["recipe"]
     unit, nats = ("nats per answer", 1.0) if recipe["task"] else ("bits per byte", math.log(2))
     losses = [(step, loss / nats) for step, loss in curve.points(history, "loss")]
@@ -47,8 +47,8 @@ def of_run(run: Record) -> Iterator[Part]:
     yield table(("setting", "value"), settings)
 
 
-def of_tasks(record: Record) -> Iterator[Part]:
-    """A table of `tasks`: every run, and accuracy over the length of rows."""
+def of_tasks(record: Fields) -> Iterator[Part]:
+    """Section of `tasks`: accuracy over the length of rows, and a table of runs."""
     for task in dict.fromkeys(found["recipe"]["task"] for found in record["runs"]):
         figure = _figure(f"{task}: answers that are right, by length of row", "tokens of a row")
         for found in record["runs"]:
@@ -63,14 +63,14 @@ def of_tasks(record: Record) -> Iterator[Part]:
     yield table(tasks.COLUMNS, [tasks.row(found) for found in record["runs"]])
 
 
-def of_bench(record: Record) -> Iterator[Part]:
-    """A race of `bench`: time and memory of each contender, errors beside them."""
+def of_bench(record: Fields) -> Iterator[Part]:
+    """Section of `bench`: time, memory and error of each implementation."""
     timed = [row for row in record["rows"] if row["milliseconds"]]
     labels = [_case(row) for row in timed]
     time = _figure("median ms, whiskers at the quartiles", "ms")
     memory = _figure("peak MiB above the inputs", "MiB")
-    for contender in dict.fromkeys(row["contender"] for row in timed):
-        own = [(label, row) for label, row in zip(labels, timed, strict=True) if row["contender"] == contender]
+    for implementation in dict.fromkeys(row["contender"] for row in timed):
+        own = [(label, row) for label, row in zip(labels, timed, strict=True) if row["contender"] == implementation]
         names = [label for label, _ in own]
         spans = [row["milliseconds"] for _, row in own]
         whiskers = {
@@ -80,10 +80,10 @@ def of_bench(record: Record) -> Iterator[Part]:
         }
         hover = [f"{row['ran']}: worst error {float(row['worst_error']):.1e} ({row['worst_tensor']})" for _, row in own]
         medians = [span["median"] for span in spans]
-        bars = {"orientation": "h", "y": names, "name": contender}
+        bars = {"orientation": "h", "y": names, "name": implementation}
         time.add_bar(x=medians, error_x=whiskers, hovertext=hover, **bars)
         memory.add_bar(x=[row["peak"] and row["peak"]["above_inputs_mib"] for _, row in own], **bars)
-    time.update_xaxes(type="log")  # contenders differ by orders
+    time.update_xaxes(type="log")  # implementations differ by orders of magnitude
     for figure in (time, memory):
         figure.update_layout(barmode="group", height=max(320, 90 + 34 * len(timed)))
         figure.update_yaxes(autorange="reversed")
@@ -92,8 +92,8 @@ def of_bench(record: Record) -> Iterator[Part]:
     yield table(columns, [_bench_row(row) for row in record["rows"]])
 
 
-def of_ranks(record: Record) -> Iterator[Part]:
-    """A race of `bench` over ranks: speed beside ours on one rank, and every figure."""
+def of_ranks(record: Fields) -> Iterator[Part]:
+    """Section of `bench` over ranks: speed relative to Wyfold on one rank, and a table of all results."""
     figure = _figure("times as fast as ours on one rank", "ranks")
     for name, points in tables.over_ranks(record["rows"]).items():
         _line(figure, name, points, markers=True)
@@ -104,8 +104,8 @@ def of_ranks(record: Record) -> Iterator[Part]:
     yield table(columns, [_ranks_row(row) for row in record["rows"]])
 
 
-def of_errors(record: Record) -> Iterator[Part]:
-    """Errors of `verify`: the worst of each operator against what it may be."""
+def of_errors(record: Fields) -> Iterator[Part]:
+    """Section of `verify`: the largest error of each operator relative to its target, and a table of all errors."""
     figure = _figure("largest error of a tensor, as a share of its target", "share of target")
     names = [f"{row['operator']} {row['dtype']}" for row in record["operators"]]
     shares = []
@@ -139,14 +139,14 @@ def of_errors(record: Record) -> Iterator[Part]:
     )
 
 
-def of_promises(record: Record) -> Iterator[Part]:
-    """Rows of the scorecard, as `verify --tier` keeps them."""
+def of_scorecard(record: Fields) -> Iterator[Part]:
+    """Section of `verify --tier` and `verify --row`: a table of the scorecard's checks."""
     columns = ("row", "promise", "target", "outcome", "value")
     yield table(columns, [[_plain(row[column]) for column in columns] for row in record["rows"]])
 
 
-def of_anything(record: Record) -> Iterator[Part]:
-    """Numbers kept in a form of their own: their lists as tables, columns by the names in the first entry."""
+def of_anything(record: Fields) -> Iterator[Part]:
+    """Section of a record without a schema: every list of objects as a table, every other field as text."""
     for key, rows in record.items():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -159,20 +159,20 @@ def of_anything(record: Record) -> Iterator[Part]:
 HEAD = ("date", "command", "hardware", "versions", "commit", "modified", "gpu", "driver", "torch", "triton", "kind")
 
 
-DRAWN: dict[type[records.Head], Callable[[Record], Iterator[Part]]] = {
-    records.Run: of_run,
-    records.Tasks: of_tasks,
-    records.Ranks: of_ranks,
-    records.Errors: of_errors,
-    records.Promises: of_promises,
-    records.Bench: of_bench,
-    records.Head: of_anything,
+DRAWN: dict[type[records.RecordHead], Callable[[Fields], Iterator[Part]]] = {
+    records.RunRecord: of_run,
+    records.TaskTable: of_tasks,
+    records.BenchRanksRecord: of_ranks,
+    records.VerifyErrors: of_errors,
+    records.ScorecardRecord: of_scorecard,
+    records.BenchRecord: of_bench,
+    records.RecordHead: of_anything,
 }
-"""Schema of a record -> its section."""
+"""Schema of a record -> function that draws its section."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells in HTML, folded up where they are many."""
+    """HTML table; collapsed if it has more than 12 rows."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     shown = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -202,12 +202,12 @@ def _line(
         figure.add_scatter(x=list(x), y=list(y), name=name, mode=mode, opacity=opacity, line={"width": width})
 
 
-def _case(row: Record) -> str:
+def _case(row: Fields) -> str:
     size = row["name"] or ",".join(map(str, row["shape"].values()))
     return " ".join([row["op"], row["gate"], row["mode"], size])
 
 
-def _bench_row(row: Record) -> list[str]:
+def _bench_row(row: Fields) -> list[str]:
     if not row["milliseconds"]:
         return [_case(row), row["ran"], row["refused"] or "wrong", "", "", ""]
     ms, peak = row["milliseconds"], row["peak"]
@@ -221,7 +221,7 @@ def _bench_row(row: Record) -> list[str]:
     ]
 
 
-def _ranks_row(row: Record) -> list[str]:
+def _ranks_row(row: Fields) -> list[str]:
     head = [_case(row), row["ran"], str(row["ranks"])]
     if not row["milliseconds"]:
         return [*head, row["refused"] or "wrong", *[""] * 4]
@@ -233,7 +233,7 @@ def _ranks_row(row: Record) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """A value in a cell."""
+    """Text of a value in a table cell."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

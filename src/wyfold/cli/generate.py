@@ -1,11 +1,14 @@
 """Stream text from a checkpoint through the recurrent form.
 
-The prompt is read by the chunk forms, in pieces of 2,048 bytes; then each byte costs one step of the recurrence. What
-the model remembers of the text has a fixed size: a state for each delta-rule or TTT layer, a window of keys for each
-attention layer. `wyfold train` gives attention a window always; a model made otherwise, whose attention has none, keeps
-every key, and its memory grows with the text. The lines of a file of prompts are continued together. On a GPU a model
-of the delta family alone keeps its states in pools and replays each step as a CUDA graph. The text goes to standard
-output, the speed to standard error.
+The chunk forms read the prompt in pieces of 2,048 bytes. After that each byte is
+one step of the recurrence. The cache has a fixed size: a state per delta-rule or
+TTT layer, a window of keys per attention layer. `wyfold train` always gives
+attention a window. A model without one keeps every key, and its memory grows with
+the text.
+
+The lines of a file of prompts are continued together. On a GPU, a model with
+delta-rule layers only keeps its states in pools and replays each step as a CUDA
+graph. Text goes to standard output, the speed to standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from wyfold.models import Decoder
 
 START = b"\n"
-"""What an empty prompt stands for: the model needs one byte to begin after."""
+"""Replacement for an empty prompt: the model needs at least one byte."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next byte is drawn.
+    """Sampling options.
 
     Args:
-        max_bytes: bytes to add.
-        temperature: of the softmax; 0 takes the likeliest byte.
-        top_k, top_p: draw among the k likeliest, or the likeliest of total probability p; None: among all.
-        seed: of the draws.
+        max_bytes: Bytes to add.
+        temperature: Temperature of the softmax; 0 takes the most likely byte.
+        top_k, top_p: Sample from the k most likely bytes, or the most likely bytes of total probability p; None: all.
+        seed: Seed of the sampling.
     """
 
     max_bytes: int
@@ -81,7 +84,7 @@ class Sampling:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continue the prompt, or every line of the file of prompts."""
+    """Continue the prompt, or every line of the file of prompts. Returns 0."""
     from wyfold.cli.checkpoint import find_model, load_model
     from wyfold.cli.integrity import DamagedError
 
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         find_model(args.checkpoint)
     except DamagedError as damage:
         raise damage.advice("give that folder to generate from it", "put the file back if there is a copy") from damage
-    # What was typed at a terminal would be lost with a model that cannot be loaded: standard input is read after it.
+    # Standard input is read after the model is loaded, so that a load error does not lose what a user typed.
     given = _prompts(args)
     if args.out is not None:
         _check_out(args.out)
@@ -111,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_out(file: Path) -> None:
-    """Refuse a file that cannot be written before a model is loaded; an existing one is left as it is until then."""
+    """Refuse an output file that cannot be written, before a model is loaded. The file itself is not touched."""
     reason = None
     if file.is_dir():
         reason = errno.EISDIR
@@ -133,11 +136,11 @@ def _destination(file: Path | None) -> AbstractContextManager[TextIO]:
 
 
 def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> None:
-    """Write the prompt and its continuation to `out` as it comes, and the speed to standard error."""
+    """Stream the prompt and its continuation to `out`, and write the speed to standard error."""
     import torch
 
-    shown = printable if out.isatty() else str  # a file or a pipe gets the characters themselves
-    # A character may be several bytes: the decoder holds back those of an incomplete one.
+    shown = printable if out.isatty() else str  # a file or a pipe gets unescaped text
+    # A character may have several bytes: the decoder buffers an incomplete one.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     out.write(shown(decoder.decode(prompt)))
     out.flush()
@@ -165,9 +168,9 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> Non
 
 
 def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out: TextIO) -> None:
-    """Write every prompt and its continuation to `out` once all are there, and the speed of all to standard error.
+    """Write every prompt and its continuation to `out` when all are finished, and the speed to standard error.
 
-    All rows are drawn by the same random numbers, so a prompt's text is what it would be alone.
+    All rows share the same random numbers, so the text of a prompt is the same as if it ran alone.
     """
     import torch
 
@@ -190,9 +193,9 @@ def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out
     ):
         drawn.append(token)
         if len(drawn) == 1:
-            token.cpu()  # waits until it is there
+            token.cpu()  # waits for the first token
             first = time.perf_counter()
-    shown = printable if out.isatty() else str  # a file or a pipe gets the characters themselves
+    shown = printable if out.isatty() else str  # a file or a pipe gets unescaped text
     rows = torch.stack(drawn, 1).tolist() if drawn else [[] for _ in prompts]
     seconds = time.perf_counter() - first
     for prompt, row in zip(prompts, rows, strict=True):
@@ -204,14 +207,14 @@ def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out
 
 
 def _memory(device: torch.device) -> str:
-    """Most that PyTorch's allocator held on a GPU, in words."""
+    """Peak of PyTorch's allocator on a GPU, as text; empty on other devices."""
     import torch
 
     return f"; at most {torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB" if device.type == "cuda" else ""
 
 
 def _prompts(args: argparse.Namespace) -> list[bytes]:
-    """The prompts of the command line; none where standard input is to be read."""
+    """Prompts of the command line; empty if standard input is the prompt."""
     if args.prompts is not None:
         try:
             content = args.prompts.read_bytes()

@@ -1,12 +1,12 @@
-"""Whether a checkpoint, or a saved model, is whole: looked at as data, before torch is imported.
+"""Integrity of checkpoints and saved models, verified before torch is imported.
 
-A checkpoint's `SHA256SUMS` has the digest of every other file in it, in the format of the tool of that name, so that
-`sha256sum -c SHA256SUMS` says the same. Besides, every JSON file is decoded by a schema, every safetensors file by its
-header, and the files are compared with each other: a damaged file is named with what is wrong in it, and a file that
-was changed together with its digest still makes no work that the tensors do not account for.
+A checkpoint's `SHA256SUMS` has the digest of every other file, in the format of `sha256sum -c SHA256SUMS`. In addition,
+every JSON file is decoded by a schema, the header of every safetensors file is read, and the files are compared with
+each other. An error names the damaged file and the fault. A file that was changed together with its digest cannot cause
+work that the tensors do not account for.
 
-A checkpoint that was written before there were digests has the sizes of its files in `training.json`. It is accepted
-if sizes, schemas and headers fit; a changed bit inside one of its tensors is not found.
+A checkpoint of a version without digests has the sizes of its files in `training.json`. It is accepted if sizes,
+schemas and headers fit; a changed bit inside one of its tensors is not found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from wyfold.cli import UsageError
-from wyfold.cli.schema import Model, Record, shortened
+from wyfold.cli.schema import Model, TrainingRecord, shortened
 from wyfold.runtime import files, pattern
 from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
@@ -41,10 +41,10 @@ MARKS = {
     "gated_delta_net": "decay.weight",
     "delta_net": "beta.weight",
 }
-"""Mixer -> a parameter that no mixer after it has; softmax attention has none of them."""
+"""Mixer -> a parameter that no later mixer of this table has. Softmax attention has none of them."""
 
 MOST_JSON = {CONFIG_FILE: files.LARGEST_CONFIG, SUMS: 2**24}
-"""Bytes that are read of a file; of any other JSON file `LARGEST_JSON`: a history has 200 bytes a step."""
+"""File name -> largest size that is read; `LARGEST_JSON` for other JSON files. A history has 200 bytes per step."""
 LARGEST_JSON = 2**30
 
 Schema = TypeVar("Schema")
@@ -54,21 +54,21 @@ DIGEST = re.compile(r"([0-9a-f]{64})  (\S.*)", re.ASCII)
 
 
 PICKLED = re.compile(rf"{SHARDS}/(\.metadata|[^/]*\.distcp)")
-"""Files of an earlier format, which the reader of shards refuses by its name."""
+"""Files of an earlier, pickled format, which the reader of shards refuses."""
 
 
 class UnreadableError(UsageError):
-    """This user may not read a file; what is in it may be whole."""
+    """A file that this user has no permission to read. Its content may be intact."""
 
 
 class DamagedError(UsageError):
-    """A file does not hold what was written into it.
+    """A damaged file.
 
     Attributes:
-        file: Which one.
+        file: The file.
         reason: What is wrong with it.
-        folder: The checkpoint it belongs to, or None.
-        whole: The newest whole checkpoint of the same run, or None.
+        folder: Checkpoint that the file belongs to, or None.
+        whole: Newest intact checkpoint of the same run, or None.
     """
 
     def __init__(self, file: Path, reason: str, folder: Path | None = None, whole: Path | None = None) -> None:
@@ -76,11 +76,11 @@ class DamagedError(UsageError):
         self.file, self.reason, self.folder, self.whole = file, reason, folder, whole
 
     def of_run(self, folder: Path, others: Collection[Path]) -> DamagedError:
-        """The same refusal for a checkpoint of a run, with the newest whole one among the run's others."""
+        """A copy of this error for a checkpoint of a run, with the newest intact one among `others`."""
         return DamagedError(self.file, self.reason, folder, newest_whole(folder.parent, others))
 
     def advice(self, whole: str, otherwise: str) -> UsageError:
-        """The same refusal with what to do: where another checkpoint of the run is whole, and where none is."""
+        """A UsageError with advice: `whole` if another checkpoint of the run is intact, else `otherwise`."""
         if self.whole is not None:
             return UsageError(f"{self}. The checkpoint {self.whole} is whole: {whole}")
         if self.folder is not None:
@@ -89,7 +89,7 @@ class DamagedError(UsageError):
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The checkpoints below `root`, whole or not, oldest first: folders of the name that `checkpoint.save` gives."""
+    """Folders below `root` that are named as checkpoints, intact or not, oldest first."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if STEP.fullmatch(path.name) and path.is_dir()]
@@ -97,10 +97,10 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest checkpoint below `root`, None if there is none.
+    """The newest checkpoint below `root`; None if there is none.
 
     Raises:
-        DamagedError: it is damaged; names the newest one that is whole.
+        DamagedError: it is damaged. The error names the newest intact one.
     """
     for listing in range(2):
         found = step_folders(root)
@@ -110,14 +110,14 @@ def newest(root: Path) -> Path | None:
             verify(found[-1])
         except DamagedError as damage:
             if not listing and not found[-1].exists():
-                continue  # a live run removed it after it was listed
+                continue  # a running training removed it after it was listed
             raise damage.of_run(found[-1], found[:-1]) from damage
         break
     return found[-1]
 
 
 def newest_whole(root: Path, among: Collection[Path] | None = None) -> Path | None:
-    """The newest checkpoint below `root` that is whole, whatever newer ones are; None if none is."""
+    """The newest intact checkpoint below `root`; None if there is none."""
     for folder in reversed(list(step_folders(root) if among is None else among)):
         try:
             verify(folder)
@@ -128,11 +128,11 @@ def newest_whole(root: Path, among: Collection[Path] | None = None) -> Path | No
 
 
 def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
-    """The record of a checkpoint, if all of it is whole.
+    """Verify a checkpoint and return its record.
 
     Args:
         folder: A checkpoint.
-        tensors: False looks at the record alone, for what reads no more.
+        tensors: False verifies only the record.
 
     Raises:
         DamagedError: naming the file.
@@ -149,7 +149,7 @@ def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
     for name in (CONFIG, *names):
         _require_regular(folder, name)
     for name in sums or ():
-        # What is hashed has to be known before: an unknown file may have no end.
+        # Hash known files only: an unknown file may be endless, such as a device.
         if name not in (RECORD, CONFIG, *names) and not PICKLED.fullmatch(name):
             reason = "is missing" if name.startswith(f"{SHARDS}/") else "is no file of a checkpoint"
             raise DamagedError(folder / SUMS, f"it names {shortened(name)}, which {reason}")
@@ -170,7 +170,7 @@ def verify(folder: Path, *, tensors: bool = True) -> dict[str, Any]:
 
 
 def verify_model(folder: Path) -> None:
-    """Refuse a folder that holds no whole decoder as `Decoder.save` writes it; there are no digests to compare.
+    """Verify a folder written by `Decoder.save`, which has no digests.
 
     Raises:
         DamagedError: naming the file.
@@ -180,26 +180,26 @@ def verify_model(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What `training.json` of a checkpoint says, checked by its schema.
+    """Read `training.json` of a checkpoint and check it by its schema.
 
     Raises:
-        DamagedError: it is no such file.
+        DamagedError: the file does not match the schema.
     """
     file = folder / RECORD
-    decoded = _decode(file, Record)
+    decoded = _decode(file, TrainingRecord)
     if reason := decoded.fault() or ("" if STEP.fullmatch(folder.name) is None else _misnamed(folder, decoded.step)):
         raise DamagedError(file, reason)
     return builtins(decoded)
 
 
 def builtins(decoded: msgspec.Struct) -> dict[str, Any]:
-    """A decoded struct as a dict, with the defaults of missing fields; keys are strings, as in JSON."""
+    """Convert a decoded struct to a dict, with defaults for missing fields and string keys as in JSON."""
     fields: dict[str, Any] = msgspec.to_builtins(decoded, str_keys=True)
     return fields
 
 
 def write_sums(folder: Path) -> None:
-    """Write the digest of every file in a checkpoint that is otherwise complete."""
+    """Write the digests of all files of a checkpoint that is otherwise complete."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     names = sorted(path.as_posix() for path in found if not path.name.startswith("."))  # .DS_Store
     files.write(folder / SUMS, "".join(f"{digest(folder / name)}  {name}\n" for name in names))
@@ -209,8 +209,8 @@ def digest(file: Path) -> str:
     """SHA-256 of a regular file's content, in hexadecimal.
 
     Raises:
-        ValueError: the reason why it cannot be read, without the file's name.
-        OSError: it is missing, or this user may not look at it.
+        ValueError: the file cannot be read. The message is the reason, without the file's name.
+        OSError: it is missing, or this user has no permission.
     """
     found = file.stat()
     if time.time_ns() - found.st_mtime_ns < SETTLED:
@@ -219,21 +219,21 @@ def digest(file: Path) -> str:
 
 
 SETTLED = 2 * 10**9
-"""Nanoseconds after which a change of a file shows in its time of modification."""
+"""Nanoseconds after which a change of a file is visible in its modification time."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _digest(file: Path, *version: int) -> str:
-    # A checkpoint is looked at more than once before it is loaded; a file of the same version is read once.
+    # A checkpoint is verified more than once before it is loaded; an unchanged file is hashed once.
     with files.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def content(file: Path) -> bytes:
-    """Bytes of a file that is read as a whole.
+    """Read a whole file.
 
     Raises:
-        DamagedError: it is missing, no regular file, or larger than any that is written.
+        DamagedError: it is missing, not a regular file, or larger than any file that Wyfold writes.
     """
     try:
         return files.read_bytes(file, MOST_JSON.get(file.name, LARGEST_JSON))
@@ -242,7 +242,7 @@ def content(file: Path) -> bytes:
 
 
 def _refusal(file: Path, error: ValueError) -> UsageError:
-    """What a file is refused by that `files` does not read."""
+    """Convert an error of `runtime.files` to the error that names the file."""
     if isinstance(error.__cause__, PermissionError):
         return UnreadableError(f"{file} cannot be read ({error.__cause__.strerror}): give this user the right to read")
     return DamagedError(file, str(error))
@@ -253,10 +253,10 @@ def _decode(file: Path, kind: type[Schema]) -> Schema:
 
 
 def decode(file: Path, stored: bytes, kind: type[Schema]) -> Schema:
-    """The JSON of a file as a value of a schema.
+    """Decode the JSON of a file by a schema.
 
     Raises:
-        DamagedError: it is no such value; says where.
+        DamagedError: the JSON does not match the schema; the message has the path.
     """
     try:
         return msgspec.json.decode(stored, type=kind)
@@ -274,10 +274,10 @@ OTHER_FORM = "it has another form: "
 
 
 def convert(file: Path, fields: dict[str, Any], kind: type[Schema]) -> Schema:
-    """A decoded JSON object of a file as a value of a schema.
+    """Convert a decoded JSON object of a file to a schema.
 
     Raises:
-        DamagedError: it is no such value; says where.
+        DamagedError: the object does not match the schema; the message has the path.
     """
     try:
         return msgspec.convert(fields, kind, str_keys=True)
@@ -298,7 +298,7 @@ def _misnamed(folder: Path, step: int) -> str:
 
 
 def _sums(folder: Path, record: Mapping[str, Any]) -> dict[str, str] | None:
-    """File's name -> digest; None where there are sizes in the place of digests."""
+    """File name -> digest; None for a checkpoint that has sizes instead of digests."""
     file = folder / SUMS
     if "files" in record and not os.path.lexists(file):
         return None
@@ -330,7 +330,7 @@ def _verify_digest(folder: Path, name: str, sums: Mapping[str, str]) -> None:
 
 
 def _require_regular(folder: Path, name: str) -> None:
-    """Refuse a file outside of the checkpoint, a link and what is no regular file: reading it may have no end."""
+    """Refuse a file outside the checkpoint, a link, or a file that is not regular, which may be endless."""
     file = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(folder / SUMS, f"it names {name}, outside of the checkpoint")
@@ -366,7 +366,7 @@ def _compare_recipe(folder: Path, recipe: Mapping[str, Any], model: Model) -> No
 
 
 def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) -> None:
-    """What can be compared without building the model: that is left to `Decoder.load`."""
+    """Compare header and configuration as far as that needs no model; `Decoder.load` compares the rest."""
     try:
         period = pattern.parse(model.pattern)
     except ValueError as error:
@@ -392,17 +392,17 @@ def _compare_weights(file: Path, model: Model, infos: Mapping[str, TensorInfo]) 
 
 
 def mixer_of(names: Collection[str], prefix: str) -> str:
-    """The mixer whose parameters have these names after a prefix, found by `MARKS`."""
+    """Name of the mixer whose parameter names start with `prefix`, by `MARKS`."""
     return next((mixer for mixer, name in MARKS.items() if prefix + name in names), "attention")
 
 
 def _compare_shards(folder: Path, model: Model, headers: Sequence[Mapping[str, TensorInfo]]) -> None:
-    """What the shards of all files add up to; that each fits into its tensor is left to the reader of shards."""
+    """Compare the total sizes of all shards with the configuration. The reader of shards checks each shard."""
     held: Counter[str] = Counter()
     for infos in headers:
         held.update({name: math.prod(info.shape) for name, info in infos.items()})
     if not held:
-        return  # of an earlier format, which the reader of shards refuses by its name
+        return  # an earlier format, which the reader of shards refuses
     blocks = {name.split(".")[1] for name in held if name.startswith("blocks.")}
     if len(blocks) != model.num_layers:
         raise DamagedError(folder, f"its files have {len(blocks)} layers, {CONFIG} {model.num_layers}")
@@ -416,7 +416,7 @@ def _compare_shards(folder: Path, model: Model, headers: Sequence[Mapping[str, T
 def _compare_moments(
     file: Path, weights: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], *, begun: bool
 ) -> None:
-    """The optimizer's moments are those of the parameters."""
+    """Require exactly the optimizer moments of the parameters."""
     for name, info in tensors.items():
         parameter, _, moment = name.rpartition("/")
         if name == RANDOM:

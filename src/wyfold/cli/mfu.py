@@ -1,11 +1,11 @@
-"""How fast a run is, as a share of what its device could do.
+"""Model FLOPs utilisation (MFU) of a training run.
 
     MFU = operations of a step / (seconds of a step x processes x peak of one device)
 
-Operations are those that the model needs, forward and backward, counted by PyTorch's counter on a copy of the model
-that has shapes and no numbers (`wyfold.integrations.flops` has the operators' formulas): 2 a multiply-add of every
-matrix product, softmax attention without regard to its mask, nothing for what is recomputed. Packed rows are counted
-as rows of full length. The peak is the data sheet's, dense, in the dtype that products are computed in.
+Operations are those of the model's definition, forward and backward. PyTorch's counter counts them on a copy of the
+model on the meta device; `wyfold.integrations.flops` has the formulas of the operators. A multiply-add of a matrix
+product counts 2, softmax attention ignores its mask, and recomputation counts nothing. Packed rows count as rows of
+full length. The peak is the dense peak of the data sheet, in the dtype of the matrix products.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ PEAKS = {
     "H100": {"bfloat16": 989e12, "float32": 67e12},
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
 }
-"""Part of a GPU's name -> operations per second by dtype; the first that fits holds."""
+"""Part of a GPU's name -> dtype -> operations per second. The first entry that matches is used."""
 
 
 def step_flops(recipe: Recipe, vocabulary: int, answers: int | None = None) -> int:
-    """Operations of one optimizer step over all replicas, where all places of a row are asked for, or so many."""
+    """Operations of one optimizer step over all replicas.
+
+    Args:
+        recipe: Recipe of the run.
+        vocabulary: Number of tokens of the model.
+        answers: Positions per row whose logits are computed; None for all positions.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     from wyfold.integrations import flops
@@ -43,7 +49,7 @@ def step_flops(recipe: Recipe, vocabulary: int, answers: int | None = None) -> i
 
 
 def peak(device: torch.device, dtype: str) -> float | None:
-    """Operations per second that a device is sold for; None where that is not known here."""
+    """Peak operations per second of a device in a dtype, by its data sheet; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

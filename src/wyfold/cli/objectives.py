@@ -1,7 +1,7 @@
-"""What a run learns: text, measured in bits per byte, or a known task, measured by the answers that are right.
+"""Objectives of a run: text, measured in bits per byte, or a known task, measured by accuracy.
 
-A lesson has the batches of a run and knows how what was learned is measured, told and drawn. The training loop knows
-nothing of either kind.
+An objective has the batches of a run, evaluates the model, and formats and draws the results. The training loop does
+not depend on the kind of objective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from wyfold.cli import UsageError, curve, out_of_memory, synthetic
-from wyfold.cli.corpus import Batch, Corpus, Packs, Windows
+from wyfold.cli.corpus import Batch, Corpus, PackedBatches, WindowBatches
 from wyfold.cli.recipe import Recipe
 from wyfold.cli.settings import CHOICES
 from wyfold.models import IGNORED
@@ -24,88 +24,88 @@ if TYPE_CHECKING:
 History = curve.History
 
 
-class Lesson(Protocol):
-    """One kind of thing to learn.
+class Objective(Protocol):
+    """Interface of an objective.
 
     Attributes:
-        vocabulary: Of the model.
-        measure: Name of the number by which the history's entries tell how far a run has come.
-        better_up: Whether that number is one that grows.
+        vocabulary: Number of tokens of the model.
+        metric: Key of the main metric in the evaluation entries of the history.
+        higher_is_better: Whether the metric grows as the model improves.
     """
 
     vocabulary: int
-    measure: str
-    better_up: bool
+    metric: str
+    higher_is_better: bool
 
     def at(self, index: int) -> Batch:
         """Batch number `index`, counted from the first of the run."""
 
-    def rehearse(self, run: Trainer) -> None:
-        """Run the model once on what it is examined on at the end of the run and on nothing before.
+    def probe_memory(self, run: Trainer) -> None:
+        """Run the model once on the rows of the final evaluation that need more memory than training.
 
         Raises:
-            UsageError: there is not enough memory for it.
+            UsageError: there is not enough memory.
         """
 
-    def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
-        """What the model knows of what was held out; at the end of a run, all there is to say."""
+    def evaluate(self, run: Trainer, *, last: bool) -> dict[str, Any]:
+        """Evaluate the model on held-out data. The last evaluation of a run has all metrics."""
 
-    def figures(self, loss: float) -> str:
-        """A step's loss, in nats, in words."""
+    def describe_loss(self, loss: float) -> str:
+        """Text for the loss of a step, which is in nats."""
 
-    def verdict(self, entry: dict[str, Any]) -> str:
-        """An examination in words."""
+    def describe_evaluation(self, entry: dict[str, Any]) -> str:
+        """Text for an evaluation entry."""
 
     def draw(self, file: Path, history: History, title: str) -> None:
         """Write the curves."""
 
     def sketch(self, history: History) -> str:
-        """The curves in text."""
+        """Draw the curves as text."""
 
 
-class Text:
-    """Bytes, each to be told from those before it."""
+class TextObjective:
+    """Next-byte prediction on a text."""
 
-    vocabulary, measure, better_up = 256, "validation_bits_per_byte", False
+    vocabulary, metric, higher_is_better = 256, "validation_bits_per_byte", False
 
     def __init__(self, corpus: Corpus, recipe: Recipe) -> None:
-        cut = Packs if recipe.packed else Windows
+        cut = PackedBatches if recipe.packed else WindowBatches
         training, validation = corpus.split(recipe.held_out, at_document=recipe.packed)
         self.batches = cut(training, recipe.batch, recipe.length, recipe.seed)
         self.validation = cut(validation, recipe.batch, recipe.length, recipe.seed)
-        self.looked_at = recipe.eval_bytes
+        self.eval_size = recipe.eval_bytes
 
     def at(self, index: int) -> Batch:
         return self.batches.at(index)
 
-    def rehearse(self, run: Trainer) -> None:
-        """Nothing: every look reads the same bytes."""
+    def probe_memory(self, run: Trainer) -> None:
+        """No-op: every evaluation reads the same bytes."""
 
-    def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
-        """Bits per byte of the held-out part, or of its first `eval_bytes` bytes."""
+    def evaluate(self, run: Trainer, *, last: bool) -> dict[str, Any]:
+        """Bits per byte of the validation part, or of its first `eval_bytes` bytes."""
         total = count = 0.0
-        for batch in self.validation.in_order(self.looked_at):
-            total += run.team.mean(run.read(batch)[1]).item() * batch.labels.numel()
+        for batch in self.validation.in_order(self.eval_size):
+            total += run.world.mean_loss(run.read(batch)[1]).item() * batch.labels.numel()
             count += batch.labels.numel()
-        return {self.measure: total / count / math.log(2)}
+        return {self.metric: total / count / math.log(2)}
 
-    def figures(self, loss: float) -> str:
+    def describe_loss(self, loss: float) -> str:
         return f"loss {loss:.3f}  {loss / math.log(2):.3f} bits/byte"
 
-    def verdict(self, entry: dict[str, Any]) -> str:
-        return f"{entry[self.measure]:.3f} bits per byte"
+    def describe_evaluation(self, entry: dict[str, Any]) -> str:
+        return f"{entry[self.metric]:.3f} bits per byte"
 
     def draw(self, file: Path, history: History, title: str) -> None:
-        curve.draw(file, _losses(history, math.log(2)), curve.points(history, self.measure), title)
+        curve.draw(file, _losses(history, math.log(2)), curve.points(history, self.metric), title)
 
     def sketch(self, history: History) -> str:
-        return curve.sketch(_losses(history, math.log(2)), curve.points(history, self.measure))
+        return curve.sketch(_losses(history, math.log(2)), curve.points(history, self.metric))
 
 
-class Known:
+class TaskObjective:
     """A task of `wyfold.cli.synthetic`."""
 
-    measure, better_up = "accuracy", True
+    metric, higher_is_better = "accuracy", True
 
     def __init__(self, task: synthetic.Task, recipe: Recipe) -> None:
         self.vocabulary = task.vocabulary
@@ -113,19 +113,21 @@ class Known:
         lengths = dict.fromkeys((recipe.length, *recipe.eval_lengths))
         try:
             self.held_out = [
-                # As many tokens at a time as in training, however long the rows.
-                synthetic.Rows(task, max(1, recipe.batch * recipe.length // length), length, recipe.seed, "examination")
+                # As many tokens per batch as in training, for every length of row.
+                synthetic.TaskBatches(
+                    task, max(1, recipe.batch * recipe.length // length), length, recipe.seed, "examination"
+                )
                 for length in lengths
             ]
-        except UsageError as error:  # the rows of training are legal, or there were no batches
+        except UsageError as error:  # training rows were accepted above, so --eval-lengths is at fault
             raise UsageError(f"--eval-lengths {' '.join(map(str, recipe.eval_lengths))}: {error}") from error
-        self.looked_at = recipe.eval_bytes
+        self.eval_size = recipe.eval_bytes
 
     def at(self, index: int) -> Batch:
         return self.batches.at(index)
 
-    def rehearse(self, run: Trainer) -> None:
-        """Read one batch of each length whose rows have more tokens than the batches of training."""
+    def probe_memory(self, run: Trainer) -> None:
+        """Run one batch of each length whose batches have more tokens than those of training."""
         own, *others = self.held_out
         for rows in others:
             if rows.batch * rows.length <= own.batch * own.length:
@@ -139,61 +141,61 @@ class Known:
                     f"--eval-lengths {rows.length}: not enough memory for one row of so many tokens: give shorter ones"
                 ) from error
 
-    def examine(self, run: Trainer, *, last: bool) -> dict[str, Any]:
-        """Parts of the answers, and of the rows, that are all right; at the end also of rows of other lengths."""
+    def evaluate(self, run: Trainer, *, last: bool) -> dict[str, Any]:
+        """Accuracy of answers and of whole rows; in the last evaluation also the accuracy at other lengths."""
         answers, rows = self._right(run, self.held_out[0])
-        found: dict[str, Any] = {self.measure: answers, "whole_rows": rows}
+        found: dict[str, Any] = {self.metric: answers, "whole_rows": rows}
         if last and self.held_out[1:]:
             others = {str(rows.length): self._right(run, rows)[0] for rows in self.held_out[1:]}
             found["accuracy_at"] = {str(self.held_out[0].length): answers, **others}
         return found
 
-    def figures(self, loss: float) -> str:
+    def describe_loss(self, loss: float) -> str:
         return f"loss {loss:.4f}"
 
-    def verdict(self, entry: dict[str, Any]) -> str:
-        said = f"{entry[self.measure]:.2%} of the answers, {entry['whole_rows']:.2%} of the rows right"
+    def describe_evaluation(self, entry: dict[str, Any]) -> str:
+        said = f"{entry[self.metric]:.2%} of the answers, {entry['whole_rows']:.2%} of the rows right"
         lengths = "".join(f", {part:.2%} at {length}" for length, part in entry.get("accuracy_at", {}).items())
         return said + lengths.replace(",", "; by length:", 1)
 
     def draw(self, file: Path, history: History, title: str) -> None:
-        curve.draw_task(file, _losses(history), curve.points(history, self.measure), title)
+        curve.draw_task(file, _losses(history), curve.points(history, self.metric), title)
 
     def sketch(self, history: History) -> str:
-        return curve.sketch((), curve.points(history, self.measure), legend="answers that are right")
+        return curve.sketch((), curve.points(history, self.metric), legend="answers that are right")
 
-    def _right(self, run: Trainer, rows: synthetic.Rows) -> tuple[float, float]:
-        """Parts of the answers and of the rows that are right; NaN where a loss is not finite."""
+    def _right(self, run: Trainer, rows: synthetic.TaskBatches) -> tuple[float, float]:
+        """Accuracy of answers and of whole rows; NaN if a loss is not finite."""
         sums, total = torch.zeros(4), 0.0
-        for batch in rows.in_order(self.looked_at):
+        for batch in rows.in_order(self.eval_size):
             logits, loss, labels = run.read(batch)
-            total += run.team.mean(loss).item()
+            total += run.world.mean_loss(loss).item()
             asked = labels != IGNORED
             right = (logits.argmax(-1) == labels) & asked
-            # Per row, since a row may lie on several processes.
-            missed, counted = (run.team.mean(x.sum(1).double()).cpu() for x in (asked & ~right, asked))
+            # Per row, because a row may be shared by several processes.
+            missed, counted = (run.world.mean_loss(x.sum(1).double()).cpu() for x in (asked & ~right, asked))
             parts = (counted - missed, counted, (missed == 0).double(), torch.ones_like(missed))
             sums += torch.stack([part.sum() for part in parts])
-        if not math.isfinite(total):  # logits that are NaN have a largest one all the same
+        if not math.isfinite(total):  # argmax of NaN logits still returns an index
             return math.nan, math.nan
         return (sums[0] / sums[1]).item(), (sums[2] / sums[3]).item()
 
 
-def lesson_of(source: Corpus | synthetic.Task, recipe: Recipe) -> Lesson:
-    """The lesson that a recipe makes of a text or a task."""
-    return Text(source, recipe) if isinstance(source, Corpus) else Known(source, recipe)
+def objective_of(source: Corpus | synthetic.Task, recipe: Recipe) -> Objective:
+    """Objective of a recipe for a text or a task."""
+    return TextObjective(source, recipe) if isinstance(source, Corpus) else TaskObjective(source, recipe)
 
 
 def task_of(name: str, *, pairs: int, vocabulary: int) -> synthetic.Task:
-    """The task of that name, with the choices that its definition leaves open."""
+    """Task of that name, with the free parameters of its definition."""
     given = {"pairs": pairs, "vocabulary": vocabulary}
     return synthetic.TASKS[name](**{option: given[option] for option, tasks in CHOICES.items() if name in tasks})
 
 
-def _training(task: synthetic.Task, recipe: Recipe) -> synthetic.Rows | synthetic.Curriculum:
+def _training(task: synthetic.Task, recipe: Recipe) -> synthetic.TaskBatches | synthetic.Curriculum:
     rows = recipe.batch, recipe.length, recipe.seed
     if not recipe.curriculum:
-        return synthetic.Rows(task, *rows, "training")
+        return synthetic.TaskBatches(task, *rows, "training")
     if not isinstance(task, synthetic.AssociativeRecall):
         raise UsageError(f"--curriculum: is for --task mqar, got {recipe.task}")
     return synthetic.Curriculum(task, *rows, recipe.curriculum * recipe.grad_accum * recipe.replicas)

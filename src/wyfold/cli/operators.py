@@ -1,6 +1,6 @@
-"""Every public operator beside its token loop: how to draw its arguments, call both, and judge what comes back.
+"""Catalogue of the public operators: how to draw arguments, call operator and token loop, and judge the results.
 
-The one list that `verify`, `bench` and the scorecard share.
+`verify`, `bench`, `tune` and the scorecard share this list.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ Arguments = dict[str, Any]
 Named = dict[str, Tensor]
 
 GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
-"""Names of gradients that are not "d" and the argument's name."""
+"""Argument -> name of its gradient, where that is not "d" and the argument's name."""
 
 PER_TOKEN = {"dbeta": 3, "dg": 3, "deta": 3}
-"""Tensors whose rows are 64 tokens of one head, if they have this many dimensions."""
+"""Gradient -> number of dimensions for which its error is computed over rows of 64 tokens of one head."""
 
 HOST = torch.device("cpu")
 NARROW = (torch.bfloat16, torch.float16)
 FED = 1 << 20
-"""Added to the arguments' seed for what is fed back: equal draws would be parallel, and their gradient zero."""
+"""Added to the seed for output gradients, which must not be parallel to the inputs: gradients would be zero."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One operator, one way to use it.
+class OperatorSpec:
+    """One operator with one set of options.
 
     Attributes:
-        name: What a table calls it: the operator, and the way where there are several.
+        name: Name in tables: the operator, and its options if there are several entries.
         operator: Public name.
-        loop: Name of the token loop that defines it.
-        arguments: (shape, dtype, seed) -> keyword arguments for both.
-        outputs: Names of the tensors it returns, in order.
-        backward: Whether it has one.
-        family: Of the inputs, which sets the absolute targets.
-        fixed: Keywords for the operator alone.
+        loop: Name of the token loop in `wyfold.reference` that defines it.
+        arguments: (shape, dtype, seed) -> keyword arguments for operator and loop.
+        outputs: Names of the returned tensors, in order.
+        backward: Whether it is differentiable.
+        family: Family of the inputs, which selects the absolute targets.
+        fixed: Keywords for the operator alone, not for the loop.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Subject:
     fixed: Mapping[str, Any] | None = None
 
     def ours(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """Tensors that the operator returns, named by `outputs`."""
+        """Call the operator. Returns the tensors named by `outputs`."""
         return self._results(getattr(wyfold, self.operator)(**arguments, **(self.fixed or {})))
 
     def ours_on(self, device: torch.device, arguments: Arguments) -> tuple[Tensor, ...]:
-        """`ours` of arguments moved from the CPU to a device, results moved back; gradients take the same way."""
+        """Call the operator on a device. Arguments are moved there from the CPU, results and gradients back."""
         moved = self.on(device, arguments)
         return tuple(x.to(HOST) for x in self.ours(moved | {"backend": self.backend(moved)}))
 
@@ -71,14 +71,14 @@ class Subject:
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
     def backend(self, arguments: Arguments) -> str:
-        """Who is measured on the arguments' device: the table's choice, or eager where it has none."""
+        """Backend on the arguments' device: the dispatch table's choice, or eager if it has none."""
         try:
             return wyfold.explain(getattr(wyfold, self.operator), **arguments, **(self.fixed or {})).backend
         except wyfold.UnsupportedError:
             return "eager"
 
     def truth(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """The same from the token loop, in the dtype of the arguments."""
+        """Call the token loop, in the dtype of the arguments."""
         return self._results(getattr(reference, self.loop)(**arguments))
 
     def _results(self, returned: Any) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ def _keys(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
 
 
 def _triangle(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
-    """L of correlated keys, whose powers explode though its inverse is small."""
+    """Triangular matrix of correlated keys: its powers grow quickly, but its inverse is small."""
     drawn = inputs.draw("near-identical", "kda", shape, seed=seed, dtype=torch.float64)
     return {"A": reference.chunk_scaled_dot_kkt(drawn["k"], drawn["beta"], drawn["g"], chunk_size=64).to(dtype)}
 
@@ -157,24 +157,24 @@ def _normal(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Ten
 
 _BOTH = ("o", "state")
 
-SUBJECTS = {
-    subject.name: subject
-    for subject in (
-        Subject("chunk_delta_rule", "chunk_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH),
-        Subject(
+OPERATOR_SPECS = {
+    spec.name: spec
+    for spec in (
+        OperatorSpec("chunk_delta_rule", "chunk_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH),
+        OperatorSpec(
             "chunk_gated_delta_rule", "chunk_gated_delta_rule", "gated_delta_rule", _delta("gated_delta_rule"), _BOTH
         ),
-        Subject(
+        OperatorSpec(
             "chunk_gated_delta_rule, gate inside",
             "chunk_gated_delta_rule",
             "gated_delta_rule",
             _delta("gated_delta_rule", gate="model", beta="logits"),
             _BOTH,
         ),
-        Subject("chunk_kda", "chunk_kda", "kda", _delta("kda"), _BOTH),
-        Subject("chunk_kda, gate inside", "chunk_kda", "kda", _delta("kda", gate="model", beta="logits"), _BOTH),
-        Subject("chunk_kda, bounded gate", "chunk_kda", "kda", _delta("kda", gate="model bounded"), _BOTH),
-        Subject(
+        OperatorSpec("chunk_kda", "chunk_kda", "kda", _delta("kda"), _BOTH),
+        OperatorSpec("chunk_kda, gate inside", "chunk_kda", "kda", _delta("kda", gate="model", beta="logits"), _BOTH),
+        OperatorSpec("chunk_kda, bounded gate", "chunk_kda", "kda", _delta("kda", gate="model bounded"), _BOTH),
+        OperatorSpec(
             "chunk_ttt_linear",
             "chunk_ttt_linear",
             "ttt_linear",
@@ -182,16 +182,18 @@ SUBJECTS = {
             ("o", "state", "state_bias"),
             family="ttt",
         ),
-        Subject("fused_recurrent_delta_rule", "fused_recurrent_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH),
-        Subject(
+        OperatorSpec(
+            "fused_recurrent_delta_rule", "fused_recurrent_delta_rule", "delta_rule", _delta("delta_rule"), _BOTH
+        ),
+        OperatorSpec(
             "fused_recurrent_gated_delta_rule",
             "fused_recurrent_gated_delta_rule",
             "gated_delta_rule",
             _delta("gated_delta_rule", gate="model"),
             _BOTH,
         ),
-        Subject("fused_recurrent_kda", "fused_recurrent_kda", "kda", _delta("kda", gate="model"), _BOTH),
-        Subject(
+        OperatorSpec("fused_recurrent_kda", "fused_recurrent_kda", "kda", _delta("kda", gate="model"), _BOTH),
+        OperatorSpec(
             "fused_recurrent_ttt_linear",
             "fused_recurrent_ttt_linear",
             "ttt_linear",
@@ -199,14 +201,14 @@ SUBJECTS = {
             ("o",),
             family="ttt",
         ),
-        Subject("solve_tril", "solve_tril", "solve_tril", _triangle, backward=False),
-        Subject("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),
-        Subject("causal_conv1d", "causal_conv1d", "causal_conv1d", _conv, ("y", "state")),
-        Subject("rms_norm_gated", "rms_norm_gated", "rms_norm_gated", _gated_norm),
-        Subject("l2norm", "l2norm", "l2norm", _rows),
-        Subject("fused_gdn_gate", "fused_gdn_gate", "gdn_gate", _gate("gated_delta_rule", "model")),
-        Subject("fused_kda_gate", "fused_kda_gate", "kda_gate", _gate("kda", "model bounded")),
-        Subject("fused_beta_sigmoid", "fused_beta_sigmoid", "beta_sigmoid", _rows),
+        OperatorSpec("solve_tril", "solve_tril", "solve_tril", _triangle, backward=False),
+        OperatorSpec("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),
+        OperatorSpec("causal_conv1d", "causal_conv1d", "causal_conv1d", _conv, ("y", "state")),
+        OperatorSpec("rms_norm_gated", "rms_norm_gated", "rms_norm_gated", _gated_norm),
+        OperatorSpec("l2norm", "l2norm", "l2norm", _rows),
+        OperatorSpec("fused_gdn_gate", "fused_gdn_gate", "gdn_gate", _gate("gated_delta_rule", "model")),
+        OperatorSpec("fused_kda_gate", "fused_kda_gate", "kda_gate", _gate("kda", "model bounded")),
+        OperatorSpec("fused_beta_sigmoid", "fused_beta_sigmoid", "beta_sigmoid", _rows),
     )
 }
 
@@ -224,13 +226,13 @@ def measured(
     """Outputs of a call, and the gradients of all its floating arguments, by name.
 
     Args:
-        call: Takes the arguments, returns tensors.
-        arguments: Not written to.
-        names: Of the outputs.
-        backward: Whether to ask for gradients.
-        seed: Of the gradients fed back into the outputs; the same for every dtype up to rounding.
-        fed: Those gradients, by the outputs' names; drawn unless given.
-        copy: Whether the call gets copies, or the very tensors as they lie in memory.
+        call: Maps the arguments to a tuple of tensors.
+        arguments: Keyword arguments; not written to.
+        names: Names of the outputs.
+        backward: Whether to compute gradients.
+        seed: Seed of the output gradients, which are the same in every dtype up to rounding.
+        fed: Output name -> its gradient; None draws them.
+        copy: Whether the call gets contiguous copies; otherwise it gets the tensors themselves, with their strides.
     """
     leaves = {
         name: (value.detach().clone() if copy else value.detach()).requires_grad_(backward)
@@ -250,12 +252,12 @@ def measured(
 
 
 def incoming(outputs: Named, seed: int) -> Named:
-    """A gradient to feed back into each output, never parallel to anything that `seed` draws elsewhere."""
+    """Draw a gradient for each output, never parallel to other draws from `seed`."""
     return {name: inputs.incoming(output, FED + seed + i) for i, (name, output) in enumerate(outputs.items())}
 
 
 def widened(arguments: Arguments) -> Arguments:
-    """The arguments with every floating tensor in float64, and no narrower dtype asked for."""
+    """The arguments with every floating tensor in float64, without `state_dtype`."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
@@ -264,27 +266,27 @@ def widened(arguments: Arguments) -> Arguments:
 
 
 def verdicts(
-    subject: Subject, arguments: Arguments, got: Named, seed: int = 0, *, waive: bool = False
+    spec: OperatorSpec, arguments: Arguments, got: Named, seed: int = 0, *, waive: bool = False
 ) -> list[error.Verdict]:
     """One verdict per output and gradient in `got`.
 
-    Eager computes 16-bit inputs in float32 and rounds once, so a tensor is held to the standard of its own dtype. In
-    float64 and float32 that is its absolute target. In 16 bits the token loop in that dtype, which rounds where any
-    form must, is the yardstick, with the target beside it where there is one.
+    The eager backend computes 16-bit inputs in float32 and rounds once, so a tensor's dtype sets its limit. In float64
+    and float32 the limit is the absolute target. In 16 bits the yardstick is the token loop in that dtype, which rounds
+    where every form must; the absolute target applies as well if there is one.
 
     Args:
-        subject: What was called.
-        arguments: With these.
-        got: What `measured` returned for them.
-        seed: Given to `measured`.
-        waive: Try rule 6 of `reference.error`, at the price of another run of the loop: where half an ulp on the inputs
-            moves the truth by more than 5 %, only finiteness is asked.
+        spec: Operator that was called.
+        arguments: Arguments of the call.
+        got: Result of `measured` for them.
+        seed: Seed given to `measured`.
+        waive: Apply rule 6 of `reference.error`, which costs another run of the loop: if half an ulp on the inputs
+            moves the truth by more than 5 %, results need only be finite.
     """
-    fed = incoming({name: got[name] for name in subject.outputs}, seed)
+    fed = incoming({name: got[name] for name in spec.outputs}, seed)
     exact = {name: x.double() for name, x in fed.items()}
 
     def loop(drawn: Arguments, fed: Named) -> Named:
-        return measured(subject.truth, drawn, subject.outputs, backward=subject.backward, fed=fed)
+        return measured(spec.truth, drawn, spec.outputs, backward=spec.backward, fed=fed)
 
     truth = loop(widened(arguments), exact)
     moved = loop(_half_an_ulp_away(arguments), exact) if waive else {}
@@ -295,7 +297,7 @@ def verdicts(
             truth[name],
             yardstick[name] if x.dtype in NARROW else None,
             name=name,
-            target=bound(name, x.dtype, subject.family),
+            target=bound(name, x.dtype, spec.family),
             per_token=PER_TOKEN.get(name) == x.ndim,
             moved=moved.get(name),
         )
@@ -304,7 +306,7 @@ def verdicts(
 
 
 def _half_an_ulp_away(arguments: Arguments) -> Arguments:
-    """The arguments in float64, every element of every floating tensor half a step of its own dtype off."""
+    """The arguments in float64, with every element of a floating tensor moved by half an ulp of its dtype."""
     moved = {
         name: error.half_ulp_away(value, seed)
         for seed, (name, value) in enumerate(arguments.items())
@@ -314,20 +316,20 @@ def _half_an_ulp_away(arguments: Arguments) -> Arguments:
 
 
 def bound(name: str, dtype: torch.dtype, family: str = "random") -> float | None:
-    """Absolute target of a tensor by its name; those outside the family of the rules are held to o's, and to dq's."""
+    """Absolute target of a tensor by its name. Names without a target use that of o, and gradients that of dq."""
     if name in targets.OUTPUTS or name in targets.GRADIENTS:
         return targets.target(name, dtype, family)
     return None if dtype in NARROW else targets.target("dq" if name.startswith("d") else "o", dtype, family)
 
 
 def judged(
-    subject: Subject, shape: Shape, dtype: torch.dtype, seed: int = 0, device: torch.device = HOST
+    spec: OperatorSpec, shape: Shape, dtype: torch.dtype, seed: int = 0, device: torch.device = HOST
 ) -> list[error.Verdict]:
-    """Verdicts on one call of the operator as a device of this machine runs it; what it is held to, the CPU computes.
+    """Verdicts on one call of the operator on a device, against the reference on the CPU.
 
-    What goes in and what is fed back are drawn on the CPU too, so that every device gets the same.
+    Inputs and output gradients are drawn on the CPU, so they are the same for every device.
     """
-    arguments = subject.arguments(shape, dtype, seed)
-    call = partial(subject.ours_on, device)
-    got = measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed)
-    return verdicts(subject, arguments, got, seed)
+    arguments = spec.arguments(shape, dtype, seed)
+    call = partial(spec.ours_on, device)
+    got = measured(call, arguments, spec.outputs, backward=spec.backward, seed=seed)
+    return verdicts(spec, arguments, got, seed)

@@ -1,7 +1,7 @@
-"""What keeps a GPU at work while the host does something else: batches are drawn ahead, a step's numbers read behind.
+"""Overlap of host and GPU work in training: batch prefetch, and deferred reading of a step's metrics.
 
-Neither changes a number of a run: a batch depends on its index alone, whoever draws it, and a step's loss is the same
-whether it is read now or while the next step runs.
+Neither changes a number of a run. A batch depends on its index alone, and the loss of a step is the same whether it is
+read at once or while the next step runs.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch import Tensor
 from wyfold.cli.corpus import Batch
 
 
-class Ahead:
-    """Batches, of which the next is drawn by a thread while this one is learned.
+class BatchPrefetcher:
+    """Draws the next batch in a thread while the current one is used.
 
     Args:
-        draw: Gives batch number i. Called by that thread alone, one call at a time.
-        stride: From one index asked for to the next.
-        pinned: Batches lie in memory from which a GPU copies them by itself.
+        draw: Returns batch number i. Called by the thread only, one call at a time.
+        stride: Difference between consecutive indices.
+        pinned: Copy batches to pinned memory, for asynchronous copies to a GPU.
     """
 
     def __init__(self, draw: Callable[[int], Batch], stride: int, *, pinned: bool) -> None:
         self.draw, self.stride, self.pinned = draw, stride, pinned
         self.thread = ThreadPoolExecutor(1, "batches")
-        self.coming: tuple[int, Future[Batch]] | None = None
+        self.upcoming: tuple[int, Future[Batch]] | None = None
 
     def at(self, index: int) -> Batch:
-        """Batch number `index`; what drawing it raised."""
-        expected, batch = self.coming or (None, None)
+        """Batch number `index`. Re-raises an exception of `draw`."""
+        expected, batch = self.upcoming or (None, None)
         if batch is None or expected != index:
-            batch = self._asked(index)
-        self.coming = index + self.stride, self._asked(index + self.stride)
+            batch = self._submit(index)
+        self.upcoming = index + self.stride, self._submit(index + self.stride)
         return batch.result()
 
-    def _asked(self, index: int) -> Future[Batch]:
-        return self.thread.submit(self._drawn, index)
+    def _submit(self, index: int) -> Future[Batch]:
+        return self.thread.submit(self._draw, index)
 
-    def _drawn(self, index: int) -> Batch:
+    def _draw(self, index: int) -> Batch:
         batch = self.draw(index)
         if not self.pinned:
             return batch
@@ -48,29 +48,30 @@ class Ahead:
         return Batch(batch.ids.pin_memory(), batch.labels.pin_memory(), batch.lengths, places)
 
 
-class Figures:
-    """Numbers of a step on their way to the host.
+class StepMetrics:
+    """Metrics of a step, copied asynchronously to the host.
 
     Args:
-        number: Of the step, from 1.
-        rate, tokens: What it was taken with.
-        values: [2] its loss and its gradient norm, on the device.
+        number: Number of the step, from 1.
+        rate: Learning rate of the step.
+        tokens: Tokens of the step.
+        values: [2] loss and gradient norm, on the device.
 
     Attributes:
-        host: Seconds that the host took to ask for it, where they are known: it was no faster.
+        host: Seconds that the host took to launch the step, a lower bound of its time; 0 if unknown.
     """
 
     def __init__(self, number: int, rate: float, tokens: int, values: Tensor) -> None:
         self.number, self.rate, self.tokens, self.host = number, rate, tokens, 0.0
         self.values = values.to("cpu", non_blocking=True)
-        self.there: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None
         if values.is_cuda:
-            self.there = torch.cuda.Event()
-            self.there.record()
+            self.copied = torch.cuda.Event()
+            self.copied.record()
 
     def read(self) -> tuple[float, float]:
-        """Loss and gradient norm; waits for this step, and for none that was asked for after it."""
-        if self.there is not None:
-            self.there.synchronize()
+        """Loss and gradient norm. Waits for this step, but not for later ones."""
+        if self.copied is not None:
+            self.copied.synchronize()
         loss, norm = self.values.tolist()
         return loss, norm

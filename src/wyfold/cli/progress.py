@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, one line now and then in a log."""
+"""Progress of a training run: a live bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """A context in which `step` reports a training step and `say` prints a line.
+    """Context manager whose `step` reports a training step and whose `say` prints a line.
 
     Args:
-        total: steps of the whole run, or None if time decides.
-        start: steps already taken.
-        quiet: show nothing, as in all processes of a run but one.
+        total: Steps of the whole run; None if its duration is set.
+        start: Steps already taken.
+        quiet: Show nothing; used on all processes but one.
     """
 
     LINES = 20
-    """About how many lines a run of known length leaves in a log."""
+    """Approximate number of lines in the log of a run of known length."""
 
     def __init__(self, total: int | None, start: int, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False, quiet=quiet)
@@ -46,7 +46,7 @@ class Display:
         self.bar.stop()
 
     def step(self, step: int, figures: str) -> None:
-        """What is to be shown of the step that was just taken."""
+        """Show the metrics of the step that was just taken."""
         self.bar.update(self.task, completed=step, figures=figures)
         if not self.live and (step % self.every == 0 or step == self.total):
             self.say(f"step {step}{f'/{self.total}' if self.total else ''}  {figures}")

@@ -1,4 +1,4 @@
-"""What decides the numbers of a run: its recipe, and the model and optimizer that follow from it."""
+"""Recipe of a run, and the model and optimizer that it defines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wyfold.cli import UsageError
 from wyfold.cli.schema import shortened
 
-if TYPE_CHECKING:  # a run that is refused does not wait for torch
+if TYPE_CHECKING:  # refusing a run does not import torch
     import torch
     from torch import nn
 
@@ -26,26 +26,33 @@ DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the numbers of a run; two runs of one recipe on one machine are equal.
+    """All settings that determine the numbers of a run. Two runs of one recipe on one machine are equal.
 
     Args:
-        layers, depth, width, heads, head_dim, window: of the model; `layers` is repeated to `depth`.
-        packed: documents stay apart (`Packs`), or are one text (`Windows`).
-        batch, length, grad_accum: rows, bytes of a row, and batches of one step.
-        steps, minutes: one of them is None; with minutes the schedule follows the clock and no two runs are equal.
-        lr, warmup, lr_end: peak, steps to reach it, and the part of it that the cosine ends on.
-        weight_decay, clip: of the matrices; largest gradient norm.
-        held_out, eval_every, eval_bytes: part kept for validation, steps between two looks at it, bytes of a look.
-        seed: of the model's first parameters and of the batches.
-        dtype: "float32", or "bfloat16" for autocast.
         data: `Corpus.digest` of the text, or the definition of the task.
-        replicas: Of the model, each with batches of its own: a step takes those of all.
-        task, pairs, vocabulary: a known task in the place of text, and what its definition leaves open.
-        neg_eigval: whether delta-rule layers may turn their state over (beta in [0, 2]).
-        kda_lower_bound: what the log decays of kda layers stay above; None: the gate without a bound.
-        stop_at: accuracy on held-out rows at which the run of a task is over before its last step.
-        curriculum: steps in which the rows of mqar grow from an eighth of their length (`synthetic.Curriculum`).
-        eval_lengths: further lengths of row a task's model is examined on, once, at the end.
+        layers: Pattern of the layers, repeated to `depth`.
+        depth: Number of layers.
+        width: Channels of the model.
+        heads, head_dim: Heads of every mixer, channels of a head.
+        window: Positions that attention looks back.
+        packed: Whether documents are kept separate (`PackedBatches`) or form one text (`WindowBatches`).
+        batch, length, grad_accum: Rows of a batch, tokens of a row, batches of a step.
+        steps, minutes: One of them is None. With minutes the schedule follows the clock, and no two runs are equal.
+        lr, warmup, lr_end: Peak learning rate, steps to reach it, and the fraction of it at the end of the cosine.
+        weight_decay: Weight decay of the matrices.
+        clip: Largest gradient norm.
+        held_out: Fraction of the text kept for validation.
+        eval_every, eval_bytes: Steps between evaluations, bytes or tokens of an evaluation.
+        seed: Seed of the initial parameters and of the batches.
+        dtype: "float32", or "bfloat16" for autocast.
+        replicas: Number of replicas of the model. A step takes one set of batches per replica.
+        task: Known task to learn instead of a text, or None.
+        pairs, vocabulary: Free parameters of the task; 0 if its definition does not have them.
+        neg_eigval: Whether delta-rule layers may have negative eigenvalues (beta in [0, 2]).
+        stop_at: Accuracy on held-out rows at which the run of a task ends early; None to take all steps.
+        curriculum: Steps in which the rows of mqar grow from an eighth of their length (`synthetic.Curriculum`).
+        eval_lengths: Further lengths of row for the final evaluation of a task.
+        kda_lower_bound: Lower bound of the log decays of kda layers; None for the gate without a bound.
     """
 
     data: str
@@ -82,15 +89,15 @@ class Recipe:
     kda_lower_bound: float | None = None
 
     def learning_rate(self, step: int, progress: float) -> float:
-        """Rate of the step after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
+        """Learning rate after `step` steps: linear warm-up times a cosine over `progress` in [0, 1]."""
         warm = min(1.0, (step + 1) / max(1, self.warmup))
         cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
         return self.lr * warm * (self.lr_end + (1 - self.lr_end) * cosine)
 
     def check_same(self, stored: dict[str, Any], folder: Path) -> None:
-        """Refuse to continue a run that was started with another recipe."""
+        """Raise UsageError if the stored recipe of a run differs from this one."""
         first, here = begun(stored), dataclasses.asdict(self)
-        # Another task has other settings, and other options make another definition: the cause is what is to be said.
+        # `task` first and `data` last: another task changes other settings, and other options change the definition.
         for field in ("task", *(field for field in here if field not in ("task", "data"))):
             wanted, then = here[field], first[field]
             if json.dumps(then) == json.dumps(wanted):
@@ -121,7 +128,7 @@ def _duration(recipe: Mapping[str, Any]) -> str:
 
 
 def begun(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe that a run was started with, as its record has it; what was no option then has its first meaning."""
+    """Complete a stored recipe: fields that its version did not have get their default."""
     found = {field.name: stored.get(field.name, field.default) for field in dataclasses.fields(Recipe)}
     return found | {"eval_lengths": tuple(found["eval_lengths"])}
 
@@ -138,7 +145,7 @@ def stored_in(folder: Path | None) -> Iterator[None]:
 
 
 def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> Decoder:
-    """The untrained model of a recipe, for that many tokens."""
+    """Build the untrained model of a recipe, for a vocabulary of that size."""
     from wyfold.models import Decoder, DecoderConfig
 
     options: dict[str, dict[str, Any]] = {"attention": {"window": recipe.window}}
@@ -166,7 +173,7 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
 
 
 def optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; decay applies to the matrices that mix channels, not to norms, biases or the parameters of the decay."""
+    """AdamW. Weight decay applies to the weights of linear layers, not to norms, biases or decay parameters."""
     import torch
     from torch import nn
 

@@ -1,7 +1,7 @@
-"""Stored results and runs as `report` and `tasks` read them: decoded by schemas, before torch or plotly is imported.
+"""Schemas and readers of stored results and runs, for `report` and `tasks`. Imports neither torch nor plotly.
 
-A schema names what is drawn, with its types. What a record says besides is kept as it is. A field is null only where
-its type says so; one that may be missing has a default, or is absent from what is returned.
+A schema has the fields that are drawn, with their types. All other fields of a record are kept unchanged. A field may
+be null only if its type allows None. A field that may be missing has a default, or is absent from the returned dict.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from wyfold.cli.integrity import DamagedError
 from wyfold.cli.schema import Count, Entry, Part, Positive, Settings, history_fault
 
 Number = float | Literal["nan", "inf", "-inf"]
-"""As `results.write` spells it."""
+"""A number as `results.write` stores it."""
 
 DEEPEST = 64
-"""Levels of brackets in a record; those of the verbs have eight."""
+"""Largest nesting depth of a record; records of the verbs have eight levels."""
 
 
-class Head(msgspec.Struct):
-    """Where a record comes from."""
+class RecordHead(msgspec.Struct):
+    """Provenance of a record."""
 
     date: str | UnsetType = UNSET
     command: str | UnsetType = UNSET
@@ -33,14 +33,14 @@ class Head(msgspec.Struct):
     kind: str | UnsetType = UNSET
 
 
-class Run(Head, kw_only=True):
-    """A run of `train`, which is a folder: see `read_run`."""
+class RunRecord(RecordHead, kw_only=True):
+    """A run of `train`, which is a folder; see `read_run`."""
 
     recipe: Settings
     history: list[Entry]
 
 
-class Task(Head, kw_only=True):
+class TaskResult(RecordHead, kw_only=True):
     """`result.json` of a run of a task."""
 
     recipe: Settings
@@ -56,34 +56,34 @@ class Task(Head, kw_only=True):
             raise ValueError("the recipe must name a task, got null")
 
 
-class Tasks(Head, kw_only=True):
-    """The table of `tasks`."""
+class TaskTable(RecordHead, kw_only=True):
+    """The table of `tasks`, `tasks.json`."""
 
-    runs: list[Task]
+    runs: list[TaskResult]
 
 
 class Milliseconds(msgspec.Struct):
-    """A distribution of times."""
+    """Distribution of times in milliseconds."""
 
     median: Annotated[float, Meta(gt=0)]
     quartile1: float
     quartile3: float
 
 
-class Memory(msgspec.Struct):
-    """Peak memory."""
+class PeakMemory(msgspec.Struct):
+    """Peak memory in MiB."""
 
     above_inputs_mib: float
 
 
-class Bytes(msgspec.Struct):
-    """Bytes that a rank sends."""
+class SentBytes(msgspec.Struct):
+    """Bytes that a rank sends in collectives."""
 
     bytes: Count
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """One contender on one case of `bench`."""
+class BenchRow(msgspec.Struct, kw_only=True):
+    """One implementation on one case of `bench`; the stored name of the implementation is `contender`."""
 
     op: str
     shape: dict[str, int | str | None]
@@ -96,61 +96,61 @@ class Row(msgspec.Struct, kw_only=True):
     milliseconds: Milliseconds | None = None
     worst_error: Number | None = None
     worst_tensor: str | None = None
-    peak: Memory | None = None
+    peak: PeakMemory | None = None
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse times without the error that is drawn beside them."""
+        """Refuse times without an error."""
         if self.milliseconds is not None and (self.worst_error is None or self.worst_tensor is None):
             raise ValueError("a row with milliseconds must have worst_error and worst_tensor")
 
 
-class RankedRow(Row, kw_only=True):
-    """One contender on one case over ranks."""
+class BenchRanksRow(BenchRow, kw_only=True):
+    """One implementation on one case over several ranks."""
 
     dtype: str
     ranks: Positive
     times_one_rank: float | None
-    sent: Bytes | None
+    sent: SentBytes | None
 
 
-class Bench(Head, kw_only=True):
-    """A race of `bench`."""
+class BenchRecord(RecordHead, kw_only=True):
+    """Result of `bench`."""
 
-    rows: list[Row]
-
-
-class Ranks(Head, kw_only=True):
-    """A race of `bench` over ranks."""
-
-    rows: list[RankedRow]
+    rows: list[BenchRow]
 
 
-class Error(msgspec.Struct, kw_only=True):
-    """An error of one tensor, and what it may be."""
+class BenchRanksRecord(RecordHead, kw_only=True):
+    """Result of `bench` over several ranks."""
+
+    rows: list[BenchRanksRow]
+
+
+class TensorError(msgspec.Struct, kw_only=True):
+    """Error of one tensor, and its target."""
 
     value: Number
     target: Number
     passed: bool = msgspec.field(name="pass")
 
 
-class Operator(msgspec.Struct, kw_only=True):
+class OperatorErrors(msgspec.Struct, kw_only=True):
     """Errors of one operator."""
 
     operator: str
     dtype: str
-    tensors: dict[str, Error]
+    tensors: dict[str, TensorError]
     passed: bool = msgspec.field(name="pass")
 
 
-class Errors(Head, kw_only=True):
-    """Errors of `verify`."""
+class VerifyErrors(RecordHead, kw_only=True):
+    """Result of `verify` without --tier and --row."""
 
-    operators: list[Operator]
+    operators: list[OperatorErrors]
 
 
-class Promise(msgspec.Struct):
-    """One row of the scorecard."""
+class CheckOutcome(msgspec.Struct):
+    """Outcome of one check of the scorecard; `row` is its number."""
 
     row: int
     promise: str
@@ -159,26 +159,26 @@ class Promise(msgspec.Struct):
     value: str
 
 
-class Promises(Head, kw_only=True):
-    """The scorecard, as `verify --tier` keeps it."""
+class ScorecardRecord(RecordHead, kw_only=True):
+    """Result of `verify --tier` or `verify --row`."""
 
-    rows: list[Promise]
+    rows: list[CheckOutcome]
 
 
 class Stored(NamedTuple):
-    """What a file or a folder holds.
+    """A decoded file or run folder.
 
     Attributes:
-        kind: Its schema, which also says how it is drawn (`figures.DRAWN`).
-        fields: Its fields: those of the schema, defaults among them, and whatever else is in the file.
+        kind: Its schema, which also selects how it is drawn (`figures.DRAWN`).
+        fields: Fields of the schema, with defaults, and all other fields of the file.
     """
 
-    kind: type[Head]
+    kind: type[RecordHead]
     fields: dict[str, Any]
 
 
-def read(file: Path, kind: type[Head]) -> dict[str, Any]:
-    """Fields of a record of a known kind.
+def read(file: Path, kind: type[RecordHead]) -> dict[str, Any]:
+    """Read a record of a known kind and return its fields.
 
     Raises:
         DamagedError: the file holds no such record.
@@ -187,7 +187,7 @@ def read(file: Path, kind: type[Head]) -> dict[str, Any]:
 
 
 def read_any(file: Path) -> Stored:
-    """A record of the kind that its keys say; one of no known kind only has to be an object.
+    """Read a record whose kind follows from its keys. A record of unknown kind must only be an object.
 
     Raises:
         DamagedError: the file holds no such record.
@@ -201,27 +201,27 @@ def read_any(file: Path) -> Stored:
     return Stored(kind, _checked(file, record, kind))
 
 
-def _checked(file: Path, record: dict[str, Any], kind: type[Head]) -> dict[str, Any]:
+def _checked(file: Path, record: dict[str, Any], kind: type[RecordHead]) -> dict[str, Any]:
     return record | integrity.builtins(integrity.convert(file, record, kind))
 
 
-def _kind_of(record: dict[str, Any]) -> type[Head]:
-    """Schema of a record."""
+def _kind_of(record: dict[str, Any]) -> type[RecordHead]:
+    """Schema of a record, chosen by its keys."""
     rows = record.get("rows")
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     if record.get("kind") == "tasks":
-        return Tasks
+        return TaskTable
     if record.get("kind") == OVER_RANKS:
-        return Ranks
+        return BenchRanksRecord
     if "operators" in record:
-        return Errors
+        return VerifyErrors
     if "promise" in first:
-        return Promises
-    return Bench if "contender" in first else Head
+        return ScorecardRecord
+    return BenchRecord if "contender" in first else RecordHead
 
 
 def read_run(folder: Path) -> Stored | None:
-    """A run as its newest checkpoint has it, with what it recorded since; None before the first checkpoint.
+    """Read a run from its newest checkpoint and the history since then; None before the first checkpoint.
 
     Raises:
         DamagedError: the checkpoint's record, `metrics.jsonl` or `result.json` is damaged.
@@ -235,9 +235,9 @@ def read_run(folder: Path) -> Stored | None:
         raise damage.of_run(steps[-1], steps[:-1]) from damage
     history = _history(folder / rundir.HISTORY, record["history"])
     result = folder / rundir.RESULT
-    origin = read(result, Task) if result.exists() else {}
+    origin = read(result, TaskResult) if result.exists() else {}
     return Stored(
-        Run,
+        RunRecord,
         {
             **{key: origin[key] for key in ORIGIN if key in origin},
             "kind": "run",
@@ -251,10 +251,10 @@ ORIGIN = ("date", "command", "hardware", "versions", "commit", "modified")
 
 
 def _history(file: Path, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries that a run recorded: those of its checkpoint, and those after it."""
+    """History of a run: entries of its checkpoint, and later ones of `metrics.jsonl`."""
     if not file.exists():
         return saved
-    lines = integrity.content(file).split(b"\n")[:-1]  # a run may be in the middle of its last line
+    lines = integrity.content(file).split(b"\n")[:-1]  # a running training may be writing the last line
     entries, history = [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -272,7 +272,7 @@ def _history(file: Path, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects."""
+    """Nesting depth of lists and objects."""
     level, depth = [value], 0
     while level:
         level = [

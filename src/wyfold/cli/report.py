@@ -1,8 +1,9 @@
 """Draw runs and stored results as one HTML page.
 
-PATH is a run's folder, a JSON file that a verb wrote, or a folder in which both are looked for; without one, `runs` and
-`docs/results` are. The page holds its data and the charting library (plotly) itself: it opens from a disk without a
-network, and forbids the browser to ask for one. It needs `pip install "wyfold[report]"`.
+PATH is the folder of a run, a JSON file that a verb wrote, or a folder that is
+searched for both. The default is `runs` and `docs/results`. The page contains its
+data and the charting library (plotly). It opens without a network, and forbids
+the browser to use one. Needs `pip install "wyfold[report]"`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page."""
+    """Write the page. Returns 0."""
     for path in args.paths:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder")
@@ -91,20 +92,20 @@ def run(args: argparse.Namespace) -> int:
         contents.append(f'<li><a href="#s{number}">{html.escape(printable(name))}</a></li>')
     page = PAGE.format(
         title=html.escape(args.title),
-        # Its own end would end the element it stands in.
+        # The library's own `</script` would close the element.
         library=get_plotlyjs().replace("</script", "<\\/script"),
         contents="\n".join(contents),
         sections="\n".join(sections),
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    # JSON may hold half a character, and so may a title of the command line.
+    # JSON and the --title option may contain unpaired surrogates.
     files.write(args.out, page.encode("utf-8", "backslashreplace").decode("utf-8"))
     say(f"{args.out}: {len(found)} {'section' if len(found) == 1 else 'sections'}, {len(page) / 2**20:.1f} MiB")
     return DONE
 
 
 def _found(paths: Sequence[Path]) -> Iterator[tuple[str, records.Stored]]:
-    """Name and record of everything there is to draw, in the order of paths and names."""
+    """Yield name and record of every run and result, in the order of paths and names."""
     for path in paths:
         if path.is_file():
             yield str(path), records.read_any(path)
@@ -115,7 +116,7 @@ def _found(paths: Sequence[Path]) -> Iterator[tuple[str, records.Stored]]:
             if record is not None:
                 yield str(folder), record
         for file in sorted(path.rglob("*.json")):
-            # What lies in a run belongs to it.
+            # Files in a run's folder belong to the run.
             if file.is_file() and not any(folder in file.parents for folder in folders):
                 yield str(file), records.read_any(file)
 
@@ -131,7 +132,7 @@ def _run(folder: Path) -> records.Stored | None:
 
 
 def _origin(record: dict[str, Any]) -> str:
-    """Where, when and by what command a record came to be, as far as it says."""
+    """HTML line with machine, date and command of a record, as far as the record has them."""
     hardware = record.get("hardware") or {}
     hardware = hardware if isinstance(hardware, dict) else {"gpus": hardware}
     machine = hardware.get("gpus") or record.get("gpu") or hardware.get("processor")

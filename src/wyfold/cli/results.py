@@ -1,4 +1,4 @@
-"""A result as the command line keeps it: where and when it was measured, as JSON, and as a table on the screen."""
+"""Results of the command line: provenance, JSON files, tables on the screen."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wyfold.runtime import files
 
 
 def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
-    """What a number means nothing without: date, command, machine, versions, commit.
+    """Provenance of a result: date, command, machine, versions, commit.
 
     Args:
-        verb: Of the command line.
-        words: Its options, as they were understood.
+        verb: Verb of the command line.
+        words: Its options, after defaults were filled in.
     """
     from wyfold.ops.doctor import hardware, versions
 
@@ -43,7 +43,7 @@ def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the source tree the package runs from, and whether its sources differ from it; None outside of one."""
+    """Commit of the source tree, and whether the package differs from it; None outside a git repository."""
     room = Path(wyfold.__file__).parent
     try:
         asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
@@ -57,12 +57,12 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def ready(folder: Path | None) -> None:
-    """Ask whether the folder of `--out`, if there is to be one, can be written, before there is anything to lose.
+    """Check before any work that the folder of `--out`, if given, can be written.
 
-    Nothing is made: who is refused afterwards, for whatever reason, leaves no folder behind. `write` makes it.
+    The folder is not created, so a later refusal leaves nothing behind; `write` creates it.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: the folder cannot be written.
     """
     if folder is None:
         return
@@ -74,12 +74,12 @@ def ready(folder: Path | None) -> None:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the one above it that is there, in which it would be made."""
+    """The folder, or its nearest existing parent, in which it would be created."""
     for place in (folder, *folder.parents):
         try:
             kind = place.stat().st_mode
         except FileNotFoundError:
-            if place.is_symlink():  # to nowhere: no folder can be made in its place
+            if place.is_symlink():  # a broken link: no folder can be created at this path
                 raise
             continue
         if not stat.S_ISDIR(kind):
@@ -89,14 +89,14 @@ def _nearest(folder: Path) -> Path:
 
 
 def write(folder: Path, name: str, record: Mapping[str, Any]) -> Path:
-    """The file `name` in `folder`, made if missing, with the record as JSON; whole or not there."""
+    """Write the record as JSON to `folder / name`, atomically, and return the path. Creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / name, json.dumps(_plain(record), indent=1, allow_nan=False) + "\n")
     return folder / name
 
 
 def _plain(value: Any) -> Any:
-    """value as JSON can say it; a number that is not finite becomes its name."""
+    """Convert a value to JSON types. NaN and infinities become strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -107,14 +107,14 @@ def _plain(value: Any) -> Any:
 
 
 def say(line: str) -> None:
-    """A line about the work in progress, apart from its results; on a terminal with the escapes of `printable`."""
+    """Print a progress line to standard error, escaped by `printable` if that is a terminal."""
     print(printable(line) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn by rich where it is installed and stdout is a terminal, in plain text elsewhere.
+    """Print a table: by rich if it is installed and standard output is a terminal, else as plain text.
 
-    A cell is one line, and shows control characters as escapes: it may come from a file.
+    Cells are printed as one line with control characters escaped, because their text may come from a file.
     """
     columns, rows = _cells(columns), [_cells(row) for row in rows]
     if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
@@ -139,5 +139,5 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*map(Text, row))  # a cell is no markup
+        table.add_row(*map(Text, row))  # a cell contains no markup
     Console().print(table)

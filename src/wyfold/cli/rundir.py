@@ -1,4 +1,4 @@
-"""The folder of a run: refuse other folders, and lock it for one process. Imports no torch."""
+"""Folder of a run: refusal of other folders, and a lock for one process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from wyfold.cli import UsageError, integrity
 
 CHECKPOINTS, HISTORY, CURVE, RESULT = "checkpoint", "metrics.jsonl", "curve.png", "result.json"
 MARK = ".wyfold-run"
-"""Lies in every run's folder: says that the folder is a run's, and is locked while a process writes into it."""
+"""File in the folder of every run: marks the folder, and is locked while a process writes into it."""
 
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.part", re.ASCII)
-"""Temporary names of `files.replacing`."""
+"""Temporary file names of `files.replacing`."""
 UNLOCKABLE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of flock where a file system has no locks."""
+"""Errors of flock on a file system without locks."""
 
 
 def require_run_or_empty(folder: Path) -> None:
-    """Refuse a folder that holds anything but a run of `wyfold train`, or a run that cannot be written to.
+    """Refuse a folder that is neither empty nor a run of `wyfold train`, or a run that cannot be written.
 
     Raises:
-        UsageError: naming what lies there.
+        UsageError: names a file in the folder.
     """
     try:
         str(folder).encode("utf-8")
@@ -46,7 +46,7 @@ def require_run_or_empty(folder: Path) -> None:
 
 
 def _require_own_files(folder: Path) -> None:
-    """Refuse links that would lead a writer out of the run, and other things in the place of what a run writes."""
+    """Refuse symbolic links out of the run, and files and folders whose type differs from what a run writes."""
     root = folder / CHECKPOINTS
     steps = [path for path in root.iterdir() if integrity.STEP.fullmatch(path.name)] if root.is_dir() else []
     for path in (folder / MARK, root, *sorted(steps)):
@@ -64,7 +64,7 @@ def _require_own_files(folder: Path) -> None:
 
 
 def rename_aside(path: Path, ending: str) -> Path:
-    """Rename a file or folder to `name.ending`, or `name.ending1` and so on where that is taken; its new path."""
+    """Rename a path to `name.ending`, or `name.ending1`, `name.ending2` .. if that exists. Returns the new path."""
     free = next(
         name
         for name in (path.with_name(f"{path.name}.{ending}{number or ''}") for number in itertools.count())
@@ -76,18 +76,18 @@ def rename_aside(path: Path, ending: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a run's folder, made if missing, to this process; removed at the end if nothing else was written into it.
+    """Lock the folder of a run for this process; it is created if missing, and removed at the end if still empty.
 
-    Files that a killed process left under temporary names are removed.
+    Temporary files that a killed process left are removed.
 
     Raises:
-        UsageError: another process has it, the file system has no locks, or no folder can be made there.
+        UsageError: another process holds the lock, the file system has no locks, or the folder cannot be created.
     """
     _require_own_files(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A soft lock is the existence of its file, and this file stays in the run after every process.
+        # No soft lock: it is the existence of the lock file, and this file stays in the run.
         lock = FileLock(folder / MARK, is_singleton=False, fallback_to_soft=False)
         lock.acquire(blocking=False)
     except Timeout as error:
@@ -111,6 +111,6 @@ def locked(folder: Path) -> Iterator[None]:
         if {path.name for path in folder.iterdir()} <= {MARK}:
             (folder / MARK).unlink(missing_ok=True)
             for path in made:
-                with suppress(OSError):  # something else was put there meanwhile
+                with suppress(OSError):  # another file was put there meanwhile
                     path.rmdir()
         lock.release()

@@ -1,4 +1,4 @@
-"""Schemas of the JSON files that the command line reads back: types, ranges, no unknown field. Imports no torch."""
+"""Schemas of the JSON files of runs: types, ranges, no unknown fields. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MOST = 2**63 - 1
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Rate = Annotated[float, Meta(ge=0)]
-"""JSON has no number that is not finite; msgspec refuses what rounds to one."""
+"""Finite: JSON has no NaN or infinity, and msgspec refuses numbers that round to infinity."""
 PositiveRate = Annotated[float, Meta(gt=0)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(max_length=4096)]
 
 
 class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """`config.json`: the fields and defaults of `DecoderConfig`, which checks what they mean together.
+    """`config.json`: the fields and defaults of `DecoderConfig`, which checks their combination.
 
-    Fields without a default are those that change results without changing a tensor's name or shape.
+    Fields without a default change results without changing the name or shape of a tensor.
     """
 
     vocab_size: Positive = 256
@@ -42,7 +42,7 @@ class Model(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The recipe of a run, `wyfold.cli.recipe.Recipe`; a field that older versions did not write has a default."""
+    """Recipe of a run, `wyfold.cli.recipe.Recipe`. Fields that older versions did not write have a default."""
 
     data: Text
     layers: Text
@@ -78,12 +78,12 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kda_lower_bound: Annotated[float, Meta(ge=-5, lt=0)] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse layers that are no pattern: they are printed as well as built."""
+        """Refuse an invalid layer pattern, which would otherwise be printed and built."""
         pattern.parse(self.layers)
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One line of a run's history: a step, or a measurement on held-out data. A field is missing, never null."""
+    """Entry of a run's history: a step, or an evaluation. Fields may be missing, but not null."""
 
     step: Count
     loss: float | UnsetType = UNSET
@@ -98,7 +98,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     last: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Refuse an entry that is neither a step nor a measurement, or lacks a field that every such entry has."""
+        """Refuse an entry that is neither a step nor an evaluation, or lacks a required field."""
         present = [name for name in REQUIRED if getattr(self, name) is not UNSET]
         if len(present) != 1:
             raise ValueError(f"an entry must have one of {', '.join(REQUIRED)}, got {' and '.join(present) or 'none'}")
@@ -112,10 +112,10 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "validation_bits_per_byte": (),
     "accuracy": ("whole_rows",),
 }
-"""Field that says what an entry is -> the fields that every entry with it has."""
+"""Field that determines the kind of an entry -> other required fields of that kind."""
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class TrainingRecord(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`training.json` of a checkpoint."""
 
     recipe: Settings
@@ -127,7 +127,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     files: dict[str, Count] | UnsetType = UNSET
 
     def fault(self) -> str:
-        """First contradiction between the fields, or an empty string."""
+        """Describe the first contradiction between fields; empty if there is none."""
         recipe = self.recipe
         if (recipe.steps is None) == (recipe.minutes is None):
             return "its recipe must have either steps or minutes"
@@ -141,17 +141,17 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def shortened(value: object) -> str:
-    """`repr` of a value for a message, cut to 80 characters: a value of a file may be as long as the file."""
+    """`repr` of a value for a message, truncated to 80 characters."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def history_fault(history: list[Entry], last: int | None = None) -> str:
-    """First entry that is out of order, in words, or an empty string: every step is recorded once, in order.
+    """Describe the first entry that is out of order; empty if every step is recorded once, in order.
 
     Args:
-        history: Entries.
-        last: Number of the last step; None leaves it open.
+        history: Entries of a run.
+        last: Number of the last step; None if unknown.
     """
     step = before = 0
     for number, entry in enumerate(history, 1):

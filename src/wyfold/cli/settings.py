@@ -1,4 +1,4 @@
-"""What a new run of `train` takes where nothing was given: for text, for each known task what is known to learn it."""
+"""Default settings of `train`, for text and for each known task."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 SHORTEST = 8
-"""The first rows of a curriculum are that much shorter."""
+"""Factor by which the first rows of a curriculum are shorter."""
 LEAST_WHOLE = 4 * SHORTEST
-"""The shortest whole rows that a curriculum can begin with: a pair and its question take four tokens."""
+"""Least --length with a curriculum: a pair and its query take four tokens."""
 
 CHOICES = {"pairs": ("mqar",), "vocabulary": ("mqar", "s_niah")}
 """Options that only the definitions of these tasks leave open."""
@@ -48,9 +48,9 @@ RECALL = {"layers": "gdn", "depth": 2, "lr_end": 0.02, "warmup": 200, "eval_ever
 TRACKING = {"layers": "delta_net", "depth": 1, "batch": 64, "lr_end": 0.02, "eval_every": 100, "eval_bytes": 32768}
 
 TASKS: dict[str, dict[str, Any]] = {
-    # The size that Zoology's figures end on. A model that has not learned yet writes at every token, over what it will
-    # be asked for: heads of 128 begin to learn where those of 64 do not, and short rows where whole ones take luck
-    # (docs/tasks.md).
+    # The largest size of Zoology's figures. An untrained model writes to its state at every token, and overwrites pairs
+    # that are queried later. Heads of 128 start to learn where heads of 64 do not. Short rows start reliably, full rows
+    # do not (docs/tasks.md).
     "mqar": RECALL
     | {"pairs": 64, "vocabulary": 8192, "length": 512, "batch": 64, "width": 128, "heads": 4, "head_dim": 128}
     | {"steps": 4000, "curriculum": 1200, "lr": 2e-3, "eval_bytes": 131072},
@@ -60,25 +60,25 @@ TASKS: dict[str, dict[str, Any]] = {
     "parity": TRACKING | {"length": 32, "width": 64, "heads": 2, "steps": 400, "eval_lengths": (128, 512)},
     "s5": TRACKING | {"length": 24, "width": 96, "head_dim": 16, "lr": 5e-3, "steps": 1500, "eval_lengths": (48, 96)},
 }
-"""Of each task, where it differs from TEXT. To other steps, lengths and vocabularies `defaults` fits those of mqar."""
+"""Task -> settings that differ from TEXT. `defaults` adapts mqar's to other steps, lengths and vocabularies."""
 
 SETTINGS: dict[str | None, dict[str, Any]] = {None: TEXT}
 SETTINGS |= {name: TEXT | settings for name, settings in TASKS.items()}
 
 
 def defaults(task: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a new run; those of mqar fit what is given, so that small runs are not refused for them.
+    """Settings of a new run. Defaults of mqar are adapted to the given options, so that small runs are accepted.
 
     Args:
         task: Known task, or None for text.
-        given: Setting -> value, None where none was given.
+        given: Setting -> value; None if it was left out.
     """
     found = dict(SETTINGS[task])
     length, vocabulary, steps = (given.get(name) or found[name] for name in ("length", "vocabulary", "steps"))
     if task == "mqar":
-        # As many as a row has room for and the vocabulary has keys for, but no more than what is known to be learned.
+        # As many pairs as fit into a row and into the vocabulary, up to the number that is known to be learned.
         found["pairs"] = max(1, min(found["pairs"], length // 4, vocabulary // 2 - 1))
-        # A shorter run has the same part of it; a longer one needs no more than what is known to be enough.
+        # The same fraction of a shorter run; a longer run needs no more steps than are known to suffice.
         found["curriculum"] = min(found["curriculum"], steps * found["curriculum"] // found["steps"])
         if length < LEAST_WHOLE:
             found["curriculum"] = 0

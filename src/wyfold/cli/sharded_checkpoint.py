@@ -1,10 +1,10 @@
-"""Sharded tensors on disk: each process writes what it holds, and any number of processes reads it.
+"""Sharded tensors on disk: each process writes its shards, and any number of processes reads them.
 
-    FOLDER/shard-00001-model-00001-of-00001.safetensors    one file for each process that holds something
+    FOLDER/shard-00001-model-00001-of-00001.safetensors    one file for each process that has a shard
 
-Reading and writing are `torch.distributed.checkpoint`'s, with its safetensors storage. A file's header gives name,
-dtype and shape of every shard in it, and where in the whole tensor the shard begins; there is no index beside the
-files, and nothing is pickled. All processes have to see the folder.
+Files are read and written by `torch.distributed.checkpoint` with its safetensors storage. The header of a file has the
+name, dtype and shape of every shard, and its offset in the full tensor. There is no separate index, and nothing is
+pickled. All processes must share the folder.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from wyfold.runtime import files
 
 PATTERN = "*.safetensors"
 PICKLED = (".metadata", "*.distcp")
-"""What torch.distributed.checkpoint's usual storage writes, which Wyfold used at first: its index is a pickle."""
+"""Files of torch.distributed.checkpoint's default storage, which early versions used. Its index is a pickle."""
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write named tensors, of which each process holds all or shards; every process of the run calls it alike.
+    """Write named tensors, sharded or not. Every process of the run must call this.
 
     Raises:
-        OSError: a process cannot write, or writes into a folder of this name that the others do not see; raised on all
-            of them.
+        OSError: a process cannot write, or its folder is not visible to the others; raised on all processes.
     """
     import torch.distributed as dist
     from torch.distributed import checkpoint
@@ -37,7 +36,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
     storage = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is as good
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is supported
         try:
             checkpoint.save(dict(tensors), storage_writer=storage, no_dist=alone)
         except checkpoint.CheckpointException as error:
@@ -48,17 +47,17 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill the tensors, sharded as they are here, with what was written under their names.
+    """Fill the tensors, with their present sharding, from the files.
 
-    Called by one process alone, or by every process of a run. Nothing is filled unless all that is asked for is there.
+    Called by a single process, or by every process of a run. Nothing is filled unless all tensors are present.
 
     Args:
-        folder: As `write` left it, or from anybody: no code in it is run.
-        tensors: Name -> tensor of the shape and dtype that were written; filled in place.
+        folder: Folder that `write` made. It may be untrusted: no code in it is run.
+        tensors: Name -> tensor of the stored shape and dtype; filled in place.
 
     Raises:
-        ValueError: the folder was written in an earlier, pickled format, which is not read; a file is damaged; a name,
-            shape, dtype or shard is missing or another. Raised on every process of the run.
+        ValueError: the folder has the earlier, pickled format, which is not read; a file is damaged; or a name, shape,
+            dtype or shard is missing or differs. Raised on every process of the run.
     """
     import torch.distributed as dist
     from torch.distributed import checkpoint
@@ -67,7 +66,7 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
     alone = not dist.is_initialized()
     storage = checkpoint.HuggingFaceStorageReader(str(folder))
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # alone is what was meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is intended
         try:
             checkpoint.load(dict(tensors), storage_reader=storage, no_dist=alone)
         except checkpoint.CheckpointException as error:
@@ -76,13 +75,13 @@ def read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def require(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Refuse a folder that does not hold these tensors, which may be on the meta device; nothing is allocated.
+    """Refuse a folder that does not hold these tensors, which may be on the meta device. Allocates nothing.
 
     Args:
-        folder, tensors: As of `read`.
+        folder, tensors: As in `read`.
 
     Raises:
-        ValueError: as of `read`.
+        ValueError: as `read`.
     """
     import torch.distributed as dist
 
@@ -94,7 +93,7 @@ def require(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _require_shared(folder: Path) -> None:
-    """Refuse a folder in which a process does not see what another one wrote."""
+    """Refuse a folder in which a process does not see the files of another one."""
     import torch.distributed as dist
 
     own = sorted(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
@@ -130,7 +129,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:
-    """Why these tensors cannot be filled from the folder; empty where they can be."""
+    """Why these tensors cannot be filled from the folder; empty if they can."""
     if any(next(folder.glob(pattern), None) for pattern in PICKLED):
         return (
             f"{folder} is of an earlier format, whose index ({PICKLED[0]}) is a pickle; reading it could run code of "
@@ -149,7 +148,7 @@ def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:
 
     try:
         written = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # headers may hold anything, and the library believes them
+    except Exception as error:  # the library trusts the headers, which may be invalid in any way
         return f"{folder} is damaged: the shards' offsets cannot be read ({type(error).__name__}: {error})"
     for name, x in tensors.items():
         if name not in written:
@@ -160,7 +159,7 @@ def _fault(folder: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def _difference(written: Any, x: Tensor) -> str:
-    """What is written instead of a tensor like x, all of it; empty where it is."""
+    """How the stored tensor differs from x; empty if it matches and is complete."""
     if written.size != x.shape:
         return f"must be {list(x.shape)} as here, got {list(written.size)}"
     if written.properties.dtype != x.dtype:
@@ -180,7 +179,7 @@ def _overlap(chunks: list[Any]) -> bool:
     for i, one in enumerate(chunks):
         for other in chunks[i + 1 :]:
             if other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break  # and so do all after it: shards of the first dimension are compared with one other each
+                break  # sorted by offset: later shards do not overlap either
             spans = zip(one.offsets, one.sizes, other.offsets, other.sizes)
             if all(begin < second + length and second < begin + size for begin, size, second, length in spans):
                 return True
@@ -188,6 +187,6 @@ def _overlap(chunks: list[Any]) -> bool:
 
 
 def _first_failure(error: Any) -> tuple[int, BaseException]:
-    """The lowest rank that failed, and its exception."""
+    """Lowest rank that failed, and its exception."""
     rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return rank, reason

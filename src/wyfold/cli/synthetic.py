@@ -1,14 +1,14 @@
-"""Known tasks: rows of tokens made from a definition, endlessly, whose right answers are known.
+"""Known tasks: synthetic rows of tokens with known answers.
 
-| task | a row | counts | from |
+| task | row | labels | source |
 |---|---|---|---|
-| mqar | pairs key, value; then keys again, in between noise | the value after each repeated key | arXiv:2312.04927 |
-| s_niah | noise with a needle (mark, key, digits) at any depth; last the question | the digits | arXiv:2404.06654 |
-| parity | bits | at each bit, whether the ones so far are odd | arXiv:2411.12537 |
-| s5 | transpositions of five things | at each, the permutation they make so far | arXiv:2411.12537 |
+| mqar | key-value pairs, then the keys again among noise | the value after each repeated key | arXiv:2312.04927 |
+| s_niah | noise with a needle (mark, key, digits) at any depth, then the query | the digits | arXiv:2404.06654 |
+| parity | bits | at each bit, the parity so far | arXiv:2411.12537 |
+| s5 | transpositions of five elements | at each, their product so far | arXiv:2411.12537 |
 
-A batch depends on the task, the seed and its number alone, so that one integer resumes a run. What a model is examined
-on comes from a stream of its own that no batch is taken from: where rows are long, no run has seen one of them.
+A batch depends only on the task, the seed and its index, so one integer resumes a run. Evaluation rows come from a
+separate random stream. If rows are long, training does not contain any of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from wyfold.cli import UsageError
-from wyfold.cli.corpus import Batch, mix
+from wyfold.cli.corpus import Batch, derive_seed
 from wyfold.cli.settings import LEAST_WHOLE, SHORTEST
 from wyfold.models import IGNORED
 
 
 class Task(Protocol):
-    """A definition of rows.
+    """Interface of a task.
 
     Attributes:
         vocabulary: Tokens are 0 to vocabulary - 1.
@@ -39,22 +39,22 @@ class Task(Protocol):
     def vocabulary(self) -> int: ...
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> Batch:
-        """That many rows [rows, length]; labels are -100 where no answer is asked for, places say where few are.
+        """Draw rows [rows, length]. Labels without a query are -100; `places` has the label positions if they are few.
 
         Raises:
-            UsageError: no row of this task is so short.
+            UsageError: rows of this task must be longer.
         """
 
 
 @dataclass(frozen=True)
 class AssociativeRecall:
-    """Multi-query associative recall: each key comes back once, and its value is asked for there.
+    """Multi-query associative recall: each key occurs again once, and the label there is its value.
 
-    Tokens below vocabulary / 2, but 0, are keys, those above are values. A row begins with `pairs` keys, each followed
-    by its value. The rest is slots of two places; every key returns at the head of a slot of its own, slot s (from 1)
-    being drawn, without replacement, with a probability proportional to s^(power - 1): recent things come back sooner.
-    Every other place holds a token of the whole vocabulary, the answer's place too: nothing that was answered once can
-    be copied.
+    Tokens below vocabulary / 2, except 0, are keys; those above are values. A row begins with `pairs` keys, each
+    followed by its value. The rest of the row is divided into slots of two positions. Every key is repeated at the
+    first position of a slot. Slots are drawn without replacement; slot s (from 1) has a probability proportional to
+    s^(power - 1), so early slots are more likely. All other positions hold random tokens of the whole vocabulary. The
+    position after a repeated key is random too, so an earlier answer cannot be copied.
 
     Source:
         arXiv:2312.04927, the definition of the task and the appendix on its data.
@@ -84,14 +84,14 @@ class AssociativeRecall:
 
 @dataclass(frozen=True)
 class Needle:
-    """A single needle in a haystack: one statement somewhere in noise, asked for at the end.
+    """A single needle in a haystack: one statement in noise, queried at the end of the row.
 
-    Tokens 0 to 9 are digits, the last two are marks. The needle is a mark, a key and `digits` digits; the row's end
-    the other mark, the key, and the digits that are to be said, each given once it was asked for. Noise is everything
-    but the marks, digits included; the needle begins anywhere in it with equal probability.
+    Tokens 0 to 9 are digits, and the last two tokens are marks. The needle is a mark, a key and `digits` digits. The
+    row ends with the other mark, the key and the digits to predict, where each digit is an input after it was a label.
+    Noise is any token but the marks, digits included. The position of the needle is uniform.
 
     Source:
-        arXiv:2404.06654, single needle, with tokens in the place of words; its numbers of seven digits are about three
+        arXiv:2404.06654, single needle, with tokens instead of words. Its numbers of seven digits are about three
         tokens of a language model.
     """
 
@@ -100,7 +100,7 @@ class Needle:
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> Batch:
         needle, noise = self.digits + 2, self.vocabulary - 2
-        room = length - 2 * needle + 1  # the last digit is only ever a label
+        room = length - 2 * needle + 1  # the last digit is only a label
         if room < 0 or noise <= 10:
             raise UsageError(
                 f"s_niah: takes rows of at least {2 * needle - 1} tokens (--length) and a --vocabulary above 12, got "
@@ -121,10 +121,10 @@ class Needle:
 
 @dataclass(frozen=True)
 class Parity:
-    """The word problem of the group of two elements: 2 and 3 are the bits zero and one, 0 and 1 say even and odd.
+    """Word problem of the group of two elements. Tokens 2 and 3 are the bits 0 and 1; labels 0 and 1 are even and odd.
 
     Source:
-        arXiv:2411.12537, where it is what no recurrence with positive eigenvalues can do at every length.
+        arXiv:2411.12537: no recurrence with positive eigenvalues solves it at every length.
     """
 
     vocabulary: int = 4
@@ -136,13 +136,13 @@ class Parity:
 
 @dataclass(frozen=True)
 class Permutations:
-    """The word problem of the permutations of some symbols, with transpositions as its letters.
+    """Word problem of the symmetric group on n symbols, with transpositions as letters.
 
-    Tokens below n! name permutations in lexicographic order; after them come the n (n - 1) / 2 transpositions. After
-    every letter the label is the permutation that all letters so far make, each exchanging two places of the last.
+    Tokens below n! are the permutations in lexicographic order. The next n (n - 1) / 2 tokens are the transpositions.
+    The label at every letter is the product of all letters so far.
 
     Source:
-        arXiv:2411.12537: a transposition is one reflection, which takes an eigenvalue of -1.
+        arXiv:2411.12537: a transposition is a reflection, which needs an eigenvalue of -1.
     """
 
     symbols: int = 5
@@ -153,7 +153,7 @@ class Permutations:
 
     @cached_property
     def _table(self) -> list[list[int]]:
-        """[n!][n (n - 1) / 2]: the permutation that a transposition makes of another."""
+        """[n!][n (n - 1) / 2]: product of a permutation and a transposition."""
         every = list(itertools.permutations(range(self.symbols)))
         names = {permutation: name for name, permutation in enumerate(every)}
         table = []
@@ -179,51 +179,52 @@ class Permutations:
 TASKS: dict[str, type[Task]] = {"mqar": AssociativeRecall, "s_niah": Needle, "parity": Parity, "s5": Permutations}
 
 
-class Rows:
+class TaskBatches:
     """Batches of a task.
 
     Args:
-        task: What rows are.
+        task: Definition of the rows.
         batch, length: Rows of a batch, tokens of a row.
-        seed: Of the rows.
-        stream: Name of these batches among those of one seed: "training" never meets "examination".
+        seed: Seed of the rows.
+        stream: Name of the random stream, "training" or "examination"; streams of one seed are independent.
     """
 
     def __init__(self, task: Task, batch: int, length: int, seed: int, stream: str) -> None:
         self.task, self.batch, self.length = task, batch, length
         self.seed, self.stream = seed, stream
-        self.at(0)  # rows that cannot be are refused here
+        self.at(0)  # refuses invalid sizes
 
     def at(self, index: int) -> Batch:
         """Batch number `index`, counted from the first of the run."""
-        generator = torch.Generator().manual_seed(mix(self.seed, self.stream, index))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.stream, index))
         return self.task.draw(self.batch, self.length, generator)
 
     def in_order(self, limit: int) -> Iterator[Batch]:
-        """Batches from the first, until `limit` tokens are read."""
+        """Yield batches in order, until `limit` tokens are read."""
         for index in range(max(1, limit // (self.batch * self.length))):
             yield self.at(index)
 
 
 class Curriculum:
-    """Batches of associative recall whose rows grow, to as many tokens each: rows of an eighth, a quarter and a half of
-    the length with as large a part of the pairs, then whole ones. What recalls 8 pairs recalls 64 soon; to begin with
-    64 takes luck (docs/tasks.md).
+    """Batches of associative recall with growing rows and a constant number of tokens.
+
+    Rows have an eighth, a quarter and a half of the length, with the same fraction of the pairs, and then full length.
+    A model that recalls 8 pairs soon recalls 64; starting with 64 succeeds only with some seeds (docs/tasks.md).
 
     Args:
-        task, batch, length, seed: Of the whole rows.
-        batches: So many, a third of them of each kind, come before the whole rows.
+        task, batch, length, seed: Of the batches with full length.
+        batches: Number of batches before those of full length; each of the three shorter lengths has a third.
     """
 
     def __init__(self, task: AssociativeRecall, batch: int, length: int, seed: int, batches: int) -> None:
-        whole = Rows(task, batch, length, seed, "training")
+        whole = TaskBatches(task, batch, length, seed, "training")
         if length < LEAST_WHOLE:
             raise UsageError(
                 f"--curriculum: rows begin at an eighth of --length, which must be at least {LEAST_WHOLE}, "
                 f"got {length}; --curriculum 0 begins with whole rows"
             )
         shorter = [
-            Rows(replace(task, pairs=max(1, task.pairs // part)), batch * part, length // part, seed, "training")
+            TaskBatches(replace(task, pairs=max(1, task.pairs // part)), batch * part, length // part, seed, "training")
             for part in (SHORTEST, SHORTEST // 2, SHORTEST // 4)
         ]
         self.stages, self.batches = [*shorter, whole], batches
@@ -234,12 +235,12 @@ class Curriculum:
 
 
 def _subsets(count: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """[rows, size] numbers below count, in random order, no two of a row alike."""
+    """[rows, size] distinct random numbers below `count` in every row, in random order."""
     return torch.rand(rows, count, generator=generator).topk(size, dim=1).indices
 
 
 def _weighted_subsets(weights: Tensor, rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """[rows, size] indices drawn one after the other by the weights [n] that are left, no two of a row alike."""
-    # The first of independent exponential clocks to ring is drawn by its rate; so is the next of those that are left.
+    """[rows, size] indices sampled without replacement in every row, with probabilities by the weights [n]."""
+    # The order of independent exponential arrival times is a weighted sample without replacement.
     clocks = torch.empty(rows, len(weights), dtype=torch.float64).exponential_(generator=generator) / weights
     return clocks.topk(size, dim=1, largest=False).indices

@@ -1,9 +1,10 @@
-"""Train every layer on every known task, and write what came of it as one table.
+"""Train every layer on every known task, and print one table of results.
 
-Each cell is a run of `wyfold train --task`, with the settings of the task, in a folder of its own below --out; the
-table names the command of each. Runs that are finished are not run again, an interrupted one is continued: the same
-command given again ends with the whole table. parity and s5 are run with and without negative eigenvalues, which they
-need. The table is printed, and written as JSON with the machine, versions and commit of every run.
+Each run is a `wyfold train --task` with the task's settings, in a separate folder
+below --out. The table has the command of each run. The same command continues an
+interrupted table: finished runs are kept, an interrupted run is continued.
+parity and s5 run with and without negative eigenvalues, which they need. The
+table is also written as JSON, with machine, versions and commit of every run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Cell:
     """One run of the table.
 
     Args:
-        task, layers: of `wyfold train`.
-        neg_eigval: with negative eigenvalues.
-        seed: of the run.
-        further: other words of its command.
+        task, layers: Options of `wyfold train`.
+        neg_eigval: Whether negative eigenvalues are allowed.
+        seed: Seed of the run.
+        further: Further words of the command.
     """
 
     task: str
@@ -44,13 +45,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the run's folder."""
         sign = "-neg" if self.neg_eigval else ""
         options = "".join(self.further).replace("--", "-").replace("/", "_")
         return f"{self.task}-{self.layers.replace(' ', '+').replace('*', 'x')}{sign}{options}-seed{self.seed}"
 
     def words(self) -> list[str]:
-        """Of its command, without what says where and on what it is run."""
+        """Options of the command, without device, backend and output folder."""
         sign = ["--neg-eigval"] if self.neg_eigval else []
         return ["--task", self.task, "--layers", self.layers, *sign, "--seed", str(self.seed), *self.further]
 
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Every cell in turn; 0 when all are finished, 130 when one was interrupted."""
+    """Run all cells in turn. Returns 0 if all are finished, 130 if one was interrupted."""
     results.ready(args.out)
     if args.kda_lower_bound is not None and not any("kda" in layers for layers in args.layers):
         raise UsageError(f"--kda-lower-bound: there is no kda layer in --layers {shlex.join(args.layers)}")
@@ -98,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"--train: {error}") from error
     for cell in cells:
-        # What one of them refuses is refused before another is trained.
-        train.rehearse(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
+        # Refuse invalid options of any cell before the first one is trained.
+        train.check_run(_parsed([*cell.words(), "--out", str(args.out / cell.name)]))
     where = ["--device", str(args.device), *(["--backend", args.backend] if args.backend else [])]
     runs = []
     for number, cell in enumerate(cells, 1):
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if code != DONE:
             return code
         runs.append(_result(folder / rundir.RESULT))
-        # After every run, so that an interruption leaves the table of what there is.
+        # After every run, so that an interruption leaves a table of the finished runs.
         file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
     results.show("known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs])
     say(f"\ntable: {file}")
@@ -121,15 +122,15 @@ COLUMNS = ("task", "layers", "eigenvalues", "seed", "parameters", "steps", "seco
 
 
 def _result(file: Path) -> dict[str, Any]:
-    """Fields of the result of a finished run."""
+    """Read the result of a finished run."""
     try:
-        return records.read(file, records.Task)
+        return records.read(file, records.TaskResult)
     except DamagedError as damage:
         raise damage.advice("", "remove it, and the same command writes it again from the run's checkpoint") from damage
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:
-    """A run's result as cells of the table."""
+    """Cells of the table for the result of a run."""
     recipe = found["recipe"]
     own, bound = str(recipe["length"]), recipe["kda_lower_bound"]
     gate = "" if bound is None else f", gate above {bound:g}"
@@ -157,19 +158,19 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _bound(args: argparse.Namespace) -> list[str]:
-    """The option of `wyfold train` that bounds the gate of kda layers, if it is asked for."""
+    """Option of `wyfold train` that bounds the gate of kda layers; empty if it was not given."""
     return [] if args.kda_lower_bound is None else ["--kda-lower-bound", f"{args.kda_lower_bound:g}"]
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    """The options of a `wyfold train`."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    """Parse options of `wyfold train`."""
+    parser = _TrainOptionsParser(allow_abbrev=False, add_help=False)
     train.add_arguments(parser)
     return parser.parse_args(words)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are those of --train."""
+class _TrainOptionsParser(argparse.ArgumentParser):
+    """Argument parser that reports errors as errors of --train."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"--train: {message}")

@@ -1,13 +1,17 @@
 """Train a byte-level model on text files, or a model of a known task.
 
-The text is read as bytes, part of it is held out, and the model, a pattern of delta-rule and attention layers, learns
-to predict each next byte. With --task it learns to answer questions whose answers are known: mqar (multi-query
-associative recall), s_niah (a single needle in a haystack), parity, s5 (products of transpositions of five things);
-each task brings settings of its own, which options change. The run's folder keeps the last two checkpoints, the curve
-as PNG and every number as JSON lines; of a task also the result as JSON. The same command run again continues an
-interrupted run where it stopped; on the CPU with the very losses it would have had. Options that are left out are then
-those that the run was begun with, and --resume --out DIR says enough of a task's. A run whose newest checkpoint is
-damaged is left as it is unless --if-damaged says how to go on.
+The text is read as bytes, and part of it is held out. The model, a pattern of
+delta-rule and attention layers, learns to predict the next byte. With --task it
+learns a synthetic task instead: mqar (multi-query associative recall), s_niah (a
+single needle in a haystack), parity, or s5 (products of transpositions of five
+elements). Each task has its own defaults, which options override.
+
+The folder of the run keeps the last two checkpoints, the curve as PNG and every
+number as JSON lines; for a task also the result as JSON. The same command
+continues an interrupted run, on the CPU with exactly the losses of an
+uninterrupted one. Options that are left out then keep the values of the run; for
+a task, --resume --out DIR is enough. A run whose newest checkpoint is damaged is
+not changed unless --if-damaged says how to continue.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ from wyfold.runtime.choices import RECOMPUTED
 
 if TYPE_CHECKING:
     from wyfold.cli.corpus import Corpus
-    from wyfold.cli.distributed import Team
+    from wyfold.cli.distributed import World
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.synthetic import Task
     from wyfold.cli.trainer import Trainer
 
 MOST_TOKENS = 2**27
-"""Of one batch, whose rows are listed and laid out in memory before anything computes."""
+"""Largest number of tokens of a batch, which is built in host memory before it is used."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _default(setting: str) -> str:
-    """What the help of an option says of its default, which argparse does not know: a task has others."""
+    """Default of an option for its help. argparse does not know it, because tasks have other defaults."""
     return f'(default: "{TEXT[setting]}")' if isinstance(TEXT[setting], str) else f"(default: {TEXT[setting]})"
 
 
@@ -235,8 +239,8 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as asked; 0 when finished, 130 when interrupted with the state saved."""
-    folder, kept = understand(args)
+    """Train. Returns 0 if finished, 130 if interrupted, with the state saved."""
+    folder, kept = resolve_options(args)
     texts = None if args.task else documents.read(args.data)
     results.ready(folder)
 
@@ -247,25 +251,25 @@ def run(args: argparse.Namespace) -> int:
 
     args.device = found_device(args.device)
     source, digest, about = _source(args, texts)
-    team = _team(args)
-    recipe = _recipe(args, digest, team.replicas)
-    peak = mfu.peak(team.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
+    world = _world(args)
+    recipe = _recipe(args, digest, world.replicas)
+    peak = mfu.peak(world.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
-    watch = team.watched()
+    watch = world.watch()
     try:
-        with watch, _writing(args, folder, team):
-            _compare(args, recipe, folder, team)
-            trainer = Trainer(recipe, source, folder, args.device, args.backend, team, **means)
-            if team.cp * team.replicas > 1:
-                about += f"; {team.replicas} x {team.cp} processes, replicas by those that share their rows"
-            if team.leads and kept:
+        with watch, _writing(args, folder, world):
+            _compare(args, recipe, folder, world)
+            trainer = Trainer(recipe, source, folder, args.device, args.backend, world, **means)
+            if world.cp * world.replicas > 1:
+                about += f"; {world.replicas} x {world.cp} processes, replicas by those that share their rows"
+            if world.is_main and kept:
                 say(f"{folder}: as this run was begun, {shlex.join(kept)}")
-            if team.leads:
+            if world.is_main:
                 code = finish(trainer, args.save_every, about)
             else:
                 code = DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
     except RankLost as lost:
-        # The groups are aborted: there is none to leave.
+        # The process groups are aborted already; do not destroy them.
         found = integrity.newest_whole(folder / CHECKPOINTS)
         after = "there is no checkpoint yet" if found is None else f"the same command continues from {found}"
         raise Failure(f"{lost}; {after}") from lost
@@ -277,23 +281,23 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def rehearse(args: argparse.Namespace) -> None:
-    """Refuse a run of a task as `run` would before its first step; nothing is written.
+def check_run(args: argparse.Namespace) -> None:
+    """Refuse a run of a task as `run` would before its first step. Writes nothing.
 
     Args:
         args: Changed in place.
     """
-    from wyfold.cli.objectives import lesson_of
+    from wyfold.cli.objectives import objective_of
     from wyfold.cli.recipe import build
 
-    understand(args)
+    resolve_options(args)
     source, digest, _ = _source(args, None)
     recipe = _recipe(args, digest, replicas=1)
-    build(recipe, args.backend, lesson_of(source, recipe).vocabulary)
+    build(recipe, args.backend, objective_of(source, recipe).vocabulary)
 
 
 def _recipe(args: argparse.Namespace, digest: str, replicas: int) -> Recipe:
-    """What was asked for, once it is understood."""
+    """Recipe of the options, after `resolve_options`."""
     from wyfold.cli.recipe import Recipe
 
     own = ("data", "replicas")
@@ -301,18 +305,18 @@ def _recipe(args: argparse.Namespace, digest: str, replicas: int) -> Recipe:
     return Recipe(data=digest, replicas=replicas, **asked | {"eval_lengths": tuple(args.eval_lengths)})
 
 
-def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """Give options that were left out the values of the folder's run, or of a new one where there is none.
+def resolve_options(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Fill options that were left out, from the run in the folder or with the defaults of a new run.
 
     Args:
         args: Changed in place.
 
     Returns:
-        The run's folder, and the options that its run keeps though a new one would take others.
+        Folder of the run, and the options of an existing run that differ from the defaults of a new one.
 
     Raises:
-        UsageError: the folder holds something else, or a run whose newest checkpoint is damaged; no run where one is to
-            be resumed, an option that the source has no use for, or a curriculum that leaves no step for whole rows.
+        UsageError: the folder is not a run, or its newest checkpoint is damaged; --resume without a run; an option that
+            does not apply to text or the task; or a curriculum that leaves no step with full rows.
     """
     from wyfold.cli import integrity
     from wyfold.cli.recipe import begun, stored_in
@@ -325,9 +329,9 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
     before = None if found is None else begun(integrity.read_record(found)["recipe"])
     if before and args.resume and args.task is None and args.data is None:
         args.task = before["task"]
-    kept = settle(args, before if before and before["task"] == args.task else None)
+    kept = fill_options(args, before if before and before["task"] == args.task else None)
     if before:
-        # What only torch can tell, the text and the replicas, is compared when it is known.
+        # The text and the replicas need torch, and are compared later.
         _recipe(args, before["data"], before["replicas"]).check_same(before, folder)
         with stored_in(folder):
             require_possible(args)
@@ -335,7 +339,7 @@ def understand(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
-    """The checkpoint to continue from, None where a run begins; damaged ones are passed over only if that is asked."""
+    """Checkpoint to continue from; None for a new run. Damaged ones are skipped only with --if-damaged."""
     from wyfold.cli import integrity
     from wyfold.cli.integrity import DamagedError
 
@@ -353,15 +357,15 @@ def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
         ) from damage
 
 
-def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, team: Team) -> None:
-    """Refuse processes that were not asked for the same run, or do not see the same folder of it."""
+def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, world: World) -> None:
+    """Refuse processes with different options, or with different contents of the run's folder."""
     from wyfold.cli import integrity
 
     asked = {f"--{field.replace('_', '-')}": value for field, value in dataclasses.asdict(recipe).items()}
     means = {f"--{name.replace('_', '-')}": getattr(args, name) for name in ("recompute", "backend", "save_every")}
     newest = [path.name for path in integrity.step_folders(folder / CHECKPOINTS)][-1:]
     try:
-        team.agree(asked | means | {"the newest checkpoint": newest[0] if newest else "none"})
+        world.require_equal(asked | means | {"the newest checkpoint": newest[0] if newest else "none"})
     except ValueError as error:
         raise UsageError(
             f"{error}; start every process by the same command, with an --out that all of them share"
@@ -369,23 +373,23 @@ def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, team: Team)
 
 
 @contextmanager
-def _writing(args: argparse.Namespace, folder: Path, team: Team) -> Iterator[None]:
-    """Keep the run's folder to the processes of this run, and set aside what is damaged where that was asked for."""
+def _writing(args: argparse.Namespace, folder: Path, world: World) -> Iterator[None]:
+    """Lock the run's folder for the processes of this run, and rename damaged checkpoints if requested."""
     refusal = None
     with ExitStack() as stack:
-        if team.leads:
+        if world.is_main:
             try:
                 stack.enter_context(rundir.locked(folder))
                 _set_aside(args, folder)
             except UsageError as error:
                 refusal = error
-        if team.most(refusal is not None) > 0:
+        if world.all_reduce_max(refusal is not None) > 0:
             raise refusal or UsageError(f"--out {folder}: the first process of this run was refused")
         yield
 
 
 def _set_aside(args: argparse.Namespace, folder: Path) -> None:
-    """Rename what is damaged, once the folder is locked."""
+    """Rename damaged checkpoints; the folder must be locked."""
     from wyfold.cli import checkpoint
 
     if args.if_damaged == "stop":
@@ -398,15 +402,15 @@ def _set_aside(args: argparse.Namespace, folder: Path) -> None:
         say(f"kept: {path}")
 
 
-def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) -> list[str]:
-    """Give options that were left out what a run took that is to be continued, or what the text or the task takes.
+def fill_options(args: argparse.Namespace, before: Mapping[str, Any] | None = None) -> list[str]:
+    """Fill options that were left out, from the recipe of the run to continue, or with the defaults of text or task.
 
     Args:
         args: Changed in place.
-        before: The recipe of the run. What is given stays as it is: the recipe says where it differs.
+        before: Recipe of the run to continue, or None. Given options are kept; `Recipe.check_same` compares them.
 
     Returns:
-        As words, the options of the run that a new one would not take.
+        Words of the options that the run has and a new one would not have.
     """
     for option in ("pairs", "vocabulary", "curriculum", "eval_lengths", "stop_at") if args.task is None else ():
         if getattr(args, option) is not None:
@@ -415,7 +419,7 @@ def settle(args: argparse.Namespace, before: Mapping[str, Any] | None = None) ->
         raise UsageError("--packed: rows of a task are independent already")
     own = {"minutes": None, **defaults(args.task, vars(args))}
     if args.minutes is not None or args.steps is not None:
-        del own["minutes" if args.steps is not None else "steps"]  # the one says of the other that it is not
+        del own["minutes" if args.steps is not None else "steps"]  # one excludes the other
     left_out = [setting for setting in own if getattr(args, setting) is None]
     taken = {setting: (before or own)[setting] for setting in left_out}
     vars(args).update(taken)
@@ -448,19 +452,19 @@ def require_possible(args: argparse.Namespace) -> None:
 
 
 def _words(setting: str, value: Any) -> list[str]:
-    """An option of a recipe as it is given; none of what was not chosen."""
-    # Of a number, zero may be a choice; but a task that has no such choice takes none at all.
+    """Words of an option of a recipe; empty if it has no value."""
+    # Zero may be a valid value, but means "not applicable" for pairs and vocabulary.
     chosen = value != 0 if setting in ("pairs", "vocabulary") else value not in (None, ()) and value is not False
     given = [] if value is True else value if isinstance(value, tuple) else [value]
     return [f"--{setting.replace('_', '-')}", *map(str, given)] if chosen else []
 
 
 def _source(args: argparse.Namespace, texts: documents.Documents | None) -> tuple[Corpus | Task, str, str]:
-    """What is learned, the name of its content, and a line about it.
+    """The text or task to learn, its digest, and a line that describes it.
 
     Args:
-        args: Understood.
-        texts: What --data names; None for a task, or where it has not been read.
+        args: Options after `resolve_options`.
+        texts: Documents of --data; None for a task, or to read them here.
     """
     from wyfold.cli import corpus, objectives
 
@@ -471,22 +475,22 @@ def _source(args: argparse.Namespace, texts: documents.Documents | None) -> tupl
     return task, repr(task), f"{args.task}: {task}"
 
 
-def _team(args: argparse.Namespace) -> Team:
-    """The processes of the run."""
-    from wyfold.cli.distributed import Ranks, Team, launched
+def _world(args: argparse.Namespace) -> World:
+    """Processes of the run, or the single process."""
+    from wyfold.cli.distributed import DistributedWorld, World, launched
 
     if not launched():
         if args.cp > 1:
             raise UsageError(f"--cp {args.cp}: start the processes by torchrun --nproc-per-node N -m wyfold train ...")
-        return Team(args.device)
+        return World(args.device)
     try:
-        return Ranks(args.device, args.cp)
+        return DistributedWorld(args.device, args.cp)
     except ValueError as error:
         raise UsageError(f"--cp: {error}") from error
 
 
 def finish(trainer: Trainer, save_every: int, about: str) -> int:
-    """Train to the end or to the first interruption, and say what became of it."""
+    """Train to the end or until interrupted, and print the result. Returns the exit code."""
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
     say(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
@@ -496,7 +500,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     if trainer.complete:
         say(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
         if recipe.task is not None and not (trainer.folder / RESULT).exists():
-            looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
+            looks = [entry for entry in trainer.history if trainer.objective.metric in entry]
             say(f"result: {_write_result(trainer, size, looks[-1])}")
         return DONE
     if trainer.step:
@@ -506,12 +510,12 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         say(f"\nstopped after step {trainer.step}; all of it is saved in {trainer.folder}")
         say("to continue, give the same command again")
         return INTERRUPTED
-    looks = [entry for entry in trainer.history if trainer.lesson.measure in entry]
-    say(trainer.lesson.sketch(trainer.history))
-    say(
-        f"validation: {trainer.lesson.verdict(looks[0])} at step {looks[0]['step']}, "
-        f"{trainer.lesson.verdict(looks[-1])} at step {looks[-1]['step']}, after {trainer.elapsed:.0f} s of training"
+    looks = [entry for entry in trainer.history if trainer.objective.metric in entry]
+    say(trainer.objective.sketch(trainer.history))
+    first, last = (
+        f"{trainer.objective.describe_evaluation(look)} at step {look['step']}" for look in (looks[0], looks[-1])
     )
+    say(f"validation: {first}, {last}, after {trainer.elapsed:.0f} s of training")
     if recipe.curriculum and trainer.step <= recipe.curriculum:
         say(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
     steps = [entry for entry in trainer.history if "loss" in entry]
@@ -527,7 +531,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
 
 
 def _write_result(trainer: Trainer, parameters: int, entry: dict[str, Any]) -> Path:
-    """What the run of a task came to, beside its checkpoints."""
+    """Write `result.json` of a run of a task."""
     recipe = dataclasses.asdict(trainer.recipe)
     options = {field: value for field, value in recipe.items() if field not in ("data", "replicas")}
     words = [word for field, value in options.items() for word in _words(field, value)]

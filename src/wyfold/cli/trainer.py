@@ -1,14 +1,14 @@
-"""The training loop of `train`, `tasks` and `demo`: steps, looks at what was held out, and how a run is resumed.
+"""Training loop of `train`, `tasks` and `demo`: steps, evaluations, checkpoints, resuming.
 
     run = Trainer(recipe, source, folder, device)
     run.train(...)          # True when finished, False when interrupted; the state is saved either way
 
-On the CPU a resumed run takes the very steps an uninterrupted one takes, bit for bit: batches depend on the seed and a
-cursor, and the model, the moments, the random state and the history all come back from the checkpoint.
+On the CPU a resumed run takes the same steps as an uninterrupted one, bit for bit. Batches depend on the seed and a
+cursor; model, moments, random state and history are restored from the checkpoint.
 
-The host does not wait for a GPU at every step: the next batch is drawn while the GPU works, and a step's loss is read
-while the next step runs (`wyfold.cli.prefetch`). So that a NaN loss still ends a run before the update, the device
-itself leaves parameters unchanged from then on.
+The host does not wait for a GPU at every step. The next batch is drawn while the GPU works, and the loss of a step is
+read while the next step runs (`wyfold.cli.prefetch`). After a NaN loss the device skips all updates, so the run still
+ends with the parameters from before.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from wyfold.cli import Failure, UsageError, checkpoint, integrity, mfu
 from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.curve import points
-from wyfold.cli.distributed import Team
+from wyfold.cli.distributed import World
 from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
-from wyfold.cli.objectives import lesson_of
-from wyfold.cli.prefetch import Ahead, Figures
+from wyfold.cli.objectives import objective_of
+from wyfold.cli.prefetch import BatchPrefetcher, StepMetrics
 from wyfold.cli.progress import Display
 from wyfold.cli.recipe import Recipe, build, optimizer, stored_in
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
@@ -43,24 +43,27 @@ from wyfold.cli.synthetic import Task
 from wyfold.models import Decoder
 from wyfold.runtime import files
 
-Looked = TypeVar("Looked")
+Found = TypeVar("Found")
 
 
 class Trainer:
-    """A run in its folder, new or taken up where its latest checkpoint stands.
+    """A run in its folder: a new one, or one that continues from its newest checkpoint.
+
+    Device, backend, number of ranks per replica and recomputation are not part of the recipe.
 
     Args:
-        recipe, source, folder: how is learned, what, and where the run is kept.
-        device: of model and batches.
-        backend: of every operator, as `Decoder` takes it; like the device no part of the recipe.
-        team: The processes of the run, of which this is one; None is a process alone. How many ranks share a replica
-            is no part of the recipe either.
-        recompute: what a backward computes again, as `Decoder.recompute` takes it; no part of the recipe.
-        peak: operations per second of one device, of which a step's share is told; None tells none.
+        recipe: Settings of the run.
+        source: Text or task to learn.
+        folder: Folder of the run.
+        device: Device of model and batches.
+        backend: Backend of every operator, as in `Decoder`.
+        world: Processes of the run; None for a single process.
+        recompute: What a backward recomputes, as in `Decoder.recompute`.
+        peak: Peak operations per second of one device, for the MFU; None to omit the MFU.
 
     Raises:
-        UsageError: the folder's run has another recipe, its newest checkpoint is damaged, the source has no such rows,
-            or no model can be built so.
+        UsageError: the run in the folder has another recipe, its newest checkpoint is damaged, the source is too short
+            for the rows, or the model cannot be built.
     """
 
     def __init__(
@@ -70,75 +73,80 @@ class Trainer:
         folder: Path,
         device: torch.device,
         backend: str | None = None,
-        team: Team | None = None,
+        world: World | None = None,
         *,
         recompute: str | None = None,
         peak: float | None = None,
     ) -> None:
         self.recipe, self.folder, self.backend, self.recompute = recipe, folder, backend, recompute
-        self.team = Team(device) if team is None else team
-        self.device = self.team.device
+        self.world = World(device) if world is None else world
+        self.device = self.world.device
         found = integrity.newest(folder / CHECKPOINTS)
         if found is not None:
-            # First: what makes no sense in another recipe is not what is to be said of it.
+            # First, because an error caused by a differing recipe would be misleading.
             recipe.check_same(integrity.read_record(found)["recipe"], folder)
         self._stored = None if found is None else folder
         with stored_in(self._stored):
-            self.lesson = lesson_of(source, recipe)
-        asked = None if self.team.sharded else self.lesson.at(0).places
+            self.objective = objective_of(source, recipe)
+        asked = None if self.world.sharded else self.objective.at(0).places
         answers = None if asked is None else asked.shape[1]
-        self.peak, self.flops = peak, 0 if peak is None else mfu.step_flops(recipe, self.lesson.vocabulary, answers)
+        self.peak, self.flops = peak, 0 if peak is None else mfu.step_flops(recipe, self.objective.vocabulary, answers)
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False
-        behind = self.team.reads_behind
-        self.batches = Ahead(self.lesson.at, self.team.replicas, pinned=self.device.type == "cuda") if behind else None
-        self.unread: Figures | None = None
-        self.spoilt = torch.zeros((), device=self.device)
-        self.mark = 0.0  # by the clock: since when the step to be read next was at work
+        behind = self.world.async_metrics
+        self.batches = (
+            BatchPrefetcher(self.objective.at, self.world.replicas, pinned=self.device.type == "cuda")
+            if behind
+            else None
+        )
+        self.pending: StepMetrics | None = None
+        self.nonfinite = torch.zeros((), device=self.device)
+        self.mark = 0.0  # start of the step whose metrics are read next, by perf_counter
 
         if found is None:
             torch.manual_seed(recipe.seed)
-            self._start(build(recipe, backend, self.lesson.vocabulary))
+            self._start(build(recipe, backend, self.objective.vocabulary))
         else:
             self._resume(found)
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is taken, or as much is known as was asked for."""
-        looked = self.examinations()
+        """Whether the last step is taken, or the accuracy `stop_at` is reached."""
+        looked = self.evaluations()
         enough = self.recipe.stop_at is not None and looked and looked[-1][1] >= self.recipe.stop_at
         return self.progress() >= 1 or bool(enough)
 
     @property
     def complete(self) -> bool:
-        """Whether the last step is taken and what is known then: nothing is left to do."""
-        return self.finished and self._examined(last=True)
+        """Whether the last step and the last evaluation are done."""
+        return self.finished and self._evaluated(last=True)
 
     def progress(self) -> float:
-        """Part of the run that is done, in [0, 1]."""
+        """Fraction of the run that is done, in [0, 1]."""
         if self.recipe.minutes is not None:
             return min(1.0, self.elapsed / (60 * self.recipe.minutes))
         return min(1.0, self.step / (self.recipe.steps or 1))
 
     def train(self, save_every: int) -> bool:
-        """Train to the end and return True, or until SIGINT or SIGTERM and return False; saved in both cases."""
+        """Train to the end and return True, or until SIGINT or SIGTERM and return False. Saves in both cases."""
         if not self.finished:
             with stored_in(self._stored):
-                self._look(self.lesson.rehearse)
+                self._in_eval_mode(self.objective.probe_memory)
         self._rewrite_history()
-        with _stop_on_signal(self), Display(self.recipe.steps, self.step, quiet=not self.team.leads) as display:
+        with _stop_on_signal(self), Display(self.recipe.steps, self.step, quiet=not self.world.is_main) as display:
             saved = self.step
             while True:
-                self.stopping = self.team.most(self.stopping) > 0
-                # At the head of the round, so that a run stopped between a step and its examination resumes with it.
+                self.stopping = self.world.all_reduce_max(self.stopping) > 0
+                # At the start of an iteration, so that a run stopped between a step and its evaluation resumes with the
+                # latter.
                 due = self.step % self.recipe.eval_every == 0 or self.finished
                 full = self.step - saved >= save_every
                 if due or full or self.stopping:
-                    self._show(display, self._read_behind())
-                    self._refuse_spoilt_parameters()
-                while due and not self.stopping and not self._examined(last=self.finished):
-                    display.say(f"step {self.step}: validation {self.lesson.verdict(self.examine())}")
+                    self._show(display, self._read_pending())
+                    self._require_finite_parameters()
+                while due and not self.stopping and not self._evaluated(last=self.finished):
+                    display.say(f"step {self.step}: validation {self.objective.describe_evaluation(self.evaluate())}")
                 if self.stopping or self.finished:
                     break
                 if full:
@@ -149,11 +157,11 @@ class Trainer:
         self.draw()
         return self.complete
 
-    def examine(self) -> dict[str, Any]:
-        """What the history keeps of a look at what was held out."""
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate the model and record the entry of the history, which is returned."""
         last = self.finished
-        found = self._look(partial(self.lesson.examine, last=last))
-        figures = {self.lesson.measure: found[self.lesson.measure]}
+        found = self._in_eval_mode(partial(self.objective.evaluate, last=last))
+        figures = {self.objective.metric: found[self.objective.metric]}
         figures |= {f"accuracy of rows of {length}": part for length, part in found.get("accuracy_at", {}).items()}
         for name, figure in figures.items():
             if not math.isfinite(figure):
@@ -164,24 +172,24 @@ class Trainer:
         self._record(entry)
         return entry
 
-    def _look(self, look: Callable[[Trainer], Looked]) -> Looked:
-        """What `look` finds with the model as it is used after training."""
+    def _in_eval_mode(self, look: Callable[[Trainer], Found]) -> Found:
+        """Call `look` with the model in eval mode, without gradients."""
         self.model.eval()
         with torch.no_grad():
             found = look(self)
         self.model.train()
-        self.team.reshard(self.model)
+        self.world.reshard(self.model)
         return found
 
-    def examinations(self) -> list[tuple[float, float]]:
-        """(step, what tells how far the run has come), of every look."""
-        return points(self.history, self.lesson.measure)
+    def evaluations(self) -> list[tuple[float, float]]:
+        """(step, main metric) of every evaluation."""
+        return points(self.history, self.objective.metric)
 
     def read(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, mean negative log-likelihood in nats, and labels; this process's share of them."""
-        ids, labels, where = self.team.share(batch.ids, batch.labels, batch.lengths or None)
-        if batch.places is not None and not self.team.sharded:
-            # The product with the vocabulary is most of a small model's work, and most of it nobody asks for.
+        """Forward pass: logits, mean negative log-likelihood in nats, and labels; this process's shard of them."""
+        ids, labels, where = self.world.local_batch(batch.ids, batch.labels, batch.lengths or None)
+        if batch.places is not None and not self.world.sharded:
+            # Compute logits only where there are labels: the output projection is most of a small model's work.
             places = batch.places.to(self.device, non_blocking=True)
             labels, where = labels.gather(1, places), {**where, "places": places}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
@@ -189,7 +197,7 @@ class Trainer:
         return logits, loss, labels
 
     def save(self) -> None:
-        """Checkpoint of this moment, of which every process writes what it holds."""
+        """Write a checkpoint. Every process writes its shards."""
         record = {
             "recipe": dataclasses.asdict(self.recipe),
             "cursor": self.step * self.recipe.grad_accum,
@@ -198,26 +206,26 @@ class Trainer:
             "torch": torch.__version__,
         }
         root, tensors = self.folder / CHECKPOINTS, {RANDOM: torch.get_rng_state()}
-        self.team.reshard(self.model)  # the optimizer's moments are those of the shards
+        self.world.reshard(self.model)  # the optimizer's moments belong to the sharded parameters
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{name}/{key}"] = value
-        if self.team.sharded:
+        if self.world.sharded:
             tensors |= self.model.state_dict()
-            checkpoint.save_shards(root, self.step, record, tensors, self.model.config, self.team)
+            checkpoint.save_shards(root, self.step, record, tensors, self.model.config, self.world)
         else:
             checkpoint.save(root, self.step, record, tensors, self.model.save)
 
     def draw(self) -> None:
-        """Write the loss curve beside the checkpoints."""
-        if not self.team.leads:
+        """Write the loss curve into the run's folder."""
+        if not self.world.is_main:
             return
-        self.lesson.draw(self.folder / CURVE, self.history, self.folder.name)
+        self.objective.draw(self.folder / CURVE, self.history, self.folder.name)
 
     def _take_step(self) -> dict[str, Any] | None:
-        """One optimizer step; what the history keeps of it, or of the one before where numbers are read behind."""
+        """Take one optimizer step. Returns its history entry, or with `async_metrics` that of the step before."""
         began = time.perf_counter()
-        if self.unread is None:
+        if self.pending is None:
             self.mark = began
         rate = self.recipe.learning_rate(self.step, self.progress())
         for group in self.optimizer.param_groups:
@@ -226,63 +234,63 @@ class Trainer:
         parts, tokens = self.recipe.grad_accum, 0
         total = torch.zeros((), device=self.device)
         for part in range(parts):
-            batch = self._batch((self.step * parts + part) * self.team.replicas + self.team.replica)
+            batch = self._batch((self.step * parts + part) * self.world.replicas + self.world.replica)
             loss = self._loss(batch) / parts
-            self.team.backward(loss)
-            total += self.team.mean(loss.detach())
-            tokens += batch.ids.numel() * self.team.replicas
-        norm = self.team.whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip))
+            self.world.backward(loss)
+            total += self.world.mean_loss(loss.detach())
+            tokens += batch.ids.numel() * self.world.replicas
+        norm = self.world.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip))
         values = torch.stack([total, norm.to(total)])
-        figures = Figures(self.step + 1, rate, tokens, values)
-        if not self.team.reads_behind:
-            self._refuse_spoilt(figures)
+        figures = StepMetrics(self.step + 1, rate, tokens, values)
+        if not self.world.async_metrics:
+            self._require_finite(figures)
             self.optimizer.step()
             self.step += 1
-            return self._known(figures)
-        self.spoilt = torch.maximum(self.spoilt, values.isfinite().logical_not().any().to(self.spoilt))
-        self.optimizer.found_inf = self.spoilt  # type: ignore[attr-defined]  # where it is one, nothing is updated
+            return self._record_step(figures)
+        self.nonfinite = torch.maximum(self.nonfinite, values.isfinite().logical_not().any().to(self.nonfinite))
+        self.optimizer.found_inf = self.nonfinite  # type: ignore[attr-defined]  # 1 makes AdamW skip the update
         self.optimizer.step()
         self.step += 1
         figures.host = time.perf_counter() - began
-        entry = self._read_behind()
-        self.unread = figures
+        entry = self._read_pending()
+        self.pending = figures
         return entry
 
-    def _read_behind(self) -> dict[str, Any] | None:
-        """What the history keeps of the step whose numbers are still to be read."""
-        figures, self.unread = self.unread, None
+    def _read_pending(self) -> dict[str, Any] | None:
+        """Read the metrics of the pending step and return its history entry; None if there is none."""
+        figures, self.pending = self.pending, None
         if figures is None:
             return None
-        self._refuse_spoilt(figures)
-        return self._known(figures)
+        self._require_finite(figures)
+        return self._record_step(figures)
 
-    def _refuse_spoilt(self, figures: Figures) -> None:
-        """End the run at a step that has numbers that are none."""
+    def _require_finite(self, figures: StepMetrics) -> None:
+        """Raise Failure if loss or gradient norm of a step are not finite."""
         mean, norm = figures.read()
         if not (math.isfinite(mean) and math.isfinite(norm)):
-            # Before the update: the parameters in memory and the checkpoint on disk are both still good.
+            # No update was made: parameters and checkpoint are both still finite.
             raise Failure(
                 f"step {figures.number}: loss {mean}, gradient norm {norm}; nothing was updated. {self._advice}"
             )
 
-    def _refuse_spoilt_parameters(self) -> None:
-        """End the run where an update made parameters infinite or NaN: the loss before it was still finite."""
-        self.team.reshard(self.model)
-        finite = [self.team.held(x).isfinite().all() for x in self.model.parameters()]
-        if self.team.most(not torch.stack(finite).all()) > 0:
+    def _require_finite_parameters(self) -> None:
+        """Raise Failure if parameters are infinite or NaN, which an update can cause though its loss was finite."""
+        self.world.reshard(self.model)
+        finite = [self.world.local_tensor(x).isfinite().all() for x in self.model.parameters()]
+        if self.world.all_reduce_max(not torch.stack(finite).all()) > 0:
             raise Failure(f"step {self.step}: parameters are infinite or NaN after the update. {self._advice}")
 
     @property
     def _advice(self) -> str:
         return f"What is in {self.folder / CHECKPOINTS} is from before; a smaller --lr may help"
 
-    def _known(self, figures: Figures) -> dict[str, Any]:
-        """Record a step that was taken."""
+    def _record_step(self, figures: StepMetrics) -> dict[str, Any]:
+        """Record a step in the history and return its entry."""
         mean, norm = figures.read()
         now = time.perf_counter()
-        since, self.mark = self.team.most(now - self.mark), now
+        since, self.mark = self.world.all_reduce_max(now - self.mark), now
         self.elapsed += since
-        # A step that is read as soon as it was asked for is over at once where the device waits for the host.
+        # If the device waits for the host, a step may be finished when it is read; the launch time is a lower bound.
         seconds = max(since, figures.host)
         entry = {
             "step": figures.number,
@@ -292,33 +300,33 @@ class Trainer:
             "tokens_per_second": round(figures.tokens / seconds),
         }
         if self.peak is not None:
-            entry["mfu"] = self.flops / (seconds * self.team.processes * self.peak)
+            entry["mfu"] = self.flops / (seconds * self.world.processes * self.peak)
         self._record(entry)
         return entry
 
     def _show(self, display: Display, entry: dict[str, Any] | None) -> None:
         if entry is not None:
             share = f"  MFU {entry['mfu']:.1%}" if "mfu" in entry else ""
-            loss = self.lesson.figures(entry["loss"])
+            loss = self.objective.describe_loss(entry["loss"])
             display.step(entry["step"], f"{loss}  {entry['tokens_per_second']:,} tokens/s{share}")
 
     def _batch(self, index: int) -> Batch:
-        return self.lesson.at(index) if self.batches is None else self.batches.at(index)
+        return self.objective.at(index) if self.batches is None else self.batches.at(index)
 
     def _loss(self, batch: Batch) -> Tensor:
         return self.read(batch)[1]
 
-    def _examined(self, *, last: bool) -> bool:
-        """Whether this step's look is taken; `last` asks for the one that ends a run."""
-        measured = (entry for entry in reversed(self.history) if self.lesson.measure in entry)
+    def _evaluated(self, *, last: bool) -> bool:
+        """Whether this step is evaluated; with `last`, whether that was the final evaluation."""
+        measured = (entry for entry in reversed(self.history) if self.objective.metric in entry)
         entry = next(measured, {"step": -1})
         return bool(entry["step"] == self.step and (entry.get("last", False) or not last))
 
     def _record(self, entry: dict[str, Any]) -> None:
         self.history.append(entry)
-        if not self.team.leads:
+        if not self.world.is_main:
             return
-        # Not before there is something to say: a backend that refuses the first look leaves no folder.
+        # Create the folder only now: a backend that refuses the first evaluation leaves no folder.
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / HISTORY
         try:
@@ -331,9 +339,9 @@ class Trainer:
             ) from error
 
     def _rewrite_history(self) -> None:
-        """What was recorded after the checkpoint will happen again, so it leaves the file."""
+        """Rewrite `metrics.jsonl` without the entries after the checkpoint, which will be repeated."""
         file = self.folder / HISTORY
-        if not self.team.leads or not (self.history or file.exists()):
+        if not self.world.is_main or not (self.history or file.exists()):
             return
         files.write(file, "".join(map(_line, self.history)))
 
@@ -342,9 +350,9 @@ class Trainer:
         self.step, self.elapsed, self.history = record["step"], record["elapsed"], record["history"]
         if (found / SHARDS).is_dir():
             with torch.device("meta"):
-                described = build(self.recipe, self.backend, self.lesson.vocabulary).state_dict()
+                described = build(self.recipe, self.backend, self.objective.vocabulary).state_dict()
             checkpoint.require_shards(found, described)
-            self._start(build(self.recipe, self.backend, self.lesson.vocabulary))
+            self._start(build(self.recipe, self.backend, self.objective.vocabulary))
             tensors = {RANDOM: torch.get_rng_state()}
             for name, parameter in self.model.named_parameters() if self.step else ():
                 moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
@@ -362,18 +370,18 @@ class Trainer:
         parameters = dict(self.model.named_parameters())
         for key, value in tensors.items():
             name, _, moment = key.rpartition("/")
-            self.optimizer.state[parameters[name]][moment] = self.team.like(value, parameters[name])
+            self.optimizer.state[parameters[name]][moment] = self.world.shard_like(value, parameters[name])
 
     def _start(self, model: Decoder) -> None:
-        """This model, where and as it is trained, and an optimizer for it."""
+        """Move the model to the device, shard it, and make its optimizer."""
         self.model = model.to(self.device)
         self.model.recompute(self.recompute)
-        self.team.spread(self.model, self.model.blocks)
+        self.world.shard_model(self.model, self.model.blocks)
         self.optimizer = optimizer(self.model, self.recipe)
 
 
 def _set_random_state(state: Tensor, folder: Path) -> None:
-    """Give PyTorch's generator the state that a checkpoint has."""
+    """Restore the state of PyTorch's generator from a checkpoint."""
     try:
         torch.set_rng_state(state)
     except (RuntimeError, TypeError) as error:
@@ -381,13 +389,13 @@ def _set_random_state(state: Tensor, folder: Path) -> None:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    """An entry of the history as a line of the file."""
+    """An entry of the history as a line of `metrics.jsonl`."""
     return json.dumps(entry, allow_nan=False) + "\n"
 
 
 @contextmanager
 def _stop_on_signal(run: Trainer) -> Iterator[None]:
-    """SIGINT and SIGTERM let the step in progress finish; a second one stops at once, as if this were not here."""
+    """Stop after the current step on SIGINT or SIGTERM. A second signal has its usual effect at once."""
     before: dict[int, Any] = {}
 
     def stop(number: int, frame: FrameType | None) -> None:

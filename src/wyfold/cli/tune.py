@@ -1,12 +1,13 @@
-"""Launch configurations of a stage's kernels for the GPU of this machine, proved before they are timed.
+"""Search launch configurations of a stage's kernels for this GPU.
 
-For developers. Every candidate is compiled; one that does not fit the card, or spills where others do not, is dropped.
-What is left is proved: outputs and gradients of the operator against the float64 token loop, as `wyfold verify` judges
-them, and twenty calls with the same bits. Only then it is timed, kernel by kernel, and the fastest becomes a row where
-it is not the shipped one.
+For developers. Every candidate is compiled. It is dropped if it does not fit the
+GPU, or spills more registers than others. The remaining candidates are checked:
+outputs and gradients of the operator against the float64 token loop, as in
+`wyfold verify`, and twenty calls with equal bits. Only then they are timed,
+kernel by kernel. The fastest becomes a new row unless it is the shipped one.
 
-Two files: <architecture>.json, the table with the new rows, to be looked at like code and put into
-src/wyfold/runtime/configs/; and the report, with every candidate and what became of it.
+Writes two files: <architecture>.json, the table with the new rows, to be reviewed
+and copied to src/wyfold/runtime/configs/; and a report of every candidate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STAGES = {
     "kkt": ("kkt",),
     "solve_tril": ("solve",),
 }
-"""Stage -> operators, as `bench` names them, whose calls launch it."""
+"""Stage -> operators, by their name in `bench`, whose calls launch it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune and write; 0, or 1 if a launch is left without a correct configuration."""
+    """Tune and write the files. Returns 0, or 1 if a launch has no correct configuration."""
     results.ready(args.out)
 
     import torch

@@ -1,4 +1,4 @@
-"""Candidates for a launch of one GPU: enumerated around the shipped configuration, compiled, proved, timed."""
+"""Launch configurations for one GPU: candidates near the shipped one are compiled, checked and timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wyfold.cli import results
 from wyfold.cli.bench.cases import Case, leaves
 from wyfold.cli.bench.timing import Gpu
 from wyfold.cli.catalog import OPS
-from wyfold.cli.operators import SUBJECTS, Arguments, measured, verdicts
+from wyfold.cli.operators import OPERATOR_SPECS, Arguments, measured, verdicts
 from wyfold.kernels import table
 from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.kernel_configs import Config
@@ -24,12 +24,19 @@ from wyfold.runtime.plan import Launch
 REPEATS = 20
 WARPS, LOOKAHEAD, TILES, REGISTERS = (1, 2, 4, 8, 16), (1, 2, 3, 4), range(16, 257), (None, 255)
 SPARE = 1.25
-"""A candidate may spill this much more than the one that spills least."""
+"""Largest ratio of a candidate's spills to those of the candidate that spills least."""
 
 
 @dataclass
 class Candidate:
-    """A configuration and what became of it."""
+    """A configuration and its outcome.
+
+    Attributes:
+        config: Launch configuration.
+        refusal: Why it was dropped; empty if it was not.
+        spilled: Bytes that its kernels spill.
+        milliseconds: Time of the launch; 0 before it is timed.
+    """
 
     config: Config
     refusal: str = ""
@@ -37,7 +44,7 @@ class Candidate:
     milliseconds: float = 0.0
 
     def as_row(self) -> dict[str, Any]:
-        """Fields of a row in a table."""
+        """Fields of a row of the configuration table."""
         limit = {} if self.config.registers is None else {"registers": self.config.registers}
         return {**self.config.blocks, "warps": self.config.warps, "stages": self.config.stages, **limit}
 
@@ -47,13 +54,13 @@ class Candidate:
 
 
 def launches(stage: str, case: Case) -> list[Launch]:
-    """A stage's launches in a case, without repeats."""
+    """Distinct launches of a stage in a case."""
     plan = wyfold.explain(getattr(wyfold, OPS[case.op]), **case.arguments(), backend="triton")
     return [row for row in dict.fromkeys(plan.rows) if row.stage == stage]
 
 
 class Tuner:
-    """All candidates of one launch."""
+    """Search over the candidates of one launch."""
 
     def __init__(self, launched: Launch, case: Case, device: torch.device, rounds: int):
         self.launched, self.case, self.device, self.rounds = launched, case, device, rounds
@@ -61,7 +68,7 @@ class Tuner:
         self.module = table.kernel_module(launched.stage, "triton")
 
     def tune(self) -> list[Candidate]:
-        """Every candidate with its refusal or its time; the shipped one is the first."""
+        """All candidates with a refusal or a time; the shipped configuration is the first."""
         candidates = [Candidate(config) for config in neighbours(self.shipped())]
         steps: tuple[tuple[str, Callable[[list[Candidate]], None]], ...] = (
             ("compiling", self._compile),
@@ -106,21 +113,21 @@ class Tuner:
         return kernel_configs.compiled(self.module, self.device)
 
     def _prove(self, candidates: list[Candidate]) -> None:
-        """Against the token loop, at a length that no tile divides, and by repetition."""
-        subject, shape = SUBJECTS[OPS[self.case.op]], dataclasses.replace(self.case.shape, B=1, T=130, H=2, HV=2)
-        drawn = subject.arguments(shape, getattr(torch, self.case.dtype), 0)
+        """Check candidates against the token loop at a length that no tile divides, and for equal bits if repeated."""
+        spec, shape = OPERATOR_SPECS[OPS[self.case.op]], dataclasses.replace(self.case.shape, B=1, T=130, H=2, HV=2)
+        drawn = spec.arguments(shape, getattr(torch, self.case.dtype), 0)
 
         def ours(arguments: Arguments) -> tuple[torch.Tensor, ...]:
-            return tuple(x.cpu() for x in subject.ours({**subject.on(self.device, arguments), "backend": "triton"}))
+            return tuple(x.cpu() for x in spec.ours({**spec.on(self.device, arguments), "backend": "triton"}))
 
         def calls() -> Iterator[dict[str, torch.Tensor]]:
             for _ in range(REPEATS):
-                yield measured(ours, drawn, subject.outputs, backward=subject.backward)
+                yield measured(ours, drawn, spec.outputs, backward=spec.backward)
 
         for candidate in shown(candidates, "proving"):
             with self.trying(candidate):
                 first, *others = calls()
-            wrong = [v for v in verdicts(subject, drawn, first) if not v.passed]
+            wrong = [v for v in verdicts(spec, drawn, first) if not v.passed]
             if wrong:
                 candidate.refusal = f"wrong: {wrong[0]}"
             elif any(not torch.equal(first[name], other[name]) for other in others for name in first):
@@ -137,9 +144,9 @@ class Tuner:
             candidate.milliseconds = sorted(own)[len(own) // 2]
 
     def call(self, case: Case) -> Callable[[], object]:
-        """The operator on a case's tensors, with the gradients of every floating argument where it has any."""
+        """A function that calls the operator on a case's tensors, with its backward if it has one."""
         operator, arguments = getattr(wyfold, OPS[case.op]), case.arguments()
-        if not SUBJECTS[OPS[case.op]].backward:
+        if not OPERATOR_SPECS[OPS[case.op]].backward:
             return lambda: operator(**arguments, backend="triton")
         wanted, fed = leaves(arguments), case.incoming(arguments)
 
@@ -152,7 +159,7 @@ class Tuner:
 
 
 def neighbours(config: Config) -> list[Config]:
-    """The configuration, and those whose tiles and warps are half, as many or twice as many."""
+    """The configuration, then those with half, equal or double tile sizes and warps."""
 
     def sizes(block: str, size: int) -> tuple[int, ...]:
         return tuple(n for n in (size, size // 2, 2 * size) if n in TILES) if block.startswith("B") else (size,)
@@ -168,7 +175,7 @@ def neighbours(config: Config) -> list[Config]:
 
 
 def shown(candidates: list[Candidate], what: str) -> Iterator[Candidate]:
-    """The candidates, under a bar where there is a terminal."""
+    """Iterate over the candidates, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,10 +1,13 @@
-"""How far this machine's results are from the float64 recurrence, or from a promise of the scorecard.
+"""Measure the error of every operator and gradient on this machine.
 
-Without --row and --tier: the relative error of every output and every gradient of every operator, per dtype, with its
-limit. --device moves the operators there; inputs and truth stay on the CPU. What is measured is the table's choice, and
-eager where the table has none on that device. With --row or --tier: rows of the
-reliability scorecard, on the CPU, each a promise and the check that it holds here. A row that did not run is "not run",
-never "pass". Exit code 1 if anything is over its limit or a row fails.
+Without --row and --tier: the relative error of every output and gradient against
+the float64 recurrence, per dtype, with its limit. --device runs the operators on
+that device; inputs and reference stay on the CPU. The backend is the dispatch
+table's choice, or eager if the table has none for that device.
+
+With --row or --tier: numbered checks of the reliability scorecard, on the CPU. A
+check that did not run is "not run", never "pass". Exit code 1 if an error is over
+its limit or a check fails.
 """
 
 from __future__ import annotations
@@ -20,27 +23,34 @@ from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError, results
 from wyfold.cli.arguments import device, found_device, seed_number, whole
-from wyfold.cli.catalog import SCORECARD_ROWS
+from wyfold.cli.catalog import SCORECARD_CHECKS
 
 if TYPE_CHECKING:
     import torch
 
-    from wyfold.cli.operators import Subject
-    from wyfold.cli.scorecard import Record
+    from wyfold.cli.operators import OperatorSpec
+    from wyfold.cli.scorecard import CheckRecord
     from wyfold.reference.error import Verdict
     from wyfold.reference.shapes import Shape
 
 DTYPES = ("float64", "float32", "bfloat16")
 SIZES, QUICK_SIZES = (1, 200, 2, 4, 64, 64), (1, 40, 1, 2, 16, 24)
-"""Of the measured calls: B, T, H, HV, K, V."""
-TIERS = {"cpu": SCORECARD_ROWS}
+"""Sizes B, T, H, HV, K, V of the measured calls."""
+TIERS = {"cpu": SCORECARD_CHECKS}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Verdicts on one operator in one dtype."""
+class OperatorVerdicts:
+    """Verdicts on one operator in one dtype.
 
-    subject: Subject
+    Attributes:
+        spec: Operator.
+        dtype: Name of the dtype.
+        backend: Backend that ran.
+        verdicts: One per output and gradient.
+    """
+
+    spec: OperatorSpec
     dtype: str
     backend: str
     verdicts: tuple[Verdict, ...]
@@ -50,16 +60,16 @@ class Outcome:
         return all(verdict.passed for verdict in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields of the JSON result."""
         tensors = {
             v.name: {"value": v.measured.rms, "target": v.limits.rms, "pass": v.passed, "reason": v.reason}
             for v in self.verdicts
         }
-        who = {"operator": self.subject.name, "dtype": self.dtype, "backend": self.backend}
+        who = {"operator": self.spec.name, "dtype": self.dtype, "backend": self.backend}
         return {**who, "pass": self.passed, "tensors": tensors}
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Rows of the table: one for the outputs, one for the gradients."""
+        """Table rows: one for the outputs, one for the gradients."""
         rows: list[tuple[str, ...]] = []
         for what in ("outputs", "gradients"):
             some = [v for v in self.verdicts if (v.name.startswith("d")) == (what == "gradients")]
@@ -68,7 +78,7 @@ class Outcome:
                 worst = max(some, key=lambda v: v.measured.rms / v.limits.rms if v.limits.rms else v.measured.rms)
                 nearest = f"{worst.name} {worst.measured.rms:.1e} of {worst.limits.rms:.1e}"
                 verdict = "pass" if all(v.passed for v in some) else "FAIL"
-                rows.append((self.subject.name, self.dtype, self.backend, what, errors, nearest, verdict))
+                rows.append((self.spec.name, self.dtype, self.backend, what, errors, nearest, verdict))
         return rows
 
 
@@ -92,10 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 0, or 1 if something is over its limit or fails."""
+    """Measure and report. Returns 0, or 1 if an error is over its limit or a check fails."""
     for number in args.row or ():
-        if number not in SCORECARD_ROWS:
-            there = ", ".join(map(str, SCORECARD_ROWS))
+        if number not in SCORECARD_CHECKS:
+            there = ", ".join(map(str, SCORECARD_CHECKS))
             raise UsageError(f"--row {number}: the scorecard has no row of that number; there are {there}")
     numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
     if numbers and args.device != "cpu":
@@ -124,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         name = f"tier-{args.tier}" if args.tier else f"rows-{'-'.join(map(str, numbers))}"
         failed = any(record.outcome == FAIL for record in records)
     else:
-        missing = lacking(args.device)
+        missing = missing_dtypes(args.device)
         outcomes = accuracy(Shape(*(QUICK_SIZES if args.quick else SIZES)), args.seed, args.device, missing)
         report_accuracy(outcomes, args.device, missing)
         found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
@@ -138,8 +148,8 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if failed else DONE
 
 
-def lacking(device: torch.device) -> dict[str, str]:
-    """Dtype that the device does not have -> what it says to that; some have no float64."""
+def missing_dtypes(device: torch.device) -> dict[str, str]:
+    """Dtype that the device does not support -> its error message. Some devices have no float64."""
     import torch
 
     found = {}
@@ -151,54 +161,54 @@ def lacking(device: torch.device) -> dict[str, str]:
     return found
 
 
-def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[str]) -> list[Outcome]:
-    """Every operator in every dtype but the missing ones, judged at one shape."""
+def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[str]) -> list[OperatorVerdicts]:
+    """Verdicts on every operator at one shape, in all dtypes except the missing ones."""
     import torch
 
-    from wyfold.cli.operators import SUBJECTS, judged
+    from wyfold.cli.operators import OPERATOR_SPECS, judged
     from wyfold.reference.shapes import Shape
 
     outcomes = []
     dtypes = {name: getattr(torch, name) for name in DTYPES if name not in missing}
-    with _progress("operators", len(SUBJECTS) * len(dtypes)) as progress:
-        for name, subject in SUBJECTS.items():
+    with _progress("operators", len(OPERATOR_SPECS) * len(dtypes)) as progress:
+        for name, spec in OPERATOR_SPECS.items():
             for dtype in dtypes:
                 progress.begin(f"{name}, {dtype}")
-                found = tuple(judged(subject, shape, dtypes[dtype], seed, device))
-                arguments = subject.on(device, subject.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed))
-                outcomes.append(Outcome(subject, dtype, subject.backend(arguments), found))
+                found = tuple(judged(spec, shape, dtypes[dtype], seed, device))
+                arguments = spec.on(device, spec.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed))
+                outcomes.append(OperatorVerdicts(spec, dtype, spec.backend(arguments), found))
     return outcomes
 
 
-def scorecard(numbers: list[int], seed: int, quick: bool) -> list[Record]:
-    """Records of the rows, in order."""
-    from wyfold.cli.scorecard import run_row
-    from wyfold.cli.scorecard.finding import Scope
+def scorecard(numbers: list[int], seed: int, quick: bool) -> list[CheckRecord]:
+    """Run checks of the scorecard, in order."""
+    from wyfold.cli.scorecard import run_check
+    from wyfold.cli.scorecard.check import Scope
 
     records = []
     with _progress("rows", len(numbers)) as progress:
         for number in numbers:
             progress.begin(f"row {number}")
-            records.append(run_row(number, Scope(seed, quick, progress.tick)))
+            records.append(run_check(number, Scope(seed, quick, progress.tick)))
     return records
 
 
-def report_accuracy(outcomes: list[Outcome], device: torch.device, missing: Mapping[str, str]) -> None:
-    """The table of errors, how many are over their limits, and what was not run."""
+def report_accuracy(outcomes: list[OperatorVerdicts], device: torch.device, missing: Mapping[str, str]) -> None:
+    """Print the table of errors, the tensors over their limits, and dtypes that were not run."""
     columns = ("operator", "dtype", "backend", "what", "relative error of each tensor", "nearest its limit", "")
     title = f"error on {device}, against the float64 recurrence"
     results.show(title, columns, [cells for o in outcomes for cells in o.cells()])
     failed = [(o, v) for o in outcomes for v in o.verdicts if not v.passed]
     for outcome, verdict in failed:
-        print(f"FAIL {outcome.subject.name}, {outcome.dtype}: {verdict}")
+        print(f"FAIL {outcome.spec.name}, {outcome.dtype}: {verdict}")
     total = sum(len(outcome.verdicts) for outcome in outcomes)
     for dtype, reason in missing.items():
         print(f"{dtype} not run: {device} has none ({reason})")
     print(f"{total - len(failed)} of {total} tensors within their limits")
 
 
-def report_rows(records: list[Record]) -> None:
-    """The scorecard's table, the cases that broke a promise, and why rows were not run."""
+def report_rows(records: list[CheckRecord]) -> None:
+    """Print the table of the scorecard, the failed cases, and why checks were not run."""
     from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS
 
     columns = ("row", "promise", "target", "outcome", "value", "cases", "seconds")
@@ -214,7 +224,7 @@ def report_rows(records: list[Record]) -> None:
 
 
 class _Lines:
-    """Progress where there is no terminal to draw on, or no rich to draw with."""
+    """Progress as log lines, without a terminal or without rich."""
 
     def __init__(self, total: int):
         self.total, self.number = total, 0
@@ -224,11 +234,11 @@ class _Lines:
         results.say(f"{self.number}/{self.total} {title}")
 
     def tick(self) -> None:
-        """A case of the current step; a log needs no line for it."""
+        """Count a case of the current step; not logged."""
 
 
 class _Bar:
-    """Progress on a terminal."""
+    """Progress bar on a terminal."""
 
     def __init__(self, bar: Any, total: int):
         self.bar, self.task, self.cases, self.begun, self.title = bar, bar.add_task("", total=total), 0, 0, ""
@@ -238,7 +248,7 @@ class _Bar:
         self.title, self.begun, self.cases = title, self.begun + 1, 0
 
     def tick(self) -> None:
-        """A case of the current step."""
+        """Count a case of the current step."""
         self.cases += 1
         self.bar.update(self.task, description=f"{self.title}, {self.cases} cases")
 

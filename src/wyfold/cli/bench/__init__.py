@@ -1,14 +1,17 @@
-"""Time and memory of the operators beside the peers that are installed, after their results have been checked.
+"""Time and memory of every operator, beside installed peers.
 
-Every contender runs on the same tensors in one process: ours and the peers' take turns round by round, and the median
-of a contender's calls is its time, with the quartiles beside it. Before that, every output and gradient is measured
-against the float64 recurrence; a contender that is wrong gets no time. On a GPU a call is timed by events with the
-cache flushed before it, kernel by kernel under the profiler, and from a CUDA graph (--mode graph), the host apart; its
-time also stands as a multiple of what its bytes alone would take. A peer that fails has a row that says how. Times are
-of this machine as busy as it was.
+All implementations run on the same tensors in one process. Every output and
+gradient is first compared with the float64 recurrence; an implementation that
+is wrong gets no time. Then the implementations alternate in rounds, and the
+table has the median and quartiles of their calls.
 
-Where torchrun has started several processes they share the sequence: delta_rule, gdn, kda and ttt over 1, 2, 4 ..
-ranks, beside the peers whose context parallelism is installed.
+On a GPU a call is timed with CUDA events after the L2 cache was flushed, kernel
+by kernel under the profiler, from a CUDA graph (--mode graph), and on the host.
+Its time is also given as a multiple of the time its bytes alone need. A peer
+that fails has a row with its error. Other load on the machine affects times.
+
+Under torchrun the processes share the sequence: delta_rule, gdn, kda and ttt
+run over 1, 2, 4 .. ranks, beside peers that have context parallelism.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ from typing import TYPE_CHECKING, Any
 from wyfold.cli import DONE, FAILED, UsageError, results
 from wyfold.cli.arguments import add_backend, device, found_device, seed_number, whole
 from wyfold.cli.bench import tables
-from wyfold.cli.bench.peers import PEERS, Peer, dispatched
+from wyfold.cli.bench.peers import PEERS, Peer, dispatch_messages
 from wyfold.cli.catalog import BURST, CHUNKED, DECAYS, MODEL, NO_GATE, OPS, OURS, SHAPES, VARIANTS
 from wyfold.runtime.choices import CHUNK_SIZES
 
 if TYPE_CHECKING:
     from wyfold.cli.bench.cases import Case
-    from wyfold.cli.bench.runner import Track
-    from wyfold.cli.distributed import Ranks
+    from wyfold.cli.bench.runner import BenchSession
+    from wyfold.cli.distributed import DistributedWorld
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
-"""What runs when no operator is named."""
+"""Operators that run if none is named."""
 
 DECODED = "token64"
-"""The shape that decoding has by default."""
+"""Default shape of decoding."""
 
 MODES = ("fwd", "fwdbwd", "graph")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -46,8 +49,15 @@ NORMS = ("inside", "outside")
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What is usual on a kind of device, unless the command line says otherwise."""
+class DeviceDefaults:
+    """Default options for a type of device.
+
+    Attributes:
+        shapes: Of `--shapes`.
+        dtype: Of `--dtype`.
+        norm: Of `--norm`.
+        rounds: Of `--rounds`.
+    """
 
     shapes: str
     dtype: str
@@ -55,15 +65,15 @@ class Habits:
     rounds: int
 
 
-HABITS = {
-    "cpu": Habits("1,2048,4,128", "float32", "inside", 9),
-    "cuda": Habits("h96,b4t4k", "bfloat16", "outside", 10),
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults("1,2048,4,128", "float32", "inside", 9),
+    "cuda": DeviceDefaults("h96,b4t4k", "bfloat16", "outside", 10),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold bench`."""
-    usual = HABITS["cpu"], HABITS["cuda"]
+    usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: {' '.join(COMMON)})")
     parser.add_argument(
         "--shapes",
@@ -118,8 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
-    """Where, how often, and what is kept."""
-    usual = HABITS["cpu"], HABITS["cuda"]
+    """Add the options for device, repetitions and output files."""
+    usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("--device", type=device, help="PyTorch device (default: a GPU if there is one)")
     add_backend(parser)
     parser.add_argument("--threads", type=whole(1, 1024), help="of torch (default: torch's own choice)")
@@ -138,39 +148,41 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--commit", default="", help="that the sources are of, where git cannot tell or finds them changed"
     )
-    # How a child of this command is asked for a figure; a JSON request, answered by one line of JSON.
+    # Internal: a child process answers this JSON request with one line of JSON.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, time and measure; 0, or 1 if a result of ours was wrong."""
+    """Check, time and measure. Returns 0, or 1 if a result of Wyfold was wrong or a case failed."""
     if not args.measure:
-        _read_words(args)
+        _parse_lists(args)
         results.ready(args.out)
 
     import torch
 
     from wyfold.cli.bench import memory, timing
-    from wyfold.cli.bench.runner import Track, measure, race, said
-    from wyfold.cli.distributed import Ranks, launched
+    from wyfold.cli.bench.runner import BenchSession, error_line, measure, run_cases
+    from wyfold.cli.distributed import DistributedWorld, launched
 
     if args.measure:
         print(json.dumps(measure(json.loads(args.measure))))
         return DONE
     if args.threads:
         torch.set_num_threads(args.threads)
-    kind = _settled(args)
+    kind = _resolve_defaults(args)
     if not (cases := list(_cases(args))):
         raise UsageError(
             f"nothing to run: none of {', '.join(args.op)} has --gates {','.join(args.gates)} and "
             f"--mode {','.join(args.mode)}"
         )
-    team = Ranks(args.device, None) if launched() else None
-    peers = chosen_peers(args.peers, kind, tell=team is None or team.leads)
-    track = Track(sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold)
+    world = DistributedWorld(args.device, None) if launched() else None
+    peers = chosen_peers(args.peers, kind, tell=world is None or world.is_main)
+    session = BenchSession(
+        sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold
+    )
     ops = list(dict.fromkeys(group[0].op for group in cases))
     record = {
-        **results.provenance("bench", [*ops, *_given(args)]),
+        **results.provenance("bench", [*ops, *_command_words(args)]),
         "threads": torch.get_num_threads(),
         "peers": {
             name: peer.versions or "installed"
@@ -187,21 +199,21 @@ def run(args: argparse.Namespace) -> int:
     if args.commit and record["modified"] is not False:
         record["commit"], record["modified"] = args.commit, None
     stem = _stem(args, record, cases)
-    if team is not None:
-        return _over_ranks(args, cases, peers, record, stem, team)
+    if world is not None:
+        return _over_ranks(args, cases, peers, record, stem, world)
     for group in cases:
-        ended = track.done + len(group)
+        ended = session.done + len(group)
         try:
-            for rows in race(group, peers, args.also, track):
+            for rows in run_cases(group, peers, args.also, session):
                 record["rows"] += rows
-                _keep(args.out, stem, record, track)
-        except RuntimeError as error:  # no memory left, or a device that fell over: the other cases may still run
+                _write_record(args.out, stem, record, session)
+        except RuntimeError as error:  # out of memory, or a device error: other cases may still run
             results.say(traceback.format_exc())
-            failing, *behind = group[track.done - ended :]
-            record["lost"].append({"case": failing.title, "error": said(error)})
+            failing, *behind = group[session.done - ended :]
+            record["lost"].append({"case": failing.title, "error": error_line(error)})
             record["lost"] += [{"case": case.title, "error": f"not run after {failing.title}"} for case in behind]
-            track.done = ended
-            _keep(args.out, stem, record, track)
+            session.done = ended
+            _write_record(args.out, stem, record, session)
     tables.report(record["rows"], record["ratios"])
     if args.out:
         results.say(f"wrote {args.out / stem}.json")
@@ -218,35 +230,35 @@ def _over_ranks(
     peers: list[Peer],
     record: dict[str, Any],
     stem: str,
-    team: Ranks,
+    world: DistributedWorld,
 ) -> int:
-    """The same cases by all processes of a launcher together."""
+    """Run the cases on all processes that the launcher started."""
     from wyfold.cli.bench import scaling
     from wyfold.cli.distributed import leave
 
-    code = scaling.run(args, cases, peers, record, stem, team)
+    code = scaling.run(args, cases, peers, record, stem, world)
     leave()
     return code
 
 
-def _keep(folder: Path | None, stem: str, record: dict[str, Any], track: Track) -> None:
-    """Write what is measured so far, whatever happens to the rest."""
+def _write_record(folder: Path | None, stem: str, record: dict[str, Any], session: BenchSession) -> None:
+    """Write the record after every case, so that a later failure loses nothing."""
     record["ratios"] = tables.against_peers(record["rows"])
-    record |= {"copy_bytes_per_second": track.copy_rate, "dispatched": dispatched()}
+    record |= {"copy_bytes_per_second": session.copy_rate, "dispatched": dispatch_messages()}
     if folder:
         results.write(folder, f"{stem}.json", record)
 
 
-# --- what runs -------------------------------------------------------------------------------------------------------
+# --- cases and peers -------------------------------------------------------------------------------------------------
 
 
-def _read_words(args: argparse.Namespace) -> None:
-    """Replace lists of names by what they name, and refuse combinations that cannot run, before torch is imported."""
-    args.dtype = _words("dtype", args.dtype or "", DTYPES)
-    args.gates, args.mode = _words("gates", args.gates, (*DECAYS, MODEL, NO_GATE)), _words("mode", args.mode, MODES)
-    args.also = _words("also", args.also, VARIANTS)
-    args.chunk = [int(size) for size in _words("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
-    args.op = _words("OP", ",".join(args.op) or ",".join(COMMON), OPS)
+def _parse_lists(args: argparse.Namespace) -> None:
+    """Parse the comma-separated options in place and refuse invalid combinations, before torch is imported."""
+    args.dtype = _names("dtype", args.dtype or "", DTYPES)
+    args.gates, args.mode = _names("gates", args.gates, (*DECAYS, MODEL, NO_GATE)), _names("mode", args.mode, MODES)
+    args.also = _names("also", args.also, VARIANTS)
+    args.chunk = [int(size) for size in _names("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
+    args.op = _names("OP", ",".join(args.op) or ",".join(COMMON), OPS)
     if MODEL in args.gates and any(op.startswith("decode_") for op in args.op):
         raise UsageError(
             "--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
@@ -254,18 +266,18 @@ def _read_words(args: argparse.Namespace) -> None:
     check_peers(args.peers)
 
 
-def _settled(args: argparse.Namespace) -> str:
-    """Type of the device; what the command line leaves open gets what is usual there."""
+def _resolve_defaults(args: argparse.Namespace) -> str:
+    """Fill options that were left out with the defaults of the device. Returns the type of the device."""
     import torch
 
     from wyfold.cli.distributed import launched
 
     args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = str(args.device.type)
-    usual = HABITS.get(kind, HABITS["cpu"])
+    usual = DEVICE_DEFAULTS.get(kind, DEVICE_DEFAULTS["cpu"])
     args.default_shapes = not args.shapes
     args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
-    args.dtype, args.norm = args.dtype or _words("dtype", usual.dtype, DTYPES), args.norm or usual.norm
+    args.dtype, args.norm = args.dtype or _names("dtype", usual.dtype, DTYPES), args.norm or usual.norm
     args.rounds = args.rounds or usual.rounds
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
@@ -276,13 +288,13 @@ def _settled(args: argparse.Namespace) -> str:
 
 
 def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
-    """Cases on the same tensors, the forward and the whole step, group by group.
+    """Yield groups of cases. The cases of a group, forward and forward with backward, share their tensors.
 
     Raises:
         UsageError: an operator refuses a shape.
     """
     from wyfold.cli.bench.cases import PINNED, Case, gates_of
-    from wyfold.cli.operators import SUBJECTS
+    from wyfold.cli.operators import OPERATOR_SPECS
     from wyfold.reference.shapes import Shape
 
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
@@ -305,7 +317,7 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
                 device=str(args.device),
                 backend=args.backend or "",
             )
-            possible = [mode for mode in modes if mode == "fwd" or SUBJECTS[OPS[op]].backward]
+            possible = [mode for mode in modes if mode == "fwd" or OPERATOR_SPECS[OPS[op]].backward]
             if possible:
                 if reason := first.refusal():
                     raise UsageError(f"--shapes {name or ','.join(map(str, astuple(shape)))}: {op}: {reason}")
@@ -313,13 +325,13 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
 
 
 def check_peers(words: str) -> None:
-    """Refuse a list of peers with a name that no peer has, or a way that the peer lacks.
+    """Refuse a list of peers with an unknown name, or an unknown variant of a known name.
 
     Args:
         words: As `chosen_peers` takes them.
 
     Raises:
-        UsageError: such a name or way.
+        UsageError: for such a name or variant.
     """
     for word in () if words in ("none", "all") else words.split(","):
         name, _, way = word.partition(":")
@@ -330,12 +342,12 @@ def check_peers(words: str) -> None:
 
 
 def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
-    """Installed peers for a type of device among those asked for; says which ones are not installed.
+    """Return the requested peers that are installed. Prints the names of those that are not.
 
     Args:
-        words: Names with commas, "all" or "none"; behind a name and a colon one way of calling that library.
+        words: Comma-separated names, "all" or "none". `name:variant` selects one way to call that library.
         kind: Type of the device.
-        tell: Whether to say anything: of several processes one does.
+        tell: Print missing peers; false on all processes but one.
     """
     if words == "none":
         return []
@@ -350,10 +362,10 @@ def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
     return chosen
 
 
-# --- the command line's words ----------------------------------------------------------------------------------------
+# --- parsing options ------------------------------------------------------------------------------------------------
 
 
-def _words(option: str, given: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
+def _names(option: str, given: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
     words = [word for word in given.split(",") if word]
     for word in words:
         if word not in known:
@@ -362,7 +374,7 @@ def _words(option: str, given: str, known: Sequence[str] | dict[str, Any]) -> li
 
 
 def _shapes(word: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names without sizes, or sizes B, T, H, HV, K, V without a name."""
+    """Parse `--shapes` into (name, ()) for named shapes, or ("", (B, T, H, HV, K, V))."""
     names = [name for name in word.split(",") if name]
     if names and all(name in SHAPES for name in names):
         if "short" in names and "dense" not in names:
@@ -381,8 +393,8 @@ def _shapes(word: str) -> list[tuple[str, tuple[int, ...]]]:
     return [("", (B, T, H, HV, rest[0], rest[-1]))]
 
 
-def _given(args: argparse.Namespace) -> list[str]:
-    """The options that repeat this run."""
+def _command_words(args: argparse.Namespace) -> list[str]:
+    """Options of a command that repeats this run."""
     import torch
 
     given = [] if args.default_shapes else args.shapes
@@ -409,7 +421,7 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 
 def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequence[Case]]) -> str:
-    """First part of the names of the files that are written."""
+    """File name without extension of the written files."""
     import torch
 
     kind = args.device.type

@@ -1,4 +1,4 @@
-"""What `bench` runs: operators, sizes, gates, and the tensors of one case, drawn where they are used."""
+"""Cases of `bench`: operators, sizes, gates, and the tensors of a case, drawn on its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
 from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS
-from wyfold.cli.operators import GRADIENT_OF, SUBJECTS, Arguments, Named, Subject
+from wyfold.cli.operators import GRADIENT_OF, OPERATOR_SPECS, Arguments, Named, OperatorSpec
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -23,17 +23,17 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "mid": lambda x: F.logsigmoid(x).clamp(min=-5),
     "slow": lambda x: -2e-3 * torch.special.ndtr(x),  # uniform, mean -0.001
 }
-"""Standard normal numbers -> natural-log decays per token."""
+"""Gate -> function from standard normal numbers to natural-log decays per token."""
 
 MOST_NUMBERS = 2**40
-"""Of one tensor of a case, more than any device holds."""
+"""Largest number of elements of one tensor; no device holds as many."""
 SEQUENCES, LONGEST = 256, 200
 _DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))
 SHORT_LENGTHS: tuple[int, ...] = tuple(_DRAWN_LENGTHS.tolist())
 """Tokens of each sequence of the packed shape `short`."""
 _BESIDE_LONG = torch.randint(1024, 2049, (32,), generator=torch.Generator().manual_seed(0))
 MIXED_LENGTHS: tuple[int, ...] = (65536, *_BESIDE_LONG.tolist())
-"""Tokens of each sequence of the packed shape `mixed`: one that a card cuts into segments, many that it does not."""
+"""Tokens of each sequence of the packed shape `mixed`: one that a GPU splits into segments, and 32 that it does not."""
 
 PINNED = {
     "h96": Shape(1, 8192, 96, 96, 128, 128),
@@ -49,8 +49,12 @@ PINNED = {
     "token64": Shape(64, 1, 32, 32, 128, 128),
     "token1024": Shape(1024, 1, 32, 32, 128, 128),
 }
-"""Shapes by name. `mixed` is packed, one long sequence and many of 1k to 2k tokens; so is `short`, many of 1 to 200,
-and `dense` is what that is compared with; the last two are one token of many sequences, for decoding."""
+"""Shapes by name.
+
+- `mixed` is packed: one long sequence and many of 1k to 2k tokens.
+- `short` is packed: many sequences of 1 to 200 tokens. `dense` is its counterpart without packing.
+- `token64` and `token1024` are one token of many sequences, for decoding.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,18 @@ class Case:
     """One operator on one set of tensors.
 
     Attributes:
-        op: As the command line has it.
-        shape: Sizes.
+        op: Name on the command line, a key of `catalog.OPS`.
+        shape: Sizes B, T, H, HV, K, V.
         gate: One of `GATES`, "model" or "none".
-        dtype: Of q, k, v and what is as large; beta and decays are float32 or wider.
+        dtype: Dtype of q, k, v and other large tensors. Beta and decays are float32 or wider.
         mode: "fwd", or "fwdbwd" with the gradients of every floating argument.
-        seed: Of the tensors.
-        name: Of the shape, where it has one.
-        norm: Who brings the rows of q and k to unit length: "inside" the operator, or whoever drew them, "outside".
+        seed: Seed of the tensors.
+        name: Name of the shape; empty if it has none.
+        norm: Where the rows of q and k are normalised: "inside" the operator, or "outside", when they are drawn.
         chunk: Rows of a chunk, for solve and kkt.
-        gate_dtype: Of the decays.
-        device: Where everything lies.
-        backend: That ours is asked for; empty: the table's choice.
+        gate_dtype: Dtype of the decays.
+        device: Device of all tensors.
+        backend: Backend requested from Wyfold; empty for the dispatch table's choice.
     """
 
     op: str
@@ -94,33 +98,33 @@ class Case:
         return torch.device(self.device).type == "cuda"
 
     @property
-    def subject(self) -> Subject:
-        return SUBJECTS[OPS[self.op]]
+    def spec(self) -> OperatorSpec:
+        return OPERATOR_SPECS[OPS[self.op]]
 
     @property
     def recurrence(self) -> bool:
-        """Whether it is one of the rules, in either form, whose accuracy has absolute targets."""
+        """Whether the operator is a delta rule or TTT-Linear, whose accuracy has absolute targets."""
         return self.kind in (*DELTA_RULES, "ttt")
 
     @property
     def kind(self) -> str:
-        """The rule, whatever the form; of other operators the name."""
+        """Name without the prefix of its form (`recurrent_`, `decode_`)."""
         return self.op.removeprefix("recurrent_").removeprefix("decode_")
 
     @property
     def decoding(self) -> bool:
-        """Whether states come and go."""
+        """Whether the operator runs from an initial state to a final state."""
         return self.op.startswith("decode_")
 
     @property
     def family(self) -> str:
-        """Of the inputs, which sets the absolute targets: what forgets as little as "uniform+" rounds as often."""
+        """Input family, which selects the absolute targets. Slow decays accumulate as much rounding as "uniform+"."""
         rule = self.kind in DELTA_RULES
-        return "uniform+" if rule and self.gate in (NO_GATE, "slow") else self.subject.family
+        return "uniform+" if rule and self.gate in (NO_GATE, "slow") else self.spec.family
 
     @property
     def token_heads(self) -> int:
-        """Units of work: one token of one value head."""
+        """Number of (token, value head) pairs, the unit of work."""
         return self.shape.B * self.shape.T * self.shape.HV
 
     @property
@@ -130,7 +134,7 @@ class Case:
         return f"{self.op}{rows} {size} {self.mode}, {self.gate} gate, {self.dtype}"
 
     def refusal(self) -> str:
-        """Why the operator refuses tensors of this shape; empty if it takes them. No tensor is made."""
+        """Why the operator refuses tensors of this shape; empty if it accepts them. Allocates no tensor."""
         s = self.shape
         if self.decoding and s.T != 1:
             return f"decodes one token of each sequence, so T must be 1, got {s.T}; more sequences are a larger B"
@@ -148,22 +152,22 @@ class Case:
         return ""
 
     def arguments(self) -> Arguments:
-        """Keyword arguments of the operator, the same whenever they are drawn on one kind of device."""
+        """Draw the operator's keyword arguments. They depend on the case and the type of device only."""
         tensors = _Tensors(self)
         draw: Callable[[], Arguments] = getattr(tensors, "rule" if self.kind in DELTA_RULES else self.kind)
         return draw()
 
     def incoming(self, arguments: Arguments) -> Tensor:
-        """A gradient to feed back into the output, which has the shape of v, or of the first argument."""
+        """Draw a gradient for the output, which has the shape of v, or of the first argument if there is no v."""
         like = arguments.get("v", next(iter(arguments.values())))
         dtype = torch.promote_types(like.dtype, torch.float32) if self.op.endswith("_gate") else like.dtype
         return _Tensors(replace(self, seed=self.seed + (1 << 20))).normal(*like.shape).to(dtype)
 
     def floor_bytes(self, arguments: Arguments) -> int:
-        """Bytes that no implementation can do without: inputs read once, outputs written once.
+        """Least bytes an implementation must move: every input read once, every output written once.
 
-        With a backward: inputs read twice, the output written and its gradient read, a gradient written per floating
-        input; and for the delta rules one state of 16 bits per 64 tokens, written and read.
+        With a backward: inputs are read twice, the output is written and its gradient read, and one gradient is written
+        per floating input. For the delta rules a 16-bit state per 64 tokens is written and read as well.
         """
         tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
         read, written = sum(map(_bytes, tensors)), self._written(arguments)
@@ -185,25 +189,25 @@ class Case:
 
 
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
-    """The gates an operator is run with."""
+    """Select the gates that apply to an operator."""
     if op == "kkt":
         return (NO_GATE, *(gate for gate in gates if gate in GATES))
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
 
 def served(arguments: Arguments) -> Arguments:
-    """What `serving.decode` is given: the states as a pool, which it updates in place."""
+    """Arguments for `serving.decode`: the initial states become its pool, which it updates in place."""
     rest = {name: x for name, x in arguments.items() if name not in ("initial_state", "output_final_state")}
     return {"g": None, "pool": arguments["initial_state"], "state_v_first": False} | rest
 
 
 def packed_lengths(name: str) -> tuple[int, ...]:
-    """Tokens of each sequence of a shape that is packed; none of any other."""
+    """Tokens of each sequence of a packed shape; empty for other shapes."""
     return {"short": SHORT_LENGTHS, "mixed": MIXED_LENGTHS}.get(name, ())
 
 
 def leaves(arguments: Arguments) -> Named:
-    """Every floating argument, by name, as a tensor that asks for a gradient and shares the argument's memory."""
+    """Every floating argument, by name, as a leaf tensor that requires a gradient. Memory is shared."""
     return {
         name: value.detach().requires_grad_()
         for name, value in arguments.items()
@@ -220,7 +224,7 @@ def _bytes(x: Tensor) -> int:
 
 
 class _Tensors:
-    """Draws the arguments of one case, an operator a method, from one generator on the case's device."""
+    """Draw the arguments of one case from one generator on its device; one method per operator."""
 
     def __init__(self, case: Case):
         self.case, self.shape, self.device = case, case.shape, case.device
@@ -238,7 +242,7 @@ class _Tensors:
         return x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
     def decay(self, *size: int) -> Tensor:
-        """Natural-log decays of the case's gate, in its dtype, or in float64 with everything else."""
+        """Natural-log decays of the case's gate, in `gate_dtype`, or in float64 if the case is in float64."""
         dtype = self.wide if self.wide == torch.float64 else getattr(torch, self.case.gate_dtype)
         return GATES[self.case.gate](self.per_token(*size)).to(dtype)
 
@@ -260,7 +264,7 @@ class _Tensors:
         return drawn | self.packing()
 
     def model_gate(self, *channels: int) -> Arguments:
-        """What a layer projects for gate and beta, and its parameters as they begin."""
+        """Gate and beta as a layer projects them, with the layer's initial parameters."""
         rate, step = (torch.special.ndtr(self.normal(*size)) for size in (channels[:1], channels))
         A_log, dt_bias = inputs.decay_parameters(rate, step)
         return {
@@ -285,7 +289,7 @@ class _Tensors:
         return {"q": q, "k": k} | {name: x.to(self.dtype) for name, x in drawn.items()} | self.packing()
 
     def solve(self) -> Arguments:
-        """L of correlated keys, whose powers explode though its inverse is small."""
+        """Triangular matrix of correlated keys: its powers grow quickly, but its inverse is small."""
         s, device = self.shape, self.device
         one = self.unit(self.normal(s.B, 1, s.H, s.K))
         k = self.unit(one + 1e-2 * s.K**-0.5 * self.per_token(s.H, s.K))

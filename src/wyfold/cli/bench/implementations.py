@@ -1,4 +1,4 @@
-"""Who runs in `bench`, and whether what comes out is right."""
+"""Implementations that `bench` runs, and the accuracy check of their results."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "
 HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "initial_state": 1}
 HEAD_AXIS |= dict.fromkeys(("w", "b", "A_log", "dt_bias"), 0)
 KEY_HEADS = frozenset({"q", "k"})
-"""Tensors with a row per key head; the others of `HEAD_AXIS` have one per value head."""
+"""Tensors with one row per key head; the others of `HEAD_AXIS` have one per value head."""
 
 CHECKED = 200
-"""On a CPU: tokens whose gradients are compared, since the float64 recurrence keeps a state for each."""
+"""On a CPU: tokens whose gradients are compared. The float64 recurrence keeps one state per token."""
 CHECKED_FORWARD = 4096
-"""On a CPU: longest sequence whose outputs are compared as a whole."""
+"""On a CPU: longest sequence whose outputs are compared completely."""
 CHECKED_HEADS = 4
-"""On a GPU: key heads, with their value heads, that are compared, the first and the last among them."""
-OURS_MAY, PEERS_MAY = 2.0, 4.0
-"""How many times its limits an error may be before the result counts as wrong and gets no time. Ours above its limits
-gets one, and fails the run."""
+"""On a GPU: number of key heads that are compared, with their value heads; the first and the last are included."""
+OUR_ERROR_FACTOR, PEER_ERROR_FACTOR = 2.0, 4.0
+"""Multiple of its limit above which an error counts as wrong, and the implementation gets no time.
+
+An implementation of Wyfold between one and two times its limit is timed, and the run fails.
+"""
 PRECISION = 1e-2
-"""A relative error up to this is a peer's choice of arithmetic, tf32 for float32 say, and no mistake."""
+"""Relative error up to which a peer is accepted: its arithmetic may differ, such as TF32 for float32."""
 WORST_ROW = 0.5
-"""Error of a row, in its own lengths, from which on something is wrong with that row; rounding alone came to 0.08."""
+"""Relative error of a single row above which the row is wrong. Rounding alone gave at most 0.08."""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Who runs a case.
+class BenchImplementation:
+    """An implementation of an operator that a case times.
 
     Attributes:
-        name: As the command line has it.
-        ran: Which code that is, and in which way it is asked.
-        call: Takes the case's arguments, and what `prepare` adds to them; returns the output.
-        prepare: Makes further arguments without gradient, once, outside of all times.
-        backward: Whether it has one.
+        name: "wyfold", or the peer's name on the command line.
+        ran: Full name of the function, with the variant or flag it is called with.
+        call: Maps the case's arguments, extended by `prepare`, to the output.
+        prepare: Makes further arguments without gradient, once, outside the timed region.
+        backward: Whether it is differentiable.
     """
 
     name: str
@@ -60,12 +62,12 @@ class Contender:
         return self.call(arguments | self.prepare(arguments))
 
 
-def contenders(case: Case, peers: Sequence[Peer], variants: Sequence[str] = ()) -> list[Contender]:
-    """Ours first, also with each of the flags it is to be timed with, then every peer that has this operator."""
+def implementations_of(case: Case, peers: Sequence[Peer], variants: Sequence[str] = ()) -> list[BenchImplementation]:
+    """Wyfold, Wyfold with each of the flags `variants`, then every peer that has the operator."""
     operator = OPS[case.op]
     found = [_ours(case, "")]
     for flag in variants:
-        # What is kept for a backward shows only where there is one.
+        # disable_recompute changes only what is saved for a backward.
         if case.op in VARIANTS[flag] and (case.backward or flag != "disable_recompute"):
             found.append(_ours(case, flag))
     for peer in peers:
@@ -74,55 +76,58 @@ def contenders(case: Case, peers: Sequence[Peer], variants: Sequence[str] = ()) 
     return found
 
 
-def _ours(case: Case, flag: str) -> Contender:
+def _ours(case: Case, flag: str) -> BenchImplementation:
     flags: Arguments = {flag: True} if flag else {}
     if case.backend:
         flags["backend"] = case.backend
     if case.decoding:
-        return Contender(
+        return BenchImplementation(
             OURS,
             "wyfold.serving.decode",
             lambda arguments: serving.decode(**served(arguments | flags)),
             lambda arguments: {"pool": arguments["initial_state"].clone()},
             backward=False,
         )
-    name = f"wyfold.{case.subject.operator}" + (f", {flag}" if flag else "")
-    return Contender(OURS, name, lambda arguments: case.subject.ours(arguments | flags)[0])
+    name = f"wyfold.{case.spec.operator}" + (f", {flag}" if flag else "")
+    return BenchImplementation(OURS, name, lambda arguments: case.spec.ours(arguments | flags)[0])
 
 
-def _theirs(peer: Peer, adapter: Adapter) -> Contender:
-    """The contender; where its library cannot be loaded, one that says so when it is called."""
+def _theirs(peer: Peer, adapter: Adapter) -> BenchImplementation:
+    """A peer's implementation. If its library cannot be imported, calling it raises the import error."""
     name = f"{peer.name}, {adapter.way}" if adapter.way else peer.name
     try:
         loaded = adapter.load()
-    except Exception as error:  # another library's import may fail in any way; its row will say how
+    except Exception as error:  # another library's import may raise anything; its row shows the error
         reason = error
 
         def refuse(arguments: Arguments) -> Tensor:
             raise reason
 
-        return Contender(peer.name, f"{name} (not loaded)", refuse)
+        return BenchImplementation(peer.name, f"{name} (not loaded)", refuse)
     ran = loaded.ran + (f", {adapter.way}" if adapter.way else "")
-    return Contender(peer.name, ran, loaded.call, loaded.prepare, adapter.backward)
+    return BenchImplementation(peer.name, ran, loaded.call, loaded.prepare, adapter.backward)
 
 
 def prepared(
-    contender: Contender, case: Case, arguments: Arguments, fed: Tensor | None = None
+    implementation: BenchImplementation, case: Case, arguments: Arguments, fed: Tensor | None = None
 ) -> Callable[[], Tensor | tuple[Tensor, ...]]:
-    """One run of a case, ready to be timed: the output, or the gradients of all floating arguments.
+    """Make a function without arguments that runs a case once, for timing.
 
     Args:
-        contender: Who runs it.
-        case: What is run.
-        arguments: Of the case.
-        fed: Gradient of the output, for a backward; the case's own unless given.
+        implementation: Implementation to run.
+        case: Case to run.
+        arguments: Arguments of the case.
+        fed: Gradient of the output, for a backward; None draws the case's own.
+
+    Returns:
+        A function that returns the output, or the gradients of all floating arguments.
     """
-    ready = arguments | contender.prepare(arguments)
+    ready = arguments | implementation.prepare(arguments)
     if not case.backward:
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return contender.call(ready)
+                return implementation.call(ready)
 
         return forward
 
@@ -131,14 +136,14 @@ def prepared(
     gradient = case.incoming(arguments) if fed is None else fed
 
     def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(contender.call(ready), list(asked.values()), gradient)
+        return torch.autograd.grad(implementation.call(ready), list(asked.values()), gradient)
 
     return both
 
 
-def plan(contender: Contender, case: Case, arguments: Arguments) -> dict[str, Any]:
-    """What ours would launch for these arguments; nothing for a peer."""
-    if contender.name != OURS:
+def plan(implementation: BenchImplementation, case: Case, arguments: Arguments) -> dict[str, Any]:
+    """Wyfold's plan for these arguments, as fields of the row; empty for a peer."""
+    if implementation.name != OURS:
         return {}
     asked = {"backend": case.backend} if case.backend else {}
     if case.decoding:
@@ -154,33 +159,33 @@ def plan(contender: Contender, case: Case, arguments: Arguments) -> dict[str, An
     }
 
 
-# --- is it right -----------------------------------------------------------------------------------------------------
+# --- accuracy check --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the judge found.
+class Accuracy:
+    """Accuracy of one call.
 
     Attributes:
-        verdicts: On each tensor, against the limits that ours is held to, the worst error first.
-        right: Whether the result may have a time; it need not be within all limits.
-        eager: On a GPU, the relative error of the eager backend in the dtype, by tensor.
-        lost: Tensors that are not finite somewhere outside of what was compared.
+        verdicts: One per tensor, against Wyfold's limits, the largest error first.
+        correct: Whether the call may be timed; it may still exceed a limit.
+        eager: Tensor -> relative error of the eager backend in the case's dtype; on a GPU only.
+        nonfinite: Names of tensors that have a NaN or infinity outside the compared part.
     """
 
     verdicts: tuple[Verdict, ...]
-    right: bool
+    correct: bool
     eager: dict[str, float] = field(default_factory=dict)
-    lost: tuple[str, ...] = ()
+    nonfinite: tuple[str, ...] = ()
 
     @property
-    def within(self) -> bool:
-        """Whether every tensor is within the limits that ours is held to."""
-        return self.right and all(verdict.passed for verdict in self.verdicts)
+    def within_limits(self) -> bool:
+        """Whether every tensor is within Wyfold's limits."""
+        return self.correct and all(verdict.passed for verdict in self.verdicts)
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a row of results says of it."""
+        """Accuracy fields of a result row."""
         worst = self.verdicts[0]
         return {
             "errors": {
@@ -195,26 +200,31 @@ class Finding:
             },
             "worst_error": worst.measured.rms,
             "worst_tensor": worst.name,
-            "not_finite_elsewhere": self.lost,
-            "correct": self.right,
-            "within_limits": self.within,
-            "failed": not self.within,
+            "not_finite_elsewhere": self.nonfinite,
+            "correct": self.correct,
+            "within_limits": self.within_limits,
+            "failed": not self.within_limits,
         }
 
 
 @dataclass
-class Judge:
-    """What the results of one set of tensors are held to; it is computed once for every mode and contender.
+class AccuracyCheck:
+    """Accuracy check of all implementations on one set of tensors. The reference is computed once per mode.
 
-    On a CPU the truth is the float64 token loop, and in 16 bits the loop in that dtype is the yardstick. Outputs are
-    compared over the whole sequence up to `CHECKED_FORWARD` tokens. For the gradients the loss reaches the first
-    `CHECKED` tokens only, so that the loop need not run further; gradients of later tokens must be zero. `everything`:
-    all tokens in any case.
+    On a CPU the reference is the float64 token loop. In 16 bits the loop in that dtype is the yardstick. Outputs are
+    compared over the whole sequence up to `CHECKED_FORWARD` tokens. For gradients, the loss depends on the first
+    `CHECKED` tokens only, so the loop can stop there; gradients of later tokens must be zero.
 
-    On a GPU the truth is the eager backend in float64 (`wyfold verify` measures it there against the token loop), for
-    `heads` of the key heads and their value heads, since heads have nothing to do with each other, over all tokens;
-    everything else must be finite. The recurrences are held to the absolute targets of the dtype of their inputs and to
-    `WORST_ROW`; in 16 bits the others have the eager backend in the dtype as yardstick.
+    On a GPU the reference is the eager backend in float64, which `wyfold verify` compares with the token loop. It runs
+    over all tokens of `heads` key heads and their value heads, because heads are independent. All other elements must
+    be finite. Recurrences are compared with the absolute targets of their input dtype and with `WORST_ROW`. Other
+    operators in 16 bits have the eager backend in that dtype as yardstick.
+
+    Attributes:
+        case: Case whose tensors are checked.
+        arguments: Tensors of the case.
+        heads: On a GPU, number of key heads to compare.
+        everything: Compare all tokens, also on a CPU.
     """
 
     case: Case
@@ -227,28 +237,33 @@ class Judge:
         s = self.case.shape
         self.narrow = getattr(torch, self.case.dtype) in NARROW
         self.tokens = s.T if self.everything else min(s.T, CHECKED)
-        self.shown = s.T if s.T <= CHECKED_FORWARD and not self.narrow else self.tokens
-        self.headed = "k" in self.arguments or "A" in self.arguments
+        self.output_tokens = s.T if s.T <= CHECKED_FORWARD and not self.narrow else self.tokens
+        self.per_head = "k" in self.arguments or "A" in self.arguments
         some = min(self.heads, s.H)
-        self.picked = sorted({round(i * (s.H - 1) / max(1, some - 1)) for i in range(some)})
+        self.checked_heads = sorted({round(i * (s.H - 1) / max(1, some - 1)) for i in range(some)})
 
     @property
-    def by(self) -> str:
-        """What was compared with what, for the record."""
+    def method(self) -> str:
+        """Description of the comparison, for the result row."""
         if not self.case.on_gpu:
-            return f"token loop in float64; outputs of {self.shown} tokens, gradients of a loss on {self.tokens}"
-        if not self.headed:
+            return (
+                f"token loop in float64; outputs of {self.output_tokens} tokens, gradients of a loss on {self.tokens}"
+            )
+        if not self.per_head:
             return "eager in float64; everything"
-        return f"eager in float64; all tokens of key heads {self.picked} of {self.case.shape.H} and their value heads"
+        heads = f"key heads {self.checked_heads} of {self.case.shape.H} and their value heads"
+        return f"eager in float64; all tokens of {heads}"
 
-    def finding(self, contender: Contender, backward: bool, *, ours: bool) -> Finding:
-        """On the very call that will be timed."""
+    def check_call(self, implementation: BenchImplementation, backward: bool, *, ours: bool) -> Accuracy:
+        """Check the call that will be timed."""
         with torch.no_grad():
-            o = contender(self.arguments)
-        return self.judged(o, gradients_of(contender, self.arguments, self.fed()) if backward else {}, ours=ours)
+            o = implementation(self.arguments)
+        return self.check_tensors(
+            o, gradients_of(implementation, self.arguments, self.fed()) if backward else {}, ours=ours
+        )
 
-    def judged(self, o: Tensor, gradients: Named, *, ours: bool) -> Finding:
-        """On an output, and on the gradients that came of `fed`, if there are any."""
+    def check_tensors(self, o: Tensor, gradients: Named, *, ours: bool) -> Accuracy:
+        """Check an output, and the gradients for the output gradient `fed()`, if given."""
         got, finite = self._compared(o, gradients)
         truth, yardstick = self._standard(bool(gradients))
         verdicts = [self._verdict(name, x, truth[name], yardstick.get(name)) for name, x in got.items()]
@@ -256,10 +271,10 @@ class Judge:
         right = all(tolerable(verdict, ours=ours) for verdict in verdicts)
         eager = {name: rms(x, truth[name]) for name, x in yardstick.items()} if self.case.on_gpu else {}
         lost = tuple(name for name, fine in finite.items() if not fine)
-        return Finding(tuple(verdicts), right and not lost, eager, lost)
+        return Accuracy(tuple(verdicts), right and not lost, eager, lost)
 
     def _verdict(self, name: str, got: Tensor, truth: Tensor, yardstick: Tensor | None) -> Verdict:
-        if name == "deta":  # [B, T, HV, 1]: a number a token, no row of a head
+        if name == "deta":  # [B, T, HV, 1]: one number per token, not a row of channels
             got, truth, yardstick = (
                 got.squeeze(-1),
                 truth.squeeze(-1),
@@ -280,19 +295,19 @@ class Judge:
         return found
 
     def _compared(self, o: Tensor, gradients: Named) -> tuple[Named, dict[str, bool]]:
-        """What is compared, and of each whole tensor whether it is finite."""
-        name = self.case.subject.outputs[0]
-        got = {name: self._cut(name, o, self.shown)}
+        """The compared part of each tensor, and whether each complete tensor is finite."""
+        name = self.case.spec.outputs[0]
+        got = {name: self._cut(name, o, self.output_tokens)}
         got |= {of: self._cut(of, x, self.tokens, exact=True) for of, x in gradients.items()}
         if not self.case.on_gpu:
             return got, {}
         return got, {of: bool(x.isfinite().all()) for of, x in ({name: o} | gradients).items()}
 
     def _standard(self, backward: bool) -> tuple[Named, Named]:
-        """Truth, and in 16 bits the yardstick."""
+        """Reference tensors, and in 16 bits the yardstick."""
         if backward not in self._standards:
-            name = self.case.subject.outputs[0]
-            few = self._arguments(self.shown)
+            name = self.case.spec.outputs[0]
+            few = self._arguments(self.output_tokens)
             with torch.no_grad():
                 truth = {name: self._exact(_exactly(few))}
                 loop = {name: self._exact(few)} if self.narrow else {}
@@ -305,13 +320,13 @@ class Judge:
         return self._standards[backward]
 
     def _exact(self, arguments: Arguments) -> Tensor:
-        """The output by other means than those on trial."""
+        """Output of the reference implementation: the token loop on a CPU, the eager backend on a GPU."""
         if not self.case.on_gpu:
-            return self.case.subject.truth(arguments)[0]
-        return self.case.subject.ours(arguments | {"backend": "eager"})[0]
+            return self.case.spec.truth(arguments)[0]
+        return self.case.spec.ours(arguments | {"backend": "eager"})[0]
 
     def fed(self) -> Tensor:
-        """Gradient of the output; on a CPU it reaches the first tokens only."""
+        """Gradient of the output; on a CPU it is zero after the compared tokens."""
         fed = self.case.incoming(self.arguments)
         if not self.case.on_gpu:
             fed[:, self.tokens :] = 0
@@ -324,7 +339,10 @@ class Judge:
         return cut
 
     def _cut(self, name: str, x: Any, tokens: int, *, exact: bool = False) -> Any:
-        """What is compared of an argument, a result or a gradient; `exact`: where the rest is not zero, NaN."""
+        """Select the compared part of an argument, a result or a gradient.
+
+        With `exact` the tokens after that part must be zero; if they are not, the returned part is NaN.
+        """
         argument = name if name in self.arguments else name.removeprefix("d")
         if not isinstance(x, Tensor):
             return x
@@ -338,10 +356,10 @@ class Judge:
 
     def _heads_of(self, argument: str, x: Tensor) -> Tensor:
         axis = HEAD_AXIS.get(argument)
-        if axis is None or not self.headed:
+        if axis is None or not self.per_head:
             return x
         group = 1 if argument in KEY_HEADS or "A" in self.arguments else self.case.shape.HV // self.case.shape.H
-        rows = [head * group + j for head in self.picked for j in range(group)]
+        rows = [head * group + j for head in self.checked_heads for j in range(group)]
         return x.index_select(axis, torch.tensor(rows, device=x.device))
 
 
@@ -351,14 +369,14 @@ def _exactly(arguments: Arguments) -> Arguments:
 
 
 def tolerable(verdict: Verdict, *, ours: bool) -> bool:
-    """Whether a tensor is right, if perhaps further from the truth than ours may be."""
+    """Whether a tensor is accurate enough to be timed, though perhaps outside Wyfold's limits."""
     if verdict.passed:
         return True
     measured, limits = verdict.measured, verdict.limits
     if not verdict.reason.startswith("over") or measured.row > WORST_ROW:
         return False
     coarse = not ours and measured.rms <= PRECISION
-    may = OURS_MAY if ours else PEERS_MAY
+    may = OUR_ERROR_FACTOR if ours else PEER_ERROR_FACTOR
     return coarse or all(value <= may * limit for value, limit in zip(astuple(measured), astuple(limits)))
 
 

@@ -1,12 +1,12 @@
-"""What has to be measured in a process of its own: peak memory of a call on a CPU, and the time of a first call.
+"""Measurements in a fresh process: peak memory of a call on a CPU, and the time of a first call.
 
-For memory a child process makes the inputs, runs the call once on a small input so that libraries have set themselves
-up, gives freed memory back to the system, resets the kernel's record of its peak, notes what is resident, runs the call
-once, and reads the peak. Resident bytes are what the machine pays: allocator slack and temporary copies count. (On a
-GPU the allocator knows its peak: `timing.Gpu.peak_mib`.)
+For memory, a child process makes the inputs and runs the call once on a small input, so that libraries initialise. It
+returns freed memory to the system, resets the peak that the OS records, reads the resident size, runs the call once,
+and reads the peak. Resident bytes include allocator slack and temporary copies. (On a GPU the allocator records its
+peak: `timing.Gpu.peak_mib`.)
 
-For a first call the child's home, and with it every cache of compiled kernels, is an empty folder. Its tensors exist
-and the library is imported before the clock starts; whatever a library does on being called for the first time counts.
+For a first call, the child's home directory is empty, and so is every cache of compiled kernels. The tensors exist and
+the library is imported before the clock starts. Everything that the library does on its first call is included.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ COMPILED = {
     "CUDNN_FRONTEND_CAKE_CACHE_DIR": "cake",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-"""Where libraries keep compiled kernels, as environment variable -> folder below the empty one."""
+"""Environment variable of a cache of compiled kernels -> its folder below the empty directory."""
 
 
 def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
-    """What `wyfold bench --measure` prints in a child of this process.
+    """Run `wyfold bench --measure` in a child process and return its answer.
 
     Raises:
-        RuntimeError: the child failed; the text is the last line it said.
+        RuntimeError: the child failed; the message is its last line on standard error.
     """
     return _asked([], request)
 
 
 def first_call(request: dict[str, Any]) -> dict[str, Any]:
-    """The same from a child that finds no compiled kernel.
+    """Time a first call in a child process without cached kernels.
 
     Raises:
-        RuntimeError: the child failed; the text is the last line it said.
+        RuntimeError: the child failed; the message is its last line on standard error.
     """
     with tempfile.TemporaryDirectory() as empty:
         settings = [f"{name}={Path(empty, folder)}" for name, folder in COMPILED.items()]
@@ -73,7 +73,7 @@ def first_call(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], object], finish: Callable[[], None]) -> dict[str, float]:
-    """Time of one call until `finish` returns."""
+    """Time one call, until `finish` returns."""
     began = time.perf_counter()
     call()
     finish()
@@ -81,7 +81,7 @@ def seconds(call: Callable[[], object], finish: Callable[[], None]) -> dict[str,
 
 
 def first_backward(device: str) -> None:
-    """A backward of nobody's: PyTorch's first one that is fed a gradient imports sympy for it, for seconds."""
+    """Run an unrelated backward: PyTorch imports sympy in the first one with a given gradient, which takes seconds."""
     x = torch.ones(1, device=device, requires_grad=True)
     torch.autograd.grad(x.clone(), x, torch.ones_like(x))
 
@@ -96,11 +96,11 @@ def _asked(prefix: list[str], request: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak(small: Callable[[], object], call: Callable[[], object]) -> dict[str, Any]:
-    """Peak of `call` in MiB: above what is resident before it, and of the whole process.
+    """Peak resident memory of `call` in MiB, above the level before it and of the whole process.
 
     Args:
         small: The same kind of call on a small input.
-        call: Its inputs exist already; its results are dropped.
+        call: Call to measure. Its inputs exist already, and its results are dropped.
     """
     small()
     gc.collect()
@@ -119,15 +119,15 @@ def peak(small: Callable[[], object], call: Callable[[], object]) -> dict[str, A
 
 
 def _return_freed() -> None:
-    """glibc keeps freed memory resident; what is kept would later be used without being seen."""
+    """Return freed memory to the system. glibc keeps it resident, and reuse would not show in the peak."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
-        return  # another C library: nothing to return by this name
+        return  # another C library, without this function
 
 
 def _field(name: str) -> float:
-    """A line of this process's status, MiB."""
+    """A field of /proc/self/status in MiB."""
     for line in STATUS.read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
@@ -138,6 +138,6 @@ def _highest() -> float:
     """Peak resident size since the last reset, MiB."""
     if STATUS.exists():
         return _field("VmHWM")
-    # Elsewhere than on Linux; there, this figure would begin with the parent's.
+    # Not on Linux, where this figure would start at the parent's peak.
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / (2**20 if sys.platform == "darwin" else 2**10)

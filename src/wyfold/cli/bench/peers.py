@@ -1,10 +1,10 @@
-"""Other libraries' versions of our operators: an adapter of a few lines each, for `bench` to run beside ours.
+"""Peers: adapters that call other libraries' versions of the operators, for `bench`.
 
-An adapter imports its library when asked, takes the arguments of one call and returns the output. It says by name what
-ran, since libraries exchange their functions for others when further packages are installed; on a GPU the names of the
-kernels are recorded as well, and what `dispatched` heard. Ours and theirs do the same work: norms, gates and states are
-inside or outside for both. Where a library wants an argument in another form, that form is made outside of the time,
-and its row says so.
+An adapter imports its library on use, takes the arguments of one call and returns the output. It records the full name
+of the function that ran, because libraries replace functions when further packages are installed. On a GPU the kernel
+names are recorded as well, and the messages of `dispatch_messages`. All implementations do the same work: norms, gates
+and states are inside the operator for all of them, or outside for all. If a library needs an argument in another form,
+the conversion is outside the timed region, and the row says so.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Loaded:
     """A library's function, imported.
 
     Attributes:
-        ran: Its full name.
-        call: Takes the arguments of ours, and what `prepare` adds to them; returns the output.
-        prepare: Makes further arguments, once, outside of all times.
+        ran: Full name of the function.
+        call: Maps Wyfold's keyword arguments, extended by `prepare`, to the output.
+        prepare: Makes further arguments, once, outside the timed region.
     """
 
     ran: str
@@ -41,12 +41,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One way to call a library.
+    """One way to call an operator of a library.
 
     Attributes:
-        load: Imports what is needed.
-        way: What distinguishes it from another way of the same library.
-        backward: Whether the library has one.
+        load: Imports the function.
+        way: Name of this variant, if the library has several for the operator; else empty.
+        backward: Whether it is differentiable.
     """
 
     load: Callable[[], Loaded]
@@ -56,16 +56,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Peer:
-    """One library.
+    """A library to compare with.
 
     Attributes:
-        name: As `--peers` has it.
-        module: What is imported.
-        install: What brings it.
-        adapters: Public operator of ours -> ways to call theirs.
-        device: Type of device it is for.
-        packages: Whose versions a result needs.
-        shares: Makes of boundaries and a process group what their `cp_context` is; None: they share no sequence.
+        name: Name in `--peers`.
+        module: Module to import.
+        install: Command that installs it.
+        adapters: Public operator of Wyfold -> adapters of the library.
+        device: Type of device the library runs on.
+        packages: Packages whose versions are recorded with a result.
+        shares: (boundaries, process group) -> the library's `cp_context`; None without context parallelism.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Peer:
 
     @property
     def ways(self) -> list[str]:
-        """What `narrowed` takes."""
+        """Variants of all operators, the values that `narrowed` accepts."""
         found = (adapter.way for adapters in self.adapters.values() for adapter in adapters)
         return list(dict.fromkeys(way for way in found if way))
 
     def narrowed(self, way: str) -> Peer:
-        """The peer with one of several ways to call an operator; with all of them if way is empty."""
+        """The peer restricted to one variant of each operator; unrestricted if `way` is empty."""
         if not way:
             return self
         kept = {op: tuple(a for a in adapters if a.way in ("", way)) for op, adapters in self.adapters.items()}
@@ -95,7 +95,7 @@ class Peer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Package -> version, of those that are installed."""
+        """Installed package -> version."""
         found = {}
         for package in self.packages:
             try:
@@ -115,7 +115,7 @@ def _named(function: Callable[..., Any]) -> str:
 
 
 def _keywords(function: Callable[..., Any], **fixed: Any) -> Callable[[Arguments], Tensor]:
-    """Calls a function that has our signature; of several results the first."""
+    """Call a function that has Wyfold's signature, and return its first result."""
 
     def call(arguments: Arguments) -> Tensor:
         returned = function(**arguments, **fixed)
@@ -124,7 +124,7 @@ def _keywords(function: Callable[..., Any], **fixed: Any) -> Callable[[Arguments
     return call
 
 
-# --- transformers: what it falls back to on a CPU --------------------------------------------------------------------
+# --- transformers: its fallbacks on a CPU ----------------------------------------------------------------------------
 
 
 def _transformers(function: Callable[..., Any]) -> Loaded:
@@ -150,36 +150,36 @@ def _transformers_kda() -> Loaded:
 
 # --- fla -------------------------------------------------------------------------------------------------------------
 
-_heard: dict[str, None] = {}
+_dispatch_messages: dict[str, None] = {}
 
 
-class _Listener(logging.Handler):
-    """Keeps what fla says about the backends it hands calls to, and about those it refuses."""
+class _DispatchLogHandler(logging.Handler):
+    """Collects fla's log messages about the backends that it selects or rejects."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _heard[record.getMessage()] = None
+        _dispatch_messages[record.getMessage()] = None
 
 
-def dispatched() -> list[str]:
-    """What fla has said so far in this process; it says each thing once."""
-    return list(_heard)
+def dispatch_messages() -> list[str]:
+    """Messages that fla has logged so far in this process; each occurs once."""
+    return list(_dispatch_messages)
 
 
 def _fla(module: str, name: str, **fixed: Any) -> Callable[[], Loaded]:
-    """A function of fla that takes our keywords."""
+    """Loader of an fla function that takes Wyfold's keywords."""
 
     def load() -> Loaded:
-        _listen()
+        _capture_dispatch_log()
         function = _imported(f"fla.{module}", name)
         return Loaded(_named(function), _keywords(function, **fixed))
 
     return load
 
 
-def _listen() -> None:
+def _capture_dispatch_log() -> None:
     logger = logging.getLogger("fla.backends")
-    if not any(isinstance(handler, _Listener) for handler in logger.handlers):
-        logger.addHandler(_Listener())
+    if not any(isinstance(handler, _DispatchLogHandler) for handler in logger.handlers):
+        logger.addHandler(_DispatchLogHandler())
         logger.setLevel(logging.INFO)
         logger.propagate = False
 
@@ -189,8 +189,8 @@ def _fla_shares(boundaries: Tensor, group: Any) -> Any:
 
 
 def _fla_kkt() -> Loaded:
-    """Its gate is summed within chunks, and in base 2."""
-    _listen()
+    """Load fla's `chunk_scaled_dot_kkt_fwd`, which expects a gate in base 2, already summed within chunks."""
+    _capture_dispatch_log()
     function = _imported("fla.ops.common.chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt_fwd")
 
     def prepare(arguments: Arguments) -> Arguments:
@@ -204,7 +204,7 @@ def _fla_kkt() -> Loaded:
 
 
 def _summed(g: Tensor, chunk_size: int) -> Tensor:
-    """Running sums of g [B, T, HV] within chunks, base 2."""
+    """Cumulative sums of g [B, T, HV] within chunks, in base 2."""
     import torch
 
     B, T, HV = g.shape
@@ -222,7 +222,7 @@ def _flash_qla_gdn() -> Loaded:
 
 
 def _boundaries(arguments: Arguments) -> Tensor:
-    """[N+1] int32 boundaries of the sequences of a batch laid one after another."""
+    """[N+1] int32 boundaries of the sequences of a batch that is flattened to one row."""
     import torch
 
     if "cu_seqlens" in arguments:
@@ -233,7 +233,7 @@ def _boundaries(arguments: Arguments) -> Tensor:
 
 
 def _laid_out(arguments: Arguments, *names: str) -> list[Tensor]:
-    """[B * T, ...] views."""
+    """Arguments as [B * T, ...] views."""
     return [arguments[name].flatten(0, 1) for name in names]
 
 
@@ -254,7 +254,7 @@ def _cudnn_kda() -> Loaded:
 
 
 def _flashinfer_gdn() -> Loaded:
-    """Its gate is the factor itself."""
+    """Load FlashInfer's GDN, which expects the decay factor exp(g) as its gate."""
     chunk_gated_delta_rule = _imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
 
     def prepare(arguments: Arguments) -> Arguments:

@@ -1,4 +1,4 @@
-"""One case of `bench` after another: who runs is judged, timed in turns, and measured; a row says what was found."""
+"""Run the cases of `bench`: check every implementation, then time them interleaved; one result row each."""
 
 from __future__ import annotations
 
@@ -13,19 +13,30 @@ import torch
 from wyfold.cli import described, results
 from wyfold.cli.bench import memory, timing
 from wyfold.cli.bench.cases import Case, packed_lengths
-from wyfold.cli.bench.implementations import Contender, Judge, contenders, plan, prepared
+from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, plan, prepared
 from wyfold.cli.bench.peers import PEERS, Peer
 from wyfold.cli.catalog import OURS, VARIANTS
 from wyfold.cli.operators import Arguments
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.check import UnsupportedError
 
-Runner = tuple[dict[str, Any], timing.Run]
-"""The row of a contender and its call."""
+TimedCall = tuple[dict[str, Any], timing.Run]
+"""Result row of an implementation, and its call."""
 
 
-class Track:
-    """Where cases run: the rounds, what is measured, the card if it is one, and how far the whole run has come."""
+class BenchSession:
+    """Settings and progress of a `bench` run.
+
+    Attributes:
+        cases: Number of cases of the run.
+        rounds: Timing rounds per case.
+        graph: Whether calls are also timed from a CUDA graph.
+        cold: Whether first calls in a fresh process are timed.
+        began: Start of the run, of `time.perf_counter`.
+        done: Cases finished so far.
+        gpu: The GPU to measure on; None before the first case that needs it.
+        copy_rate: Bytes per second of a large copy on that GPU; None without a GPU.
+    """
 
     def __init__(self, cases: int, rounds: int, graph: bool, cold: bool):
         self.cases, self.rounds, self.graph, self.cold = cases, rounds, graph, cold
@@ -34,7 +45,7 @@ class Track:
         self.copy_rate: float | None = None
 
     def enter(self, case: Case) -> None:
-        """The card, when the first case needs it."""
+        """Open the GPU and measure its copy rate when the first case needs it."""
         if case.on_gpu and self.gpu is None:
             self.gpu = timing.Gpu()
             self.copy_rate = self.gpu.copy_rate()
@@ -43,61 +54,61 @@ class Track:
         results.say(f"[{self.done + 1}/{self.cases}, {time.perf_counter() - self.began:.0f} s] {line}")
 
 
-def race(
-    group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], track: Track
+def run_cases(
+    group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], session: BenchSession
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each case of the group, one per contender, as they are found; those that are right take turns."""
-    track.enter(group[0])
+    """Yield the rows of each case of the group, one per implementation. Only correct implementations are timed."""
+    session.enter(group[0])
     arguments = group[0].arguments()
-    judge = Judge(group[0], arguments)
+    judge = AccuracyCheck(group[0], arguments)
     for case in group:
-        everyone = contenders(case, peers, also)
-        found = [_row(case, contender, arguments, judge, track) for contender in everyone]
+        everyone = implementations_of(case, peers, also)
+        found = [_row(case, implementation, arguments, judge, session) for implementation in everyone]
         fed = case.incoming(arguments) if case.backward else None
-        right: list[Runner] = [
+        right: list[TimedCall] = [
             (row, prepared(c, case, arguments, fed)) for c, row in zip(everyone, found) if row["correct"]
         ]
-        if track.gpu is not None:
-            right = _that_run(right, case)
-        track.say(f"timing {case.title}: {len(right)} contenders, {track.rounds} rounds of turns")
-        if track.gpu is None:
-            _time_on_cpu(right, track)
+        if session.gpu is not None:
+            right = _runnable(right, case)
+        session.say(f"timing {case.title}: {len(right)} contenders, {session.rounds} rounds of turns")
+        if session.gpu is None:
+            _time_on_cpu(right, session)
         else:
-            _time_on_gpu(right, track.gpu, track)
+            _time_on_gpu(right, session.gpu, session)
         del right, fed
-        give_back(case)
-        for row, contender in zip(found, everyone):
+        release_memory(case)
+        for row, implementation in zip(found, everyone):
             if row["correct"]:
                 row["ns_per_token_head"] = row["milliseconds"]["median"] * 1e6 / max(1, case.token_heads)
-                _in_other_processes(row, case, contender, track)
-        track.done += 1
+                _in_other_processes(row, case, implementation, session)
+        session.done += 1
         yield found
 
 
-def _that_run(right: Sequence[Runner], case: Case) -> list[Runner]:
-    """Those whose call does not fail when nothing else of theirs is kept; it has compiled everything by then."""
+def _runnable(right: Sequence[TimedCall], case: Case) -> list[TimedCall]:
+    """Drop implementations whose plain call fails. Everything is compiled after this call."""
     running = []
     for row, call in right:
         try:
             call()
             running.append((row, call))
-        except Exception as error:  # a library may run out of memory here, ours may not
-            give_back(case)
-            row |= {"correct": False, "refused": said(error), "failed": True}
+        except Exception as error:  # a peer may run out of memory; Wyfold may not
+            release_memory(case)
+            row |= {"correct": False, "refused": error_line(error), "failed": True}
     return running
 
 
-def _time_on_cpu(right: Sequence[Runner], track: Track) -> None:
-    times = timing.interleaved([call for _, call in right], track.rounds)
+def _time_on_cpu(right: Sequence[TimedCall], session: BenchSession) -> None:
+    times = timing.interleaved([call for _, call in right], session.rounds)
     for (row, _), mine in zip(right, times):
         row["milliseconds"] = timing.spread(mine)
 
 
-def _time_on_gpu(right: Sequence[Runner], gpu: timing.Gpu, track: Track) -> None:
-    """Calls, then what they launch and hold, then the same calls from graphs, which may fail."""
-    for (row, _), turns in zip(right, gpu.interleaved([call for _, call in right], track.rounds)):
+def _time_on_gpu(right: Sequence[TimedCall], gpu: timing.Gpu, session: BenchSession) -> None:
+    """Time the calls, then profile kernels and memory, then time the calls from CUDA graphs. Capture may fail."""
+    for (row, _), turns in zip(right, gpu.interleaved([call for _, call in right], session.rounds)):
         row["milliseconds"], row["host_milliseconds"] = timing.spread(turns.device), timing.spread(turns.host)
-        row["floor"] |= {"milliseconds": row["floor"]["bytes"] / (track.copy_rate or 1) * 1e3}
+        row["floor"] |= {"milliseconds": row["floor"]["bytes"] / (session.copy_rate or 1) * 1e3}
         row["times_floor"] = row["milliseconds"]["median"] / row["floor"]["milliseconds"]
     at_work = timing.card()
     for row, call in right:
@@ -106,29 +117,33 @@ def _time_on_gpu(right: Sequence[Runner], gpu: timing.Gpu, track: Track) -> None
         row["kernels"] = [asdict(kernel) for kernel in kernels]
         row["kernel_milliseconds"] = sum(kernel.milliseconds for kernel in kernels)
         row["peak"] = {"above_inputs_mib": gpu.peak_mib(call), "method": memory.METHOD_GPU}
-    if not track.graph:
+    if not session.graph:
         return
-    graphs: list[Runner] = []
+    graphs: list[TimedCall] = []
     for row, call in right:
         try:
             graphs.append((row, gpu.captured(call)))
             torch.cuda.synchronize()
-        except Exception as error:  # a peer that waits for the device cannot be captured; that is its answer
-            row["graph_refused"] = said(error)
-    for (row, _), turns in zip(graphs, gpu.interleaved([replay for _, replay in graphs], track.rounds)):
+        except (
+            Exception
+        ) as error:  # a peer that synchronises with the device cannot be captured; its row shows the error
+            row["graph_refused"] = error_line(error)
+    for (row, _), turns in zip(graphs, gpu.interleaved([replay for _, replay in graphs], session.rounds)):
         row["graph_milliseconds"] = timing.spread(turns.device)
 
 
-def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, track: Track) -> dict[str, Any]:
-    """The row of one contender, checked but not yet timed."""
-    track.say(f"checking {case.title} by {contender.ran}")
+def _row(
+    case: Case, implementation: BenchImplementation, arguments: Arguments, judge: AccuracyCheck, session: BenchSession
+) -> dict[str, Any]:
+    """Result row of one implementation, checked but not yet timed."""
+    session.say(f"checking {case.title} by {implementation.ran}")
     row: dict[str, Any] = {
         **asdict(case),
         "packed_sequences": len(packed_lengths(case.name)) or None,
-        "contender": contender.name,
-        "ran": contender.ran,
+        "contender": implementation.name,
+        "ran": implementation.ran,
         "launches": {},
-        "judged": judge.by,
+        "judged": judge.method,
         **dict.fromkeys(("errors", "worst_error", "worst_tensor", "kernels", "kernel_milliseconds", "card")),
         **dict.fromkeys(("milliseconds", "host_milliseconds", "graph_milliseconds", "ns_per_token_head")),
         **dict.fromkeys(("times_floor", "first_call_seconds", "peak")),
@@ -138,63 +153,65 @@ def _row(case: Case, contender: Contender, arguments: Arguments, judge: Judge, t
         "within_limits": False,
         "failed": False,
     }
-    if case.backward and not contender.backward:
+    if case.backward and not implementation.backward:
         return row | {"refused": "has no backward"}
     try:
-        found = judge.finding(contender, case.backward, ours=contender.name == OURS)
-        row["launches"] = plan(contender, case, arguments)
+        found = judge.check_call(implementation, case.backward, ours=implementation.name == OURS)
+        row["launches"] = plan(implementation, case, arguments)
     except UnsupportedError as refusal:
-        return row | {"refused": said(refusal)}
-    except Exception as error:  # another library's way to say no is its own; a bug of ours fails the run, at its end
-        if contender.name == OURS:
+        return row | {"refused": error_line(refusal)}
+    except Exception as error:  # a peer may refuse with any exception; a bug of Wyfold fails the run at its end
+        if implementation.name == OURS:
             results.say(traceback.format_exc())
-        give_back(case)
-        return row | {"refused": said(error), "failed": True}
+        release_memory(case)
+        return row | {"refused": error_line(error), "failed": True}
     return row | found.row
 
 
-def give_back(case: Case) -> None:
-    """Memory that nothing uses any more, if the device still answers: other processes have cases too."""
+def release_memory(case: Case) -> None:
+    """Return unused device memory, so that other processes can allocate it. Raises if the device failed."""
     if case.on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def said(error: BaseException) -> str:
-    """An error in one line; a compiler's may be thousands."""
+def error_line(error: BaseException) -> str:
+    """Class and message of an exception in one line, truncated; a compiler's message may be thousands of lines."""
     return f"{type(error).__name__}: {described(error)[:400]}"
 
 
-def _in_other_processes(row: dict[str, Any], case: Case, contender: Contender, track: Track) -> None:
-    """What only a process without a past can tell: peak memory on a CPU, and how long a first call takes."""
+def _in_other_processes(
+    row: dict[str, Any], case: Case, implementation: BenchImplementation, session: BenchSession
+) -> None:
+    """Measure in a fresh process: peak memory on a CPU, and the time of a first call."""
     wanted = [] if case.on_gpu else [("peak", "peak_missing", memory.in_fresh_process)]
-    if track.cold:
+    if session.cold:
         wanted.append(("first_call_seconds", "first_call_missing", memory.first_call))
     for figure, missing, ask in wanted:
-        track.say(f"measuring {figure} of {case.title} by {contender.ran}")
-        request = {**asdict(case), "ran": contender.ran, "contender": contender.name}
+        session.say(f"measuring {figure} of {case.title} by {implementation.ran}")
+        request = {**asdict(case), "ran": implementation.ran, "contender": implementation.name}
         try:
             answer = ask(request | {"threads": torch.get_num_threads()})
             row[figure] = answer["seconds"] if figure == "first_call_seconds" else answer
-        except RuntimeError as failure:  # killed for memory, say: the row stays, without the figure
+        except RuntimeError as failure:  # for example killed for memory: the row stays without this figure
             row[missing] = str(failure)
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The figure that is asked for, of the request's case in this process, which should be fresh."""
+    """Answer a request of `_in_other_processes` in this process, which must be fresh."""
     torch.set_num_threads(request.pop("threads"))
     name, ran, what = request.pop("contender"), request.pop("ran"), request.pop("what", "peak")
     case = Case(**{**request, "shape": Shape(**request["shape"])})
     peers = [PEERS[name]] if name != OURS else []
-    (contender,) = (c for c in contenders(case, peers, list(VARIANTS)) if c.ran == ran)
-    call = prepared(contender, case, case.arguments())
+    (implementation,) = (c for c in implementations_of(case, peers, list(VARIANTS)) if c.ran == ran)
+    call = prepared(implementation, case, case.arguments())
     if what == "first call":
         if case.backward:
             memory.first_backward(case.device)
         wait(case)
         return memory.seconds(call, lambda: wait(case))
     few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
-    return memory.peak(prepared(contender, few, few.arguments()), call)
+    return memory.peak(prepared(implementation, few, few.arguments()), call)
 
 
 def wait(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""What `bench` shows: tables on the screen, ratios between contenders, a chart."""
+"""Output of `bench`: tables on the screen, ratios between implementations, a chart."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from wyfold.cli import results
 from wyfold.cli.catalog import OURS
 from wyfold.runtime import files
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 LEAST = 1e-3
-"""MiB that a chart of logarithms shows for nothing."""
+"""MiB drawn for zero on a logarithmic axis."""
 
 SAME = ("op", "name", "shape", "gate", "dtype", "gate_dtype", "norm", "chunk", "mode", "seed")
-"""What two rows agree in whose contenders ran side by side."""
+"""Fields that are equal in rows whose implementations ran on the same tensors."""
 
 
-def against_peers(rows: Sequence[Row]) -> list[Row]:
-    """Each of ours beside each peer on the same tensors: how many times faster, with which shares of memory and error.
+def against_peers(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Ratios of every Wyfold row to every peer row on the same tensors: speed, memory and error.
 
-    And the packed shape `short` beside the dense one: time per token.
+    Also the ratio of time per token between the packed shape `short` and its dense counterpart.
     """
     timed = [row for row in rows if row["milliseconds"]]
     ours = [row for row in timed if row["contender"] == OURS]
@@ -44,7 +44,7 @@ def against_peers(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _ratio(mine: Row, theirs: Row) -> Row:
+def _ratio(mine: ResultRow, theirs: ResultRow) -> ResultRow:
     graphs = mine["graph_milliseconds"], theirs["graph_milliseconds"]
     errors = [
         mine["errors"][name]["rms"] / theirs["errors"][name]["rms"]
@@ -61,15 +61,15 @@ def _ratio(mine: Row, theirs: Row) -> Row:
     }
 
 
-def _share(ours: Row | None, theirs: Row | None) -> float | None:
+def _share(ours: ResultRow | None, theirs: ResultRow | None) -> float | None:
     if not ours or not theirs or theirs["above_inputs_mib"] <= 0:
         return None
     share: float = ours["above_inputs_mib"] / theirs["above_inputs_mib"]
     return share
 
 
-def report(rows: Sequence[Row], ratios: Sequence[Row]) -> None:
-    """The tables on the screen."""
+def report(rows: Sequence[ResultRow], ratios: Sequence[ResultRow]) -> None:
+    """Print the tables."""
     on_gpu = any(row["host_milliseconds"] for row in rows)
     figures: tuple[str, ...] = ("median ms", "quartiles ms", "ns/token-head", "peak MiB above inputs", "process MiB")
     if on_gpu:
@@ -97,18 +97,18 @@ def report(rows: Sequence[Row], ratios: Sequence[Row]) -> None:
             print(f"no first call of {what}: {row['first_call_missing']}")
 
 
-def _reasons(row: Row) -> str:
+def _reasons(row: ResultRow) -> str:
     found = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
     lost = [f"{name} not finite outside of what was compared" for name in row["not_finite_elsewhere"]]
     return "; ".join(found + lost)
 
 
-def _size(row: Row) -> str:
+def _size(row: ResultRow) -> str:
     size = row["name"] or ",".join(map(str, row["shape"].values()))
     return f"{size} C{row['chunk']}" if row["op"] in ("solve", "kkt") else size
 
 
-def _pair(ratio: Row) -> tuple[str, ...]:
+def _pair(ratio: ResultRow) -> tuple[str, ...]:
     shares = (ratio["times_faster"], ratio["graph"], ratio["memory_share"], ratio["error_share"])
     words = (ratio["op"], _size(ratio), *(ratio[key] for key in ("dtype", "gate", "mode", "ran", "peer")))
     return (*words, *map(_two, shares))
@@ -118,11 +118,11 @@ def _two(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def _median(figure: Row | None, form: str = ".3f", times: float = 1.0) -> str:
+def _median(figure: ResultRow | None, form: str = ".3f", times: float = 1.0) -> str:
     return format(figure["median"] * times, form) if figure else ""
 
 
-def _cells(row: Row, on_gpu: bool, width: int) -> tuple[str, ...]:
+def _cells(row: ResultRow, on_gpu: bool, width: int) -> tuple[str, ...]:
     ran = row["ran"] if row["contender"] != OURS else f"{row['ran']} ({row['launches'].get('backend', 'none')})"
     head = [row["op"], _size(row), row["dtype"], row["gate"], row["mode"], ran]
     if row["refused"]:
@@ -133,7 +133,7 @@ def _cells(row: Row, on_gpu: bool, width: int) -> tuple[str, ...]:
     return (*head, *[""] * (width - len(head)))
 
 
-def _gpu_figures(row: Row) -> list[str]:
+def _gpu_figures(row: ResultRow) -> list[str]:
     launches = sum(kernel["count"] for kernel in row["kernels"])
     return [
         _median(row["milliseconds"]),
@@ -147,19 +147,19 @@ def _gpu_figures(row: Row) -> list[str]:
     ]
 
 
-def _cpu_figures(row: Row) -> list[str]:
+def _cpu_figures(row: ResultRow) -> list[str]:
     ms, peak = row["milliseconds"], row["peak"]
     sizes = [f"{peak['above_inputs_mib']:.0f}", f"{peak['process_mib']:.0f}"] if peak else ["", ""]
     quartiles = f"{ms['quartile1']:.1f} - {ms['quartile3']:.1f}"
     return [f"{ms['median']:.1f}", quartiles, f"{row['ns_per_token_head']:.0f}", *sizes, _first(row)]
 
 
-def _first(row: Row) -> str:
+def _first(row: ResultRow) -> str:
     return "" if row["first_call_seconds"] is None else f"{row['first_call_seconds']:.1f}"
 
 
-def chart(file: Path, rows: Sequence[Row]) -> None:
-    """Bars of median time, with quartiles, and of peak memory, as PNG; logarithmic, for contenders differ by orders."""
+def chart(file: Path, rows: Sequence[ResultRow]) -> None:
+    """Write bars of median time, with quartiles, and of peak memory as PNG. Axes are logarithmic."""
     if importlib.util.find_spec("matplotlib") is None:
         results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
         return
@@ -187,7 +187,7 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
     right.barh(at, peaks, color=colours, log=True)
     right.set(xlabel="peak MiB above inputs")
     for axes, values in ((left, [*medians, *filter(None, floors)]), (right, peaks)):
-        # From where the shortest bar still looks like something.
+        # Start the axis low enough that the shortest bar stays visible.
         axes.set_xlim(min([1.0, *values]) / 2, max([1.0, *values]) * 2)
     with files.replacing(file) as unfinished:
         figure.savefig(unfinished, format="png")
@@ -197,8 +197,8 @@ def chart(file: Path, rows: Sequence[Row]) -> None:
 # --- over ranks -------------------------------------------------------------------------------------------------------
 
 
-def report_ranks(rows: Sequence[Row]) -> None:
-    """The table of a race over ranks, on the screen."""
+def report_ranks(rows: Sequence[ResultRow]) -> None:
+    """Print the table of `bench` over ranks."""
     case, found = (
         ("op", "shape", "dtype", "gates", "mode", "ran", "ranks"),
         ("worst error", "median ms", "quartiles ms"),
@@ -214,7 +214,7 @@ def report_ranks(rows: Sequence[Row]) -> None:
             print(f"{verdict}: {what}: {_reasons(row)}")
 
 
-def _rank_cells(row: Row) -> tuple[str, ...]:
+def _rank_cells(row: ResultRow) -> tuple[str, ...]:
     head = (row["op"], _size(row), row["dtype"], row["gate"], row["mode"], row["ran"], str(row["ranks"]))
     if not row["milliseconds"]:
         return (*head, "refused" if row["refused"] else "wrong", *[""] * 5)
@@ -230,8 +230,8 @@ def _rank_cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def over_ranks(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Of each contender and case the points (ranks, times ours on one rank), where there are such times."""
+def over_ranks(rows: Sequence[ResultRow]) -> dict[str, list[tuple[int, float]]]:
+    """Implementation and case -> points (ranks, speed relative to Wyfold on one rank)."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["times_one_rank"] is not None:
@@ -240,8 +240,8 @@ def over_ranks(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def chart_ranks(file: Path, rows: Sequence[Row]) -> None:
-    """Speed over ranks, beside what as many ranks could be at best, as PNG."""
+def chart_ranks(file: Path, rows: Sequence[ResultRow]) -> None:
+    """Write the speed over ranks, with the line of perfect scaling, as PNG."""
     if importlib.util.find_spec("matplotlib") is None:
         results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
         return

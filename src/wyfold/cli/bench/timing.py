@@ -1,8 +1,8 @@
-"""How long runs take, in turns: on a CPU by its clock; on a GPU by events, kernel by kernel, and from a CUDA graph.
+"""Interleaved timing: on a CPU by the clock; on a GPU by events, kernel by kernel, and from a CUDA graph.
 
-On a GPU every timed call finds the L2 cache flushed by a write of 256 MiB. A contender's turn is a short burst of
-calls, queued without waiting, so that a host which is faster than the device is as far ahead of it as in a training
-step; turns alternate, and each round starts with another contender.
+On a GPU the L2 cache is flushed by a write of 256 MiB before every timed call. The turn of an implementation is a short
+burst of calls, queued without waiting, so that the host runs ahead of the device as in a training step. Each round
+starts with another implementation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from wyfold.cli.catalog import BURST
 Run = Callable[[], object]
 
 FLUSHED = 256 * 2**20
-"""Bytes written between two calls, several times the cache."""
+"""Bytes written between two calls to flush the cache, several times its size."""
 COPIED = 2**30
-"""Bytes copied to measure what the memory does at best."""
+"""Bytes copied to measure the memory bandwidth."""
 PROFILED = 3
-"""Calls whose kernels are added up."""
+"""Calls over which kernel times are averaged."""
 
 METHOD_CPU = "contenders alternate in one process, one warm run each; medians"
 METHOD_GPU = (
@@ -38,7 +38,13 @@ METHOD_GPU = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that a call launched: how often, and the device time of all its launches in milliseconds."""
+    """Launches of one kernel in one call.
+
+    Attributes:
+        name: Name in the profiler.
+        count: Launches per call.
+        milliseconds: Device time of all its launches per call.
+    """
 
     name: str
     count: float
@@ -47,19 +53,24 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Turns:
-    """Times of one run in milliseconds, a number per call: on the device, and on the host that asked for it."""
+    """Times of one implementation, one number per call.
+
+    Attributes:
+        device: Milliseconds between the CUDA events around each call.
+        host: Milliseconds of the host inside each call.
+    """
 
     device: list[float]
     host: list[float]
 
 
 def order(count: int, rounds: int) -> list[list[int]]:
-    """Who runs when: every round has all of them, and starts with another one."""
+    """Order of the implementations in each round: all of them, each round starting with the next one."""
     return [[(i + turn) % count for i in range(count)] for turn in range(rounds)]
 
 
 def interleaved(runs: Sequence[Run], rounds: int) -> list[list[float]]:
-    """Milliseconds of every run in every round, by the process's clock."""
+    """Milliseconds of every run in every round, by the clock of the process."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
@@ -72,7 +83,7 @@ def interleaved(runs: Sequence[Run], rounds: int) -> list[list[float]]:
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and extremes."""
+    """Median, quartiles, minimum, maximum and number of times."""
     low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
     return {
         "median": statistics.median(times),
@@ -85,19 +96,19 @@ def spread(times: Sequence[float]) -> dict[str, Any]:
 
 
 class Gpu:
-    """The current CUDA device as a place to measure on."""
+    """Measurements on the current CUDA device."""
 
     def __init__(self) -> None:
-        # No other code fills 16-bit integers, so the profiler's rows of this kernel can be told from a contender's.
+        # No other code fills 16-bit integers, so the profiler can separate this kernel from those of an implementation.
         self.cache = torch.empty(FLUSHED // 2, dtype=torch.int16, device="cuda")
         self.flushing = frozenset(self._profile(self.flush))
 
     def flush(self) -> None:
-        """Write more than the cache holds."""
+        """Flush the L2 cache by writing more than it holds."""
         self.cache.fill_(1)
 
     def interleaved(self, runs: Sequence[Run], rounds: int) -> list[Turns]:
-        """Times of every run, in bursts; one warm run each."""
+        """Device and host times of every run, in interleaved bursts after one warm-up run each."""
         for run in runs:
             run()
         turns = [Turns([], []) for _ in runs]
@@ -120,7 +131,7 @@ class Gpu:
         turns.device.extend(begin.elapsed_time(end) for begin, end in marks)
 
     def kernels(self, run: Run) -> list[Kernel]:
-        """What one call launches, the longest first; copies and fills of memory by the driver are among them."""
+        """Kernels of one call, the longest first. Memory copies and fills of the driver are included."""
 
         def calls() -> None:
             for _ in range(PROFILED):
@@ -135,10 +146,10 @@ class Gpu:
         return sorted(found, key=lambda kernel: kernel.milliseconds, reverse=True)
 
     def captured(self, run: Run) -> Run:
-        """One call as a CUDA graph; every replay writes the same results.
+        """Capture one call in a CUDA graph and return its replay, which overwrites the same results.
 
         Raises:
-            RuntimeError: the call waits for the device, or does something else that no graph can hold.
+            RuntimeError: the call synchronises with the device, or does something else that cannot be captured.
         """
         home, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(home)
@@ -151,7 +162,7 @@ class Gpu:
             with torch.cuda.graph(graph):
                 kept = run()
         finally:
-            torch.cuda.set_stream(home)  # a capture that fails leaves its own stream in place
+            torch.cuda.set_stream(home)  # a failed capture leaves its stream current
 
         def replay() -> object:
             graph.replay()
@@ -161,7 +172,7 @@ class Gpu:
 
     @staticmethod
     def peak_mib(run: Run) -> float:
-        """Most memory that PyTorch's allocator holds during a call above what it holds before it, results included."""
+        """Peak of PyTorch's allocator during a call, above its level before the call, results included."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -173,13 +184,13 @@ class Gpu:
         return peak / 2**20
 
     def copy_rate(self) -> float:
-        """Bytes per second, read and written, of a large copy: what a byte floor is counted with."""
+        """Bytes per second, read plus written, of a large copy; the rate of the byte floor."""
         source, target = (torch.empty(COPIED, dtype=torch.int8, device="cuda") for _ in range(2))
         (turns,) = self.interleaved([lambda: target.copy_(source)], 10)
         return 2 * COPIED / (statistics.median(turns.device) / 1e3)
 
     def _profile(self, run: Run) -> dict[str, list[float]]:
-        """Microseconds of every launch, by kernel name."""
+        """Kernel name -> microseconds of each of its launches."""
         from torch.profiler import ProfilerActivity, profile
 
         torch.cuda.synchronize()
@@ -194,12 +205,12 @@ class Gpu:
 
 
 def card() -> dict[str, str]:
-    """Driver, clocks, temperature and power of the first GPU as its driver tells them; empty where it cannot."""
+    """Driver, clocks, temperature and power of the first GPU from nvidia-smi; empty if that fails."""
     clocks = ("clocks.sm", "clocks.mem", "clocks_event_reasons.active")
     fields = ("name", "driver_version", *clocks, "temperature.gpu", "power.draw")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(fields, (word.strip() for word in said.split(","))))
+    return dict(zip(fields, (word.strip() for word in printed.split(","))))

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from wyfold.cli.scorecard import accuracy, bits, contract, installation
-from wyfold.cli.scorecard.finding import Finding, Scope
+from wyfold.cli.scorecard.check import CheckResult, Scope
 
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckRecord:
     """What came of a row.
 
     Attributes:
@@ -48,35 +48,35 @@ class Record:
         return vars(self) | {"pass": {PASS: True, FAIL: False, NOT_RUN: None}[self.outcome]}
 
 
-def run_row(number: int, scope: Scope) -> Record:
+def run_check(number: int, scope: Scope) -> CheckRecord:
     """The record of one row; a number whose subject this version does not have was not run."""
-    row = ROWS.get(number)
+    row = CHECKS.get(number)
     if row is None:
-        return Record(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
+        return CheckRecord(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
     began = time.perf_counter()
     try:
-        finding = row.check(scope)
+        result = row.check(scope)
     except Exception as error:  # whatever stops a row, the others are still to be seen
-        finding = Finding(scope)
-        finding.case(False, f"the check itself stopped: {type(error).__name__}: {error}")
+        result = CheckResult(scope)
+        result.case(False, f"the check itself stopped: {type(error).__name__}: {error}")
     seconds = round(time.perf_counter() - began, 1)
-    outcome, note = _outcome(finding)
-    value = f"{len(finding.broken)} of {finding.cases} broken"
-    if finding.worst is not None:
-        value += f", largest error {finding.worst:.1e}"
-    broken = tuple(finding.broken[:20])
-    return Record(number, row.promise, row.target, outcome, value, finding.cases, broken, note, seconds, scope.seed)
+    outcome, note = _outcome(result)
+    value = f"{len(result.broken)} of {result.cases} broken"
+    if result.worst is not None:
+        value += f", largest error {result.worst:.1e}"
+    broken = tuple(result.broken[:20])
+    return CheckRecord(number, row.promise, row.target, outcome, value, result.cases, broken, note, seconds, scope.seed)
 
 
-def _outcome(finding: Finding) -> tuple[str, str]:
-    if finding.broken:
+def _outcome(result: CheckResult) -> tuple[str, str]:
+    if result.broken:
         return FAIL, ""
-    if finding.why_not:
-        return NOT_RUN, finding.why_not
-    if finding.cases < finding.promised:
-        return NOT_RUN, f"held in {finding.cases} cases, the promise is about {finding.promised}"
+    if result.skip_reason:
+        return NOT_RUN, result.skip_reason
+    if result.cases < result.promised:
+        return NOT_RUN, f"held in {result.cases} cases, the promise is about {result.promised}"
     return PASS, ""
 
 
-ROWS = {row.number: row for row in (*accuracy.ROWS, *bits.ROWS, *contract.ROWS, *installation.ROWS)}
+CHECKS = {row.number: row for row in (*accuracy.CHECKS, *bits.CHECKS, *contract.CHECKS, *installation.CHECKS)}
 """Every row this version can try, by number."""

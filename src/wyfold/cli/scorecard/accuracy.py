@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import wyfold
-from wyfold.cli.operators import SUBJECTS, Arguments, Subject, judged, measured, verdicts
-from wyfold.cli.scorecard.finding import Finding, Row, Scope
+from wyfold.cli.operators import OPERATOR_SPECS, Arguments, OperatorSpec, judged, measured, verdicts
+from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
 
@@ -32,35 +32,35 @@ DELTA = tuple(RULES)[:3]
 AGREE = 1e-10
 
 
-def definitions_agree(scope: Scope) -> Finding:
+def definitions_agree(scope: Scope) -> CheckResult:
     """Row 1: recurrence, chunk form, recurrent form, split-and-compose and finite differences, in float64."""
-    finding = Finding(scope)
+    result = CheckResult(scope)
     shape = Shape(2, 70, 2, 4, 16, 24)
-    for subject in SUBJECTS.values():
-        for verdict in judged(subject, shape, torch.float64, scope.seed):
-            finding.error(verdict.measured.rms, AGREE, f"{subject.name}: {verdict.name}")
+    for spec in OPERATOR_SPECS.values():
+        for verdict in judged(spec, shape, torch.float64, scope.seed):
+            result.error(verdict.measured.rms, AGREE, f"{spec.name}: {verdict.name}")
     for rule in RULES:
-        _split_and_compose(rule, finding)
+        _split_and_compose(rule, result)
         holds = _finite_differences(rule, scope.seed)
-        finding.case(holds, f"{rule}: the gradients are not the slopes of the outputs")
-    return finding
+        result.case(holds, f"{rule}: the gradients are not the slopes of the outputs")
+    return result
 
 
-def _split_and_compose(rule: str, finding: Finding) -> None:
+def _split_and_compose(rule: str, result: CheckResult) -> None:
     """Two calls, the state handed on, beside one call of the token loop."""
-    subject = SUBJECTS[RULES[rule]]
-    arguments = subject.arguments(Shape(2, 70, 2, 4, 16, 24), torch.float64, finding.scope.seed)
-    whole = measured(subject.truth, arguments, subject.outputs, seed=finding.scope.seed)
-    halves = measured(lambda a: in_two(subject, a, 32), arguments, subject.outputs, seed=finding.scope.seed)
+    spec = OPERATOR_SPECS[RULES[rule]]
+    arguments = spec.arguments(Shape(2, 70, 2, 4, 16, 24), torch.float64, result.scope.seed)
+    whole = measured(spec.truth, arguments, spec.outputs, seed=result.scope.seed)
+    halves = measured(lambda a: in_two(spec, a, 32), arguments, spec.outputs, seed=result.scope.seed)
     for name in whole:
-        finding.error(error.rms(halves[name], whole[name]), AGREE, f"{rule} in two calls: {name}")
+        result.error(error.rms(halves[name], whole[name]), AGREE, f"{rule} in two calls: {name}")
 
 
-def in_two(subject: Subject, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
+def in_two(spec: OperatorSpec, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
     """Outputs of the operator called on the tokens before `cut` and then, from the state they left, on the others."""
-    before, *states = subject.ours(tokens(arguments, slice(0, cut)))
+    before, *states = spec.ours(tokens(arguments, slice(0, cut)))
     handed = dict(zip(("initial_state", "initial_state_bias"), states))
-    after, *states = subject.ours(tokens(arguments, slice(cut, None)) | handed)
+    after, *states = spec.ours(tokens(arguments, slice(cut, None)) | handed)
     return torch.cat([before, after], dim=1), *states
 
 
@@ -71,12 +71,12 @@ def tokens(arguments: Arguments, which: slice) -> Arguments:
 
 
 def _finite_differences(rule: str, seed: int) -> bool:
-    subject = SUBJECTS[RULES[rule]]
-    arguments = subject.arguments(Shape(1, 18, 1, 2, 8, 8), torch.float64, seed)
+    spec = OPERATOR_SPECS[RULES[rule]]
+    arguments = spec.arguments(Shape(1, 18, 1, 2, 8, 8), torch.float64, seed)
     leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
-        return subject.ours(arguments | dict(zip(leaves, values)))
+        return spec.ours(arguments | dict(zip(leaves, values)))
 
     # Fast mode: one random direction through all inputs and outputs instead of every pair of entries.
     values = [x.clone().requires_grad_() for x in leaves.values()]
@@ -88,9 +88,9 @@ def _finite_differences(rule: str, seed: int) -> bool:
 EXACT_CASES = 200
 
 
-def index_and_mask(scope: Scope) -> Finding:
+def index_and_mask(scope: Scope) -> CheckResult:
     """Row 2: with one-hot keys, beta 0 or 1 and integer values, answers are whole numbers and must be met exactly."""
-    finding = Finding(scope, promised=EXACT_CASES)
+    result = CheckResult(scope, promised=EXACT_CASES)
     generator = torch.Generator().manual_seed(scope.seed)
 
     def pick(*options: int) -> int:
@@ -112,8 +112,8 @@ def index_and_mask(scope: Scope) -> Finding:
         truth = written_last(drawn, lengths)
         cu = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)])
         o, _ = getattr(wyfold, RULES[rule])(**drawn, scale=1.0, cu_seqlens=cu)
-        finding.case(torch.equal(o, truth), f"case {number}: {rule} {shape} {gate} {dtype} lengths {lengths}")
-    return finding
+        result.case(torch.equal(o, truth), f"case {number}: {rule} {shape} {gate} {dtype} lengths {lengths}")
+    return result
 
 
 def _lengths(total: int, generator: torch.Generator) -> list[int]:
@@ -156,7 +156,7 @@ KEY_KINDS = ("normal", "positive", "identical", "near-identical", "two clusters"
 STRENGTHS = ("half", ".835", "one", "two")
 
 
-def correlated_keys(scope: Scope) -> Finding:
+def correlated_keys(scope: Scope) -> CheckResult:
     """Row 5: repeated and correlated keys, at every write strength and gate, forward and backward.
 
     With beta below 2 in float32, against its targets. At beta 2 without decay every token reflects and nothing is
@@ -164,32 +164,32 @@ def correlated_keys(scope: Scope) -> Finding:
     whether the chunk form adds anything to what their rounding costs.
     """
     kinds = list(itertools.product(KEY_KINDS, STRENGTHS, DELTA))
-    finding = Finding(scope, promised=len(kinds))
+    result = CheckResult(scope, promised=len(kinds))
     shape = Shape(1, 130, 1, 1, 64, 64)
     for keys, beta, rule in kinds[:: 10 if scope.quick else 1]:
         dtype = torch.bfloat16 if beta == "two" else torch.float32
         drawn = inputs.draw("random", rule, shape, keys=keys, beta=beta, gate="-1e-3", dtype=dtype, seed=scope.seed)
-        _against_loop(finding, SUBJECTS[RULES[rule]], drawn, f"{rule}, {keys} keys, beta {beta}")
-    return finding
+        _against_loop(result, OPERATOR_SPECS[RULES[rule]], drawn, f"{rule}, {keys} keys, beta {beta}")
+    return result
 
 
 GATE_KINDS = (*inputs.GATES, *inputs.MODEL_GATES)
 DECAYS = 1e-3
 
 
-def every_gate(scope: Scope) -> Finding:
+def every_gate(scope: Scope) -> CheckResult:
     """Row 6: every gate from 0 to -inf is legal, its gradients included, and decays what it says."""
-    finding = Finding(scope, promised=2 * len(GATE_KINDS))
+    result = CheckResult(scope, promised=2 * len(GATE_KINDS))
     shape = Shape(1, 70, 1, 2, 16, 16)
     for gate, rule in itertools.product(GATE_KINDS[:: 10 if scope.quick else 1], DELTA[1:]):
         if gate == "model bounded" and rule != "kda":
             gate = "model"
         beta = "logits" if gate == "spiky" else "sigmoid"
         drawn = inputs.draw("random", rule, shape, gate=gate, beta=beta, state="normal", seed=scope.seed)
-        _against_loop(finding, SUBJECTS[RULES[rule]], drawn | {"output_final_state": True}, f"{rule}, gate {gate}")
+        _against_loop(result, OPERATOR_SPECS[RULES[rule]], drawn | {"output_final_state": True}, f"{rule}, gate {gate}")
         if gate not in inputs.MODEL_GATES:
-            finding.error(_decay(rule, drawn), DECAYS, f"{rule}, gate {gate}: what is left of a state")
-    return finding
+            result.error(_decay(rule, drawn), DECAYS, f"{rule}, gate {gate}: what is left of a state")
+    return result
 
 
 def _decay(rule: str, drawn: Arguments) -> float:
@@ -204,16 +204,16 @@ def _decay(rule: str, drawn: Arguments) -> float:
     return ((left - wanted).abs() / wanted.clamp(min=1e-30)).max().item()
 
 
-def _against_loop(finding: Finding, subject: Subject, arguments: Arguments, where: str) -> None:
+def _against_loop(result: CheckResult, spec: OperatorSpec, arguments: Arguments, where: str) -> None:
     """One case: finite where the truth is, and every tensor as near it as the rule of acceptance asks."""
-    names = subject.outputs if arguments.get("output_final_state") else subject.outputs[:1]
-    few = replace(subject, outputs=names)
-    got = measured(few.ours, arguments, names, seed=finding.scope.seed)
-    found = verdicts(few, arguments, got, finding.scope.seed, waive=True)
+    names = spec.outputs if arguments.get("output_final_state") else spec.outputs[:1]
+    few = replace(spec, outputs=names)
+    got = measured(few.ours, arguments, names, seed=result.scope.seed)
+    found = verdicts(few, arguments, got, result.scope.seed, waive=True)
     errors = [verdict.measured.rms for verdict in found if verdict.passed and not verdict.waived]
-    finding.worst = max(finding.worst or 0.0, *errors)
+    result.worst = max(result.worst or 0.0, *errors)
     lines = [str(verdict) for verdict in found if not verdict.passed]
-    finding.case(not lines, f"{where}: {'; '.join(lines)}")
+    result.case(not lines, f"{where}: {'; '.join(lines)}")
 
 
 # --- row 7 -----------------------------------------------------------------------------------------------------------
@@ -230,22 +230,22 @@ def reduced_precision_allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def float32_means_float32(scope: Scope) -> Finding:
+def float32_means_float32(scope: Scope) -> CheckResult:
     """Row 7: where TF32 is allowed globally, float32 results keep float32's accuracy."""
-    finding = Finding(scope)
-    for subject in SUBJECTS.values():
-        arguments = subject.arguments(Shape(1, 130, 1, 2, 64, 64), torch.float32, scope.seed)
+    result = CheckResult(scope)
+    for spec in OPERATOR_SPECS.values():
+        arguments = spec.arguments(Shape(1, 130, 1, 2, 64, 64), torch.float32, scope.seed)
         with reduced_precision_allowed():
-            got = measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=scope.seed)
-        for verdict in verdicts(subject, arguments, got, scope.seed):
-            finding.error(verdict.measured.rms, verdict.limits.rms, f"{subject.name}: {verdict.name}")
-    return finding
+            got = measured(spec.ours, arguments, spec.outputs, backward=spec.backward, seed=scope.seed)
+        for verdict in verdicts(spec, arguments, got, scope.seed):
+            result.error(verdict.measured.rms, verdict.limits.rms, f"{spec.name}: {verdict.name}")
+    return result
 
 
-ROWS = (
-    Row(1, "the definitions agree with each other", "relative error <= 1e-10, float64", definitions_agree),
-    Row(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", index_and_mask),
-    Row(5, "correlated keys", "84 of 84 finite and as near the truth as rule 3 asks", correlated_keys),
-    Row(6, "every gate is legal", "finite; decays within 1e-3; gradients as rule 3 asks", every_gate),
-    Row(7, "fp32 means fp32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),
+CHECKS = (
+    Check(1, "the definitions agree with each other", "relative error <= 1e-10, float64", definitions_agree),
+    Check(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", index_and_mask),
+    Check(5, "correlated keys", "84 of 84 finite and as near the truth as rule 3 asks", correlated_keys),
+    Check(6, "every gate is legal", "finite; decays within 1e-3; gradients as rule 3 asks", every_gate),
+    Check(7, "fp32 means fp32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),
 )

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wyfold.cli.operators import SUBJECTS, Arguments, Named, Subject, bound, incoming, measured, widened
+from wyfold.cli.operators import OPERATOR_SPECS, Arguments, Named, OperatorSpec, bound, incoming, measured, widened
 from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two
-from wyfold.cli.scorecard.finding import Finding, Row, Scope
+from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
 
@@ -37,7 +37,7 @@ class _Draw:
 
 def some_call(
     rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0
-) -> tuple[Subject, Arguments]:
+) -> tuple[OperatorSpec, Arguments]:
     """A rule's chunk form and arguments for it: small, and with everything the rule has in some of the calls.
 
     Args:
@@ -58,7 +58,7 @@ def some_call(
     drawn = inputs.draw(
         "random", rule, shape, state="normal", sequences=sequences, dtype=dtype, seed=seed + number, **options
     )
-    return SUBJECTS[RULES[rule]], drawn | {"output_final_state": True}
+    return OPERATOR_SPECS[RULES[rule]], drawn | {"output_final_state": True}
 
 
 def differing(one: Named, other: Named) -> str:
@@ -73,26 +73,26 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 # --- row 12 ----------------------------------------------------------------------------------------------------------
 
 
-def packed_equals_separate(scope: Scope) -> Finding:
+def packed_equals_separate(scope: Scope) -> CheckResult:
     """Row 12: each sequence of a random packing, and each row of a batch, has the bits it has when it is run alone."""
-    finding = Finding(scope, promised=PACKINGS * len(RULES))
+    result = CheckResult(scope, promised=PACKINGS * len(RULES))
     for number, rule in itertools.product(range(scope.count(PACKINGS)), RULES):
         draw = _Draw(scope.seed + number)
         lengths = [draw.pick(0, 1, 2, 15, 16, 17, 40, draw.below(90)) for _ in range(draw.pick(1, 2, 3, 4))]
         spare = draw.pick(0, 0, 3)
-        subject, arguments = some_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
+        spec, arguments = some_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
         cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=(torch.int64, torch.int32)[number % 2])
         rows = [slice(int(cu[n]), int(cu[n + 1])) for n in range(len(lengths))]
-        wrong = _alone(subject, arguments | {"cu_seqlens": cu}, [(slice(0, 1), tokens) for tokens in rows], scope.seed)
-        finding.case(not wrong, f"case {number}: {rule}, lengths {lengths}, {spare} spare: {'; '.join(wrong)}")
+        wrong = _alone(spec, arguments | {"cu_seqlens": cu}, [(slice(0, 1), tokens) for tokens in rows], scope.seed)
+        result.case(not wrong, f"case {number}: {rule}, lengths {lengths}, {spare} spare: {'; '.join(wrong)}")
         if number % 8 == 0:
-            subject, arguments = some_call(rule, number, 1 + draw.below(70), sequences=None, B=3, seed=scope.seed)
-            wrong = _alone(subject, arguments, [(slice(b, b + 1), slice(None)) for b in range(3)], scope.seed)
-            finding.case(not wrong, f"case {number}: {rule}, batch of 3: {'; '.join(wrong)}")
-    return finding
+            spec, arguments = some_call(rule, number, 1 + draw.below(70), sequences=None, B=3, seed=scope.seed)
+            wrong = _alone(spec, arguments, [(slice(b, b + 1), slice(None)) for b in range(3)], scope.seed)
+            result.case(not wrong, f"case {number}: {rule}, batch of 3: {'; '.join(wrong)}")
+    return result
 
 
-def _alone(subject: Subject, arguments: Arguments, places: list[tuple[slice, slice]], seed: int) -> list[str]:
+def _alone(spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, slice]], seed: int) -> list[str]:
     """What differs between a call of many sequences and a call of each alone.
 
     Args:
@@ -101,22 +101,22 @@ def _alone(subject: Subject, arguments: Arguments, places: list[tuple[slice, sli
         places: Rows of the batch and tokens of each sequence, in the order of the states.
         seed: Of what is fed back.
     """
-    together, fed = _measured(subject, arguments, seed)
+    together, fed = _measured(spec, arguments, seed)
     shared = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
     wrong = []
     for n, (rows, some) in enumerate(places):
-        alone = measured(subject.ours, _part(shared, rows, some, n), subject.outputs, fed=_part(fed, rows, some, n))
+        alone = measured(spec.ours, _part(shared, rows, some, n), spec.outputs, fed=_part(fed, rows, some, n))
         own = {name: x for name, x in together.items() if name in (*PER_TOKEN, *PER_SEQUENCE)}
         names = differing(_part(own, rows, some, n), alone)
         wrong += [f"sequence {n}: {names}"] if names else []
     return wrong
 
 
-def _measured(subject: Subject, arguments: Arguments, seed: int) -> tuple[Named, Named]:
+def _measured(spec: OperatorSpec, arguments: Arguments, seed: int) -> tuple[Named, Named]:
     """What `measured` returns, and the gradients that were fed back."""
     with torch.no_grad():
-        fed = incoming(dict(zip(subject.outputs, subject.ours(arguments), strict=True)), seed)
-    return measured(subject.ours, arguments, subject.outputs, fed=fed), fed
+        fed = incoming(dict(zip(spec.outputs, spec.ours(arguments), strict=True)), seed)
+    return measured(spec.ours, arguments, spec.outputs, fed=fed), fed
 
 
 def _part(tensors: Arguments, rows: slice, some: slice, n: int) -> Arguments:
@@ -130,29 +130,29 @@ def _part(tensors: Arguments, rows: slice, some: slice, n: int) -> Arguments:
 # --- row 13 ----------------------------------------------------------------------------------------------------------
 
 
-def past_is_closed(scope: Scope) -> Finding:
+def past_is_closed(scope: Scope) -> CheckResult:
     """Row 13: other inputs from a token on change no bit of the outputs before it, nor of the gradients of those."""
-    finding = Finding(scope, promised=CAUSAL_CASES)
+    result = CheckResult(scope, promised=CAUSAL_CASES)
     for number in range(scope.count(CAUSAL_CASES)):
         rule = tuple(RULES)[number % len(RULES)]
         draw = _Draw(scope.seed + number)
         T = 2 + draw.below(100)
         t = 1 + draw.below(T - 1)
-        subject, arguments = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
+        spec, arguments = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
         _, others = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed + 10_000)
         changed = {
             name: torch.cat([x[:, :t], others[name][:, t:]], dim=1) if name in PER_TOKEN else x
             for name, x in arguments.items()
         }
-        before, after = (_prefix(subject, a, t, scope.seed) for a in (arguments, changed))
+        before, after = (_prefix(spec, a, t, scope.seed) for a in (arguments, changed))
         names = differing(before, after)
-        finding.case(not names, f"case {number}: {rule}, T {T}, changed from {t} on: {names}")
-    return finding
+        result.case(not names, f"case {number}: {rule}, T {T}, changed from {t} on: {names}")
+    return result
 
 
-def _prefix(subject: Subject, arguments: Arguments, t: int, seed: int) -> Named:
+def _prefix(spec: OperatorSpec, arguments: Arguments, t: int, seed: int) -> Named:
     """Outputs of the first t tokens, and the gradients of a loss on those alone."""
-    first = replace(subject, outputs=subject.outputs[:1])
+    first = replace(spec, outputs=spec.outputs[:1])
     with torch.no_grad():
         fed = incoming({"o": first.ours(arguments)[0]}, seed)
     fed["o"][:, t:] = 0
@@ -163,24 +163,24 @@ def _prefix(subject: Subject, arguments: Arguments, t: int, seed: int) -> Named:
 # --- row 14 ----------------------------------------------------------------------------------------------------------
 
 
-def split_equals_whole(scope: Scope) -> Finding:
+def split_equals_whole(scope: Scope) -> CheckResult:
     """Row 14: two calls, the state handed on, cut at a multiple of 64, give the bits of one; elsewhere nearly so."""
-    finding = Finding(scope)
+    result = CheckResult(scope)
     T = 200
     for rule, number in itertools.product(RULES, range(scope.count(10))):
-        subject, arguments = some_call(rule, 4 * number, T, sequences=None, seed=scope.seed)
-        whole = dict(zip(subject.outputs, subject.ours(arguments)))
+        spec, arguments = some_call(rule, 4 * number, T, sequences=None, seed=scope.seed)
+        whole = dict(zip(spec.outputs, spec.ours(arguments)))
         for cut in (64, 128, 192):
-            halves = dict(zip(subject.outputs, in_two(subject, arguments, cut)))
+            halves = dict(zip(spec.outputs, in_two(spec, arguments, cut)))
             names = differing(whole, halves)
-            finding.case(not names, f"{rule}, case {number}, cut at {cut}: {names}")
+            result.case(not names, f"{rule}, case {number}, cut at {cut}: {names}")
         if rule in DELTA:  # a cut inside a mini-batch of TTT-Linear is another model
-            halves = dict(zip(subject.outputs, in_two(subject, arguments, 1 + 7 * number)))
-            truth = dict(zip(subject.outputs, subject.truth(widened(arguments))))
+            halves = dict(zip(spec.outputs, in_two(spec, arguments, 1 + 7 * number)))
+            truth = dict(zip(spec.outputs, spec.truth(widened(arguments))))
             found = [error.judge(x, truth[name], name=name, target=bound(name, x.dtype)) for name, x in halves.items()]
             lines = [str(verdict) for verdict in found if not verdict.passed]
-            finding.case(not lines, f"{rule}, cut at {1 + 7 * number}: {'; '.join(lines)}")
-    return finding
+            result.case(not lines, f"{rule}, cut at {1 + 7 * number}: {'; '.join(lines)}")
+    return result
 
 
 # --- row 15 ----------------------------------------------------------------------------------------------------------
@@ -245,16 +245,16 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 """Ways to lie in memory; an expanded one has the values of its first slice throughout."""
 
 
-def memory_layout(scope: Scope) -> Finding:
+def memory_layout(scope: Scope) -> CheckResult:
     """Row 15: every argument and incoming gradient at every stride, beside the same values stored contiguously."""
-    finding = Finding(scope, promised=12 * len(RULES))
+    result = CheckResult(scope, promised=12 * len(RULES))
     kinds = dict(itertools.islice(STRIDES.items(), 0, None, 7 if scope.quick else 1))
     for rule in RULES:
         number = 2 if rule in DELTA[1:] else 0  # with a model's gate, so that its parameters are there
-        subject, arguments = some_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
+        spec, arguments = some_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
         with torch.no_grad():
-            fed = incoming(dict(zip(subject.outputs, subject.ours(arguments))), scope.seed)
-        usual = measured(subject.ours, arguments, subject.outputs, fed=fed)
+            fed = incoming(dict(zip(spec.outputs, spec.ours(arguments))), scope.seed)
+        usual = measured(spec.ours, arguments, spec.outputs, fed=fed)
         places = [(arguments, name) for name, x in arguments.items() if isinstance(x, Tensor)] + [
             (fed, name) for name in fed
         ]
@@ -264,18 +264,18 @@ def memory_layout(scope: Scope) -> Finding:
                 continue  # a vector has no second dimension
             strange = kinds[kind](x)
             expected = (
-                usual if "expanded" not in kind else _with(subject, arguments, fed, tensors, name, strange.contiguous())
+                usual if "expanded" not in kind else _with(spec, arguments, fed, tensors, name, strange.contiguous())
             )
-            names = differing(expected, _with(subject, arguments, fed, tensors, name, strange))
-            finding.case(not names, f"{rule}, {'incoming ' if tensors is fed else ''}{name} {kind}: {names}")
-    return finding
+            names = differing(expected, _with(spec, arguments, fed, tensors, name, strange))
+            result.case(not names, f"{rule}, {'incoming ' if tensors is fed else ''}{name} {kind}: {names}")
+    return result
 
 
-def _with(subject: Subject, arguments: Arguments, fed: Named, tensors: Arguments, name: str, x: Tensor) -> Named:
+def _with(spec: OperatorSpec, arguments: Arguments, fed: Named, tensors: Arguments, name: str, x: Tensor) -> Named:
     """Results with one tensor, an argument or an incoming gradient, replaced; strides reach the operator untouched."""
     replaced = tensors | {name: x}
     arguments, fed = (arguments, replaced) if tensors is fed else (replaced, fed)
-    return measured(subject.ours, arguments, subject.outputs, fed=fed, copy=False)
+    return measured(spec.ours, arguments, spec.outputs, fed=fed, copy=False)
 
 
 # --- row 29 ----------------------------------------------------------------------------------------------------------
@@ -283,37 +283,37 @@ def _with(subject: Subject, arguments: Arguments, fed: Named, tensors: Arguments
 THREADS = 8
 
 
-def nothing_is_stale(scope: Scope) -> Finding:
+def nothing_is_stale(scope: Scope) -> CheckResult:
     """Row 29: boundaries edited in place, shapes in turns and threads at once leave no trace in each other's bits."""
-    finding = Finding(scope)
+    result = CheckResult(scope)
     for rule in RULES:
-        subject, arguments = some_call(rule, 0, 70, sequences=2, seed=scope.seed)
+        spec, arguments = some_call(rule, 0, 70, sequences=2, seed=scope.seed)
         cu = torch.tensor([0, 30, 70])
         arguments["cu_seqlens"] = cu
-        measured(subject.ours, arguments, subject.outputs)
+        measured(spec.ours, arguments, spec.outputs)
         cu[1] = 17
-        edited = measured(subject.ours, arguments, subject.outputs)
-        fresh = measured(subject.ours, arguments | {"cu_seqlens": torch.tensor([0, 17, 70])}, subject.outputs)
+        edited = measured(spec.ours, arguments, spec.outputs)
+        fresh = measured(spec.ours, arguments | {"cu_seqlens": torch.tensor([0, 17, 70])}, spec.outputs)
         names = differing(fresh, edited)
-        finding.case(not names, f"{rule}, boundaries edited in place: {names}")
+        result.case(not names, f"{rule}, boundaries edited in place: {names}")
     calls = [
         some_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))
     ]
     alone = [_run(call) for call in calls]
     for number, call in [*enumerate(calls), *reversed(list(enumerate(calls)))]:
         names = differing(alone[number], _run(call))
-        finding.case(not names, f"call {number} among other shapes: {names}")
+        result.case(not names, f"call {number} among other shapes: {names}")
     for number, names in enumerate(_at_once(calls, alone)):
-        finding.case(not names, f"thread {number} of {THREADS}: {names}")
-    return finding
+        result.case(not names, f"thread {number} of {THREADS}: {names}")
+    return result
 
 
-def _run(call: tuple[Subject, Arguments]) -> Named:
-    subject, arguments = call
-    return measured(subject.ours, arguments, subject.outputs)
+def _run(call: tuple[OperatorSpec, Arguments]) -> Named:
+    spec, arguments = call
+    return measured(spec.ours, arguments, spec.outputs)
 
 
-def _at_once(calls: list[tuple[Subject, Arguments]], alone: list[Named]) -> list[str]:
+def _at_once(calls: list[tuple[OperatorSpec, Arguments]], alone: list[Named]) -> list[str]:
     """What differed in each of the threads that ran all calls, each from another one on."""
     found = ["did not finish"] * THREADS
     gate = threading.Barrier(THREADS)
@@ -331,17 +331,17 @@ def _at_once(calls: list[tuple[Subject, Arguments]], alone: list[Named]) -> list
     return found
 
 
-ROWS = (
-    Row(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
-    Row(13, "the past never depends on the future", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
-    Row(
+CHECKS = (
+    Check(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
+    Check(13, "the past never depends on the future", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
+    Check(
         14,
         "split equals unsplit",
         "0 bits at multiples of 64; elsewhere within the float32 targets",
         split_equals_whole,
     ),
-    Row(
+    Check(
         15, "layout of memory is irrelevant", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout
     ),
-    Row(29, "no stale state", "0 bits", nothing_is_stale),
+    Check(29, "no stale state", "0 bits", nothing_is_stale),
 )

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wyfold
 from wyfold import TTTState, serving
 from wyfold.cli import described
-from wyfold.cli.operators import SUBJECTS, Arguments, Subject, judged, measured, verdicts
+from wyfold.cli.operators import OPERATOR_SPECS, Arguments, OperatorSpec, judged, measured, verdicts
 from wyfold.cli.scorecard.accuracy import DELTA, RULES
-from wyfold.cli.scorecard.finding import Finding, Row, Scope
+from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal
 from wyfold.kernels import table
 from wyfold.reference import inputs
@@ -46,13 +46,13 @@ def launches_counted() -> Iterator[list[str]]:
         table.kernel_module = usual
 
 
-def bad_input_is_named(scope: Scope) -> Finding:
+def bad_input_is_named(scope: Scope) -> CheckResult:
     """Row 17: every wrong call is refused by name, with what was expected and what came, before any launch."""
-    finding = Finding(scope, promised=REFUSED)
+    result = CheckResult(scope, promised=REFUSED)
     for refusal in REFUSALS[:: 10 if scope.quick else 1]:
         said = refused(refusal)
-        finding.case(not said, f"{refusal}: {said}")
-    return finding
+        result.case(not said, f"{refusal}: {said}")
+    return result
 
 
 def refused(refusal: Refusal) -> str:
@@ -104,10 +104,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 MISSING = ("triton", "gluon")
 """Backends that serve nothing in this version: each cell demands them too, and must be refused."""
 
-Cell = dict[str, Any]
+Combination = dict[str, Any]
 
 
-def pairwise(seed: int) -> list[Cell]:
+def pairwise(seed: int) -> list[Combination]:
     """Cells in which every pair of values of two factors occurs, few of them."""
     generator = torch.Generator().manual_seed(seed)
     names = list(FACTORS)
@@ -117,7 +117,7 @@ def pairwise(seed: int) -> list[Cell]:
         for i in range(len(FACTORS[a]))
         for j in range(len(FACTORS[b]))
     }
-    cells: list[Cell] = []
+    cells: list[Combination] = []
     while missing:
         must = dict(min(missing))  # so that every cell covers something
         tries = [_filled(must, names, generator) for _ in range(30)]
@@ -136,28 +136,28 @@ def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int
     return {((a, picked[a]), (b, picked[b])) for a, b in itertools.combinations(names, 2)}
 
 
-def no_third_outcome(scope: Scope) -> Finding:
+def no_third_outcome(scope: Scope) -> CheckResult:
     """Row 18: each cell of the delta rules' options is as near the truth as asked, or refused; a demand is what runs.
 
     TTT-Linear has other options; the tests try those in pairs.
     """
     cells = pairwise(scope.seed)
-    finding = Finding(scope, promised=len(cells))
+    result = CheckResult(scope, promised=len(cells))
     for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
         said = outcome(cell, scope.seed + number)
         shown = ", ".join(f"{name} {value}" for name, value in cell.items())
-        finding.case(not said, f"{shown}: {said}")
-    return finding
+        result.case(not said, f"{shown}: {said}")
+    return result
 
 
-def outcome(cell: Cell, seed: int) -> str:
+def outcome(cell: Combination, seed: int) -> str:
     """What is wrong with a cell's outcome; empty if it is right or refused."""
     arguments, own = cell_arguments(cell, seed)
     operator = f"{cell['form']}_{cell['rule']}"
-    subject = Subject(operator, operator, cell["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
+    spec = OperatorSpec(operator, operator, cell["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
     for backend in MISSING:
         try:
-            replace(subject, fixed=own | {"backend": backend}).ours(arguments)
+            replace(spec, fixed=own | {"backend": backend}).ours(arguments)
         except wyfold.UnsupportedError as refusal:
             if backend not in refusal.reasons:
                 return f"{backend} was refused without a reason"
@@ -168,12 +168,12 @@ def outcome(cell: Cell, seed: int) -> str:
         return f"{plan.backend} would run"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = measured(subject.ours, arguments, subject.outputs, seed=seed, copy=False)
-    failed = [str(verdict) for verdict in verdicts(subject, arguments, got, seed, waive=True) if not verdict.passed]
+        got = measured(spec.ours, arguments, spec.outputs, seed=seed, copy=False)
+    failed = [str(verdict) for verdict in verdicts(spec, arguments, got, seed, waive=True) if not verdict.passed]
     return "; ".join(failed)
 
 
-def cell_arguments(cell: Cell, seed: int) -> tuple[Arguments, Arguments]:
+def cell_arguments(cell: Combination, seed: int) -> tuple[Arguments, Arguments]:
     """Arguments of a cell for operator and loop, and those for the operator alone. What a rule lacks is left out."""
     (H, HV), packed = cell["heads"], cell["layout"] in ("packed", "spare rows")
     shape = Shape(1 if packed else 2, 37, H, HV, cell["K"], cell["V"])
@@ -218,37 +218,37 @@ def cell_arguments(cell: Cell, seed: int) -> tuple[Arguments, Arguments]:
 LONGEST = 130
 
 
-def every_length(scope: Scope) -> Finding:
+def every_length(scope: Scope) -> CheckResult:
     """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows included, in float64."""
-    finding, step = Finding(scope, promised=LONGEST * len(RULES)), 10 if scope.quick else 1
+    result, step = CheckResult(scope, promised=LONGEST * len(RULES)), 10 if scope.quick else 1
     for T, rule in itertools.product(range(1, LONGEST + 1, step), RULES):
-        failed = _at_length(SUBJECTS[RULES[rule]], T, scope.seed)
+        failed = _at_length(OPERATOR_SPECS[RULES[rule]], T, scope.seed)
         if T % 7 == 0:  # the recurrent form has no grid that a length could miss
-            failed += _at_length(SUBJECTS[RULES[rule].replace("chunk", "fused_recurrent")], T, scope.seed)
-        finding.case(not failed, f"{rule}, T {T}: {'; '.join(failed)}")
+            failed += _at_length(OPERATOR_SPECS[RULES[rule].replace("chunk", "fused_recurrent")], T, scope.seed)
+        result.case(not failed, f"{rule}, T {T}: {'; '.join(failed)}")
     for (name, packing), rule in itertools.product(list(PACKINGS.items())[::step], RULES):
-        failed = _packed(SUBJECTS[RULES[rule]], torch.tensor(packing.cu_seqlens), packing.tokens, scope.seed)
-        finding.case(not failed, f"{rule}, {name}: {'; '.join(failed)}")
-    return finding
+        failed = _packed(OPERATOR_SPECS[RULES[rule]], torch.tensor(packing.cu_seqlens), packing.tokens, scope.seed)
+        result.case(not failed, f"{rule}, {name}: {'; '.join(failed)}")
+    return result
 
 
-def _at_length(subject: Subject, T: int, seed: int) -> list[str]:
-    found = judged(subject, Shape(1, T, 1, 2, 8, 8), torch.float64, seed)
+def _at_length(spec: OperatorSpec, T: int, seed: int) -> list[str]:
+    found = judged(spec, Shape(1, T, 1, 2, 8, 8), torch.float64, seed)
     return [str(verdict) for verdict in found if not verdict.passed]
 
 
-def _packed(subject: Subject, cu: Tensor, T: int, seed: int) -> list[str]:
+def _packed(spec: OperatorSpec, cu: Tensor, T: int, seed: int) -> list[str]:
     """What is wrong with a packed call, in float64: its distance from the truth, its spare rows, its copied states."""
     N, end = cu.shape[0] - 1, int(cu[-1])
     drawn = inputs.draw(
-        "random", subject.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed
+        "random", spec.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed
     )
     arguments = drawn | {"output_final_state": True, "cu_seqlens": cu}
     for name in ("q", "k", "v", "g", "beta", "eta"):
         if name in arguments:
             arguments[name][:, end:] = torch.nan  # must never be read
-    got = measured(subject.ours, arguments, subject.outputs, seed=seed)
-    failed = [str(verdict) for verdict in verdicts(subject, arguments, got, seed) if not verdict.passed]
+    got = measured(spec.ours, arguments, spec.outputs, seed=seed)
+    failed = [str(verdict) for verdict in verdicts(spec, arguments, got, seed) if not verdict.passed]
     rows = [
         name
         for name, x in got.items()
@@ -269,7 +269,7 @@ LENGTHS = (17, 33, 40, 64, 65, 70, 90, 100, 128, 130)
 COMPILES = 2
 
 
-class _Recorder(TorchDispatchMode):
+class _OperatorRecorder(TorchDispatchMode):
     """Remembers one call of every operator in our namespace."""
 
     def __init__(self) -> None:
@@ -285,11 +285,11 @@ class _Recorder(TorchDispatchMode):
 
 def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Name of every registered operator -> the operator and the arguments of one call of it."""
-    recorder = _Recorder()
+    recorder = _OperatorRecorder()
     with recorder:
-        for subject in SUBJECTS.values():
-            arguments = subject.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
-            measured(subject.ours, arguments, subject.outputs, backward=subject.backward, seed=seed)
+        for spec in OPERATOR_SPECS.values():
+            arguments = spec.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
+            measured(spec.ours, arguments, spec.outputs, backward=spec.backward, seed=seed)
         _decoded(seed)
         # What ties a collective to its place in a compiled graph, and what is made of what it brings; nobody else calls
         # them in one process.
@@ -321,18 +321,18 @@ def registered() -> set[str]:
     return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_rank_")}
 
 
-def real_operators(scope: Scope) -> Finding:
+def real_operators(scope: Scope) -> CheckResult:
     """Row 26: opcheck on every registered operator; whole graphs with backward, two compiles for ten lengths."""
     calls, some = recorded_calls(scope.seed), slice(None, None, 10 if scope.quick else 1)
-    finding = Finding(scope, promised=len(calls) + len(SUBJECTS))
+    result = CheckResult(scope, promised=len(calls) + len(OPERATOR_SPECS))
     for name in sorted(registered() - {name.partition(".")[0] for name in calls}):
-        finding.case(False, f"{name}: no call of it was seen")
+        result.case(False, f"{name}: no call of it was seen")
     for name, (operator, arguments) in sorted(calls.items())[some]:
-        finding.case(*_opcheck(name, operator, arguments))
-    for subject in list(SUBJECTS.values())[some]:
-        compiles = compiled(subject, LENGTHS[:: 5 if scope.quick else 1], scope.seed)
-        finding.case(compiles <= COMPILES, f"{subject.name}: {compiles} compiles for {len(LENGTHS)} lengths")
-    return finding
+        result.case(*_opcheck(name, operator, arguments))
+    for spec in list(OPERATOR_SPECS.values())[some]:
+        compiles = compiled(spec, LENGTHS[:: 5 if scope.quick else 1], scope.seed)
+        result.case(compiles <= COMPILES, f"{spec.name}: {compiles} compiles for {len(LENGTHS)} lengths")
+    return result
 
 
 def _opcheck(name: str, operator: Any, arguments: tuple[Any, ...]) -> tuple[bool, str]:
@@ -343,7 +343,7 @@ def _opcheck(name: str, operator: Any, arguments: tuple[Any, ...]) -> tuple[bool
     return True, ""
 
 
-def compiled(subject: Subject, lengths: tuple[int, ...], seed: int = 0) -> int:
+def compiled(spec: OperatorSpec, lengths: tuple[int, ...], seed: int = 0) -> int:
     """Compilations that `fullgraph=True` takes for calls of these lengths, backward included; results must not change.
 
     Raises:
@@ -353,32 +353,31 @@ def compiled(subject: Subject, lengths: tuple[int, ...], seed: int = 0) -> int:
 
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    whole: Callable[[Arguments], tuple[Tensor, ...]] = torch.compile(subject.ours, fullgraph=True, backend=counter)
+    whole: Callable[[Arguments], tuple[Tensor, ...]] = torch.compile(spec.ours, fullgraph=True, backend=counter)
     for T in lengths:
-        arguments = subject.arguments(Shape(1, T, 1, 2, 8, 8), torch.float32, seed)
+        arguments = spec.arguments(Shape(1, T, 1, 2, 8, 8), torch.float32, seed)
         plain, graph = (
-            measured(call, arguments, subject.outputs, backward=subject.backward, seed=seed)
-            for call in (subject.ours, whole)
+            measured(call, arguments, spec.outputs, backward=spec.backward, seed=seed) for call in (spec.ours, whole)
         )
         for name, x in plain.items():
             if not torch.equal(x, graph[name]):
-                raise ValueError(f"{subject.name}: compiled at T {T}, {name} has other bits")
+                raise ValueError(f"{spec.name}: compiled at T {T}, {name} has other bits")
     return counter.frame_count
 
 
-ROWS = (
-    Row(
+CHECKS = (
+    Check(
         17,
         "bad input is named before any launch",
         f">= {REFUSED} kinds; argument, expected, got; 0 launches",
         bad_input_is_named,
     ),
-    Row(
+    Check(
         18,
         "no third outcome",
         "each pairwise cell of the delta rules as rule 3 asks, or refused; 0 silent fallbacks",
         no_third_outcome,
     ),
-    Row(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
-    Row(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
+    Check(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
+    Check(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
 )

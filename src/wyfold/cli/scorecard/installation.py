@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import wyfold
-from wyfold.cli.scorecard.finding import Finding, Row, Scope
+from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 
 PACKAGE = Path(wyfold.__file__).parent
 SOURCES = PACKAGE.parents[1]
@@ -45,16 +45,16 @@ FIRST_USE = """
 """
 
 
-def first_use_is_quick(scope: Scope) -> Finding:
+def first_use_is_quick(scope: Scope) -> CheckResult:
     """Row 39: seconds of `import wyfold` beyond torch and of a layer's first use, in fresh processes."""
-    finding = Finding(scope)
+    result = CheckResult(scope)
     imports = [_fresh(IMPORTING) for _ in range(1 if scope.quick else 3)]
     seconds = statistics.median(run["seconds"] for run in imports)
-    finding.case(seconds <= IMPORT_SECONDS, f"import wyfold took {seconds:.2f} s beyond torch")
-    finding.case(not any(run["cuda"] for run in imports), "import wyfold started CUDA")
+    result.case(seconds <= IMPORT_SECONDS, f"import wyfold took {seconds:.2f} s beyond torch")
+    result.case(not any(run["cuda"] for run in imports), "import wyfold started CUDA")
     seconds = _fresh(FIRST_USE)["seconds"]
-    finding.case(seconds <= FIRST_SECONDS, f"the first forward and backward of a layer took {seconds:.1f} s")
-    return finding
+    result.case(seconds <= FIRST_SECONDS, f"the first forward and backward of a layer took {seconds:.1f} s")
+    return result
 
 
 def _fresh(code: str, *options: str, cwd: Path | None = None) -> Any:
@@ -89,21 +89,21 @@ FROM_WHEEL = """
 """A first backward from the wheel alone, where nothing optional can be imported."""
 
 
-def installs_and_stays_clean(scope: Scope) -> Finding:
+def installs_and_stays_clean(scope: Scope) -> CheckResult:
     """Row 40: torch is the only dependency, two builds are one wheel that runs by itself, and nothing is unsafe."""
-    finding = Finding(scope)
+    result = CheckResult(scope)
     for file in sorted(PACKAGE.rglob("*.py")):
         found = unsafe(file.read_text(encoding="utf-8"), in_cli="cli" in file.relative_to(PACKAGE).parts)
-        finding.case(not found, f"{file.relative_to(PACKAGE)}: {', '.join(found)}")
+        result.case(not found, f"{file.relative_to(PACKAGE)}: {', '.join(found)}")
     if not (SOURCES / "pyproject.toml").exists():
-        finding.why_not = "the wheel can be built from a source tree only; its other halves held"
-        return finding
+        result.skip_reason = "the wheel can be built from a source tree only; its other halves held"
+        return result
     if importlib.util.find_spec("hatchling") is None:
-        finding.why_not = "hatchling, which builds the wheel, is not installed; the other halves held"
-        return finding
+        result.skip_reason = "hatchling, which builds the wheel, is not installed; the other halves held"
+        return result
     with tempfile.TemporaryDirectory() as scratch:
-        _wheel(finding, Path(scratch))
-    return finding
+        _wheel(result, Path(scratch))
+    return result
 
 
 def unsafe(text: str, *, in_cli: bool) -> list[str]:
@@ -126,19 +126,19 @@ def unsafe(text: str, *, in_cli: bool) -> list[str]:
     return found
 
 
-def _wheel(finding: Finding, scratch: Path) -> None:
+def _wheel(result: CheckResult, scratch: Path) -> None:
     first, second = (
         _build(SOURCES, scratch / "first"),
         _build(_elsewhere(scratch / "another place"), scratch / "second"),
     )
-    finding.case(first.read_bytes() == second.read_bytes(), "two builds of the wheel differ")
+    result.case(first.read_bytes() == second.read_bytes(), "two builds of the wheel differ")
     inside = scratch / "installed"
     with zipfile.ZipFile(first) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
         archive.extractall(inside)
     needed = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
-    finding.case([line[:5] for line in needed] == ["torch"], f"the wheel requires {needed}")
+    result.case([line[:5] for line in needed] == ["torch"], f"the wheel requires {needed}")
     optional = tomllib.loads((SOURCES / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -147,7 +147,7 @@ def _wheel(finding: Finding, scratch: Path) -> None:
     )
     code = FROM_WHEEL.format(wheel=str(inside), blocked=[name for name in blocked if name not in ("numpy", "wyfold")])
     ran = _fresh(code, "-I", cwd=scratch)
-    finding.case(ran["finite"] and ran["from"].startswith(str(inside)), f"the wheel by itself: {ran}")
+    result.case(ran["finite"] and ran["from"].startswith(str(inside)), f"the wheel by itself: {ran}")
 
 
 def _elsewhere(place: Path) -> Path:
@@ -167,14 +167,14 @@ def _build(source: Path, out: Path) -> Path:
     return wheel
 
 
-ROWS = (
-    Row(
+CHECKS = (
+    Check(
         39,
         "first use is quick",
         "layer forward + backward <= 20 s; import <= 1 s over torch; no CUDA start",
         first_use_is_quick,
     ),
-    Row(
+    Check(
         40,
         "it installs and stays clean",
         "torch only; byte-identical wheel; 0 pickle, eval, shell, network",

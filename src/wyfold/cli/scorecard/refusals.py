@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import wyfold
-from wyfold.cli.operators import SUBJECTS, Arguments
+from wyfold.cli.operators import OPERATOR_SPECS, Arguments
 from wyfold.reference.shapes import Shape
 
 SHAPE = Shape(2, 20, 2, 4, 16, 24)
@@ -54,7 +54,7 @@ DROPPED = object()
 
 def right_arguments(operator: str, seed: int = 0) -> Arguments:
     """Arguments that the operator accepts."""
-    drawn = SUBJECTS[operator].arguments(SHAPE, torch.float32, seed)
+    drawn = OPERATOR_SPECS[operator].arguments(SHAPE, torch.float32, seed)
     if operator in ("solve_tril", "chunk_scaled_dot_kkt"):
         return drawn
     return {name: x for name, x in drawn.items() if name not in ("initial_state_bias",) or "ttt" in operator}

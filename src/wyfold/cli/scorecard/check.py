@@ -26,7 +26,7 @@ class Scope:
 
 
 @dataclass
-class Finding:
+class CheckResult:
     """What a row's function saw.
 
     Attributes:
@@ -43,7 +43,7 @@ class Finding:
     cases: int = 0
     worst: float | None = None
     broken: list[str] = field(default_factory=list)
-    why_not: str = ""
+    skip_reason: str = ""
 
     def case(self, holds: bool, otherwise: str) -> None:
         """One case, and the line that says how it broke if it did."""
@@ -59,10 +59,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Row:
+class Check:
     """One promise of the scorecard."""
 
     number: int
     promise: str
     target: str
-    check: Callable[[Scope], Finding]
+    check: Callable[[Scope], CheckResult]
