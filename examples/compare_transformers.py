@@ -1,11 +1,11 @@
-"""Models of transformers, patched beside stock: how far apart, how long, how much memory.
+"""Compare transformers models with and without Wyfold's patch: error, time and memory.
 
     python examples/compare_transformers.py                                    # two minutes on a CPU
     python examples/compare_transformers.py --device cuda --dtype bfloat16 --tokens 8192 --heads 32 --head-dim 128
 
-Each model has two delta-rule layers and hardly any attention, random from its configuration. Time is the median of a
-forward with a backward, the two taking turns; memory the peak above model and inputs, in a process of its own. Errors
-are relative root mean squares beside the stock model in float32.
+Each model has two delta-rule layers and little attention, with random parameters. Time is the median of a forward with
+backward, with both models alternating. Memory is the peak above model and inputs, in a fresh process. Errors are
+relative root mean squares against the unpatched model in float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALLS = {"patched": patch, "stock": lambda model, **_: contextlib.nullcontext()}
 
 
 def made(family: str, heads: int, head_dim: int) -> Any:
-    """A model of two delta-rule layers; OLMo's values are twice as wide as its keys, and it insists on an attention."""
+    """Build a model of two delta-rule layers. OLMo has values twice as wide as keys, and needs an attention layer."""
     hidden = min(heads * head_dim, 2048)
     layers = ["linear_attention", "linear_attention"] + ["full_attention"] * (family == "olmo_hybrid")
     sizes = {
@@ -77,7 +77,7 @@ def made(family: str, heads: int, head_dim: int) -> Any:
 
 
 def setting(args: argparse.Namespace, family: str) -> tuple[Any, Tensor]:
-    """The float32 model, whose states fade within tens of tokens, and its input."""
+    """The float32 model, whose states decay within tens of tokens, and its input."""
     torch.manual_seed(0)
     model = made(family, args.heads, args.head_dim).to(args.device)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def setting(args: argparse.Namespace, family: str) -> tuple[Any, Tensor]:
 
 
 def learned(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Logits, and every gradient, in float64."""
+    """Logits and all gradients, converted to float64."""
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
@@ -97,7 +97,7 @@ def learned(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Relative root mean square: of the logits, and of all gradients together."""
+    """Relative root mean square errors of the logits and of all gradients together."""
     names = [name for name in truth if name != "logits"]
     lost = sum(float((found[name] - truth[name]).square().sum()) for name in names)
     whole = sum(float(truth[name].square().sum()) for name in names)
@@ -117,7 +117,7 @@ def errors(args: argparse.Namespace, family: str) -> dict[str, dict[str, float]]
 
 
 def times(args: argparse.Namespace, family: str) -> dict[str, float]:
-    """Median milliseconds of a forward and backward, the two taking turns."""
+    """Median milliseconds of a forward and backward of both models, alternating."""
     model, ids = setting(args, family)
     model.to(getattr(torch, args.dtype))
     found: dict[str, list[float]] = {name: [] for name in CALLS}
@@ -143,18 +143,18 @@ def seconds(work: Callable[[], None], device: str) -> float:
 
 
 def peak_mib(args: argparse.Namespace, family: str, name: str) -> float:
-    """Memory at the peak of one step above model and inputs; on a CPU resident memory of this process."""
+    """Peak memory of one step above model and inputs; on a CPU the resident memory of this process."""
     model, ids = setting(args, family)
     model.to(getattr(torch, args.dtype))
     with CALLS[name](model, norm=True):
         if args.device == "cuda":
-            step(model, ids)  # what a compilation takes is not the step's
+            step(model, ids)  # exclude memory of compilation
             model.zero_grad()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step(model, ids)
             return (torch.cuda.max_memory_allocated() - before) / 2**20
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident size
         before = status_kib("VmRSS")
         step(model, ids)
         return (status_kib("VmHWM") - before) / 1024
@@ -166,7 +166,7 @@ def status_kib(field: str) -> int:
 
 
 def peak_mib_alone(args: argparse.Namespace, family: str, name: str) -> float:
-    """The same in a fresh process, whose allocator has seen nothing else."""
+    """`peak_mib` in a fresh process with an unused allocator."""
     given = [f"--{key.replace('_', '-')}={getattr(args, key)}" for key in ("tokens", "heads", "head_dim")]
     words = [sys.executable, __file__, *given, f"--device={args.device}", f"--dtype={args.dtype}"]
     words += ["--families", family, "--one", name]

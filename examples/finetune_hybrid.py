@@ -3,9 +3,9 @@
     python examples/finetune_hybrid.py                    # under a minute on a CPU
     python examples/finetune_hybrid.py --family kimi_linear --steps 200
 
-The model is tiny and made from its configuration, saved and loaded again as a checkpoint would be; the documents are
-the docstrings of Python's own modules, byte by byte. Several share a row, told apart by positions that begin again. At
-the end stands what that is worth: the loss of held-out documents packed, and each alone, patched and not.
+The model is tiny and built from its configuration, then saved and loaded like a checkpoint. The documents are
+docstrings of Python's standard library, byte by byte. Several documents share a row; positions restart at 0 at each.
+Finally the script prints the loss of held-out documents, packed and separate, with and without the patch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def tiny(family: str) -> Any:
-    """A causal language model over bytes."""
+    """Build a tiny causal language model over bytes."""
     if family == "qwen3_next":
         experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
         return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SIZES, **LINEAR, **experts))
@@ -70,7 +70,7 @@ def tiny(family: str) -> Any:
 
 
 def documents() -> list[Tensor]:
-    """Docstrings of the standard library, as bytes, the long ones cut."""
+    """Docstrings of the standard library as bytes, long ones truncated."""
     found = []
     for module in sorted(pkgutil.iter_modules(), key=lambda module: module.name):
         finder: Any = module.module_finder
@@ -85,7 +85,7 @@ def documents() -> list[Tensor]:
 
 
 def pack(parts: Sequence[Tensor], tokens: int) -> dict[str, Tensor]:
-    """One row of documents: ids, positions that begin again, and labels that do not ask for a document's first byte."""
+    """Pack documents into one row: ids, positions that restart per document, and labels without first bytes."""
     parts = [part for part in parts if part.numel() > 1]
     ids = torch.cat(list(parts))[:tokens]
     positions = torch.cat([torch.arange(part.numel()) for part in parts])[:tokens]
@@ -97,7 +97,7 @@ def pack(parts: Sequence[Tensor], tokens: int) -> dict[str, Tensor]:
 
 
 def rows(found: Sequence[Tensor], tokens: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """Rows of documents in random order, for ever."""
+    """Yield rows of documents in random order, endlessly."""
     while True:
         parts, have = [], 0
         for index in torch.randperm(len(found), generator=generator).tolist():
@@ -110,7 +110,7 @@ def rows(found: Sequence[Tensor], tokens: int, generator: torch.Generator) -> It
 
 @torch.no_grad()
 def held_out_loss(model: Any, parts: Sequence[Tensor], *, packed: bool) -> float:
-    """Nats per byte."""
+    """Held-out loss in nats per byte."""
     batches = [pack(parts, 10**9)] if packed else [pack([part], 10**9) for part in parts]
     total = sum(float(model(**batch, use_cache=False).loss) * (batch["labels"] >= 0).sum().item() for batch in batches)
     return total / sum((batch["labels"] >= 0).sum().item() for batch in batches)
@@ -125,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
     torch.manual_seed(0)
     transformers.utils.logging.disable_progress_bar()
 
-    with tempfile.TemporaryDirectory() as folder:  # loading and saving are the model's own, patched or not
+    with tempfile.TemporaryDirectory() as folder:  # loading and saving are unchanged by the patch
         tiny(args.family).save_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     found = documents()

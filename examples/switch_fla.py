@@ -1,9 +1,9 @@
-"""A script written for fla, switched to Wyfold by its imports alone; it then runs on a CPU as well.
+"""A script for fla, switched to Wyfold by changing its imports only; it then also runs on a CPU.
 
     python examples/switch_fla.py                 # under a minute on a CPU
 
-A layer of the gated delta rule learns to recall: pairs of a key and a value, then a key, whose value is asked for. It
-trains in chunks and answers token by token, from its states.
+A gated delta rule layer learns associative recall: key-value pairs, then a key whose value it must predict. It trains
+in chunks and answers token by token, from its states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wyfold.integrations.fla import (
     fused_recurrent_gated_delta_rule,
 )
 
-# For a package that imports fla itself, and is not yours to edit, before its import:
+# For a package that imports fla and that you cannot edit, run this before importing it:
 #   import wyfold.integrations.fla
 #   wyfold.integrations.fla.install()
 
@@ -84,7 +84,7 @@ class Model(nn.Module):
 
 
 def recall(batch: int, pairs: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """[B, 2 P + 1] ids: P distinct keys, each with its value, then one of the keys; and [B] that key's value."""
+    """Draw ids [B, 2 P + 1]: P distinct keys with values, then one of the keys; and labels [B], its values."""
     keys = torch.rand(batch, vocabulary // 2, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(vocabulary // 2, vocabulary, (batch, pairs), generator=generator)
     asked = torch.randint(pairs, (batch, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""bench checks before it times, lets contenders take turns, and keeps everything a number needs."""
+"""`bench` checks results before it times them, interleaves implementations, and stores complete records."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ PEAK = {"above_inputs_mib": 2.0, "process_mib": 300.0, "method": "a stand-in"}
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about a CPU, on machines with a GPU too; test_bench_gpu.py is about the other."""
+    """Run on the CPU, also on machines with a GPU; test_bench_gpu.py tests the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is not what the test is about."""
+    """Replace the memory measurement in a child process."""
     monkeypatch.setattr(memory, "in_fresh_process", lambda request: PEAK)
 
 
@@ -39,7 +39,7 @@ def ours(case: Case = CASE) -> BenchImplementation:
 
 
 def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[peers.Adapter, ...]:
-    """Ways to call a library that is made up: the name of what runs, and what it does."""
+    """Adapters of an invented library, from (name, function) pairs."""
     return tuple(peers.Adapter(lambda ran=ran, call=call: peers.Loaded(ran, call), "", backward) for ran, call in found)
 
 
@@ -47,7 +47,7 @@ def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = T
 
 
 def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, monkeypatch):
-    """Ours in place; a peer's token form makes new states of the same ones. Neither has a backward here."""
+    """Wyfold updates states in place; a peer's token form returns new ones. Neither has a backward here."""
     pool_of: list[int] = []
     decode = implementations.serving.decode
 
@@ -110,7 +110,7 @@ def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
 @pytest.mark.parametrize("op", ["gdn", "kda", "recurrent_kda"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
-    """Gate and beta come as projections in the tokens' dtype, and parameters have gradients that are judged."""
+    """Gate and beta are projections in the tokens' dtype, and the gradients of gate parameters are checked."""
     words = f"bench {op} --shapes 1,40,1,2,8,8 --gates model --dtype {dtype} --mode fwdbwd --rounds 1 --peers none"
     assert main([*words.split(), "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
@@ -126,7 +126,7 @@ def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
 
 
 def test_parameters_of_judged_heads():
-    """On a GPU some heads are judged: of what has a row for each, those rows, and of its gradient."""
+    """On a GPU some heads are checked: the rows of these heads, in arguments and gradients."""
     case = dataclasses.replace(CASE, op="kda", gate="model", shape=Shape(1, 40, 3, 6, 8, 8))
     arguments, group = case.arguments(), 2
     judge = AccuracyCheck(dataclasses.replace(case, device="cuda"), arguments, heads=1)
@@ -257,7 +257,7 @@ def test_one_way_of_calling_a_library_can_be_chosen(monkeypatch):
 
 
 def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkeypatch, tmp_path, capsys):
-    """Stand-ins for libraries: our own token loop, right, less exact than ours may be, and wrong."""
+    """Invented libraries that run the token loop: accurate, less accurate than Wyfold may be, and wrong."""
     from wyfold import reference
 
     def loop(arguments, off):
@@ -268,7 +268,7 @@ def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkey
         monkeypatch.setitem(peers.PEERS, name, peers.Peer(name, name, "", {"chunk_gated_delta_rule": found}))
     monkeypatch.setattr(peers.Peer, "installed", True)
     words = "bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers right,coarse,wrong --out".split()
-    assert main([*words, str(tmp_path)]) == 0  # theirs is wrong, not ours
+    assert main([*words, str(tmp_path)]) == 0  # the peer is wrong, not Wyfold
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     ran = [(row["op"], row["ran"], row["correct"], row["within_limits"]) for row in record["rows"]]
@@ -339,7 +339,7 @@ def test_a_backend_that_ours_lacks_is_a_refusal_and_no_failure(no_children, tmp_
 
 
 def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
-    """Each library is a module that is made up; our own operators compute what it is asked for."""
+    """Each library is an invented module whose functions call Wyfold's operators."""
     import types
 
     import wyfold
@@ -352,7 +352,7 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
     def packed(q, k, v, g, beta, cu_seqlens, use_qk_l2norm_in_kernel, plan_name=None, scale=None):
         assert q.ndim == 3
         assert cu_seqlens.dtype == torch.int32
-        if plan_name is None:  # FlashInfer: the factor itself
+        if plan_name is None:  # FlashInfer: the decay factor
             g = g.log()
         batch = [x[None] for x in (q, k, v, g, beta)]
         o, state = delta(*batch, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
@@ -360,7 +360,7 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
 
     def kkt(k, beta, g=None, chunk_size=64):
         decays = None
-        if g is not None:  # sums within chunks, base 2
+        if g is not None:  # cumulative sums within chunks, base 2
             parts = [torch.cat([part[:, :1], part.diff(dim=1)], 1) for part in g.split(chunk_size, dim=1)]
             decays = torch.cat(parts, 1) / math.log2(math.e)
         return wyfold.chunk_scaled_dot_kkt(k, beta, decays, chunk_size=chunk_size)
@@ -403,12 +403,12 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
                 assert found.within_limits, (op, gate, implementation.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
     ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
-    # chunk_scaled_dot_kkt with a gate and without; decoding beside the token forms of three rules
+    # chunk_scaled_dot_kkt with and without a gate; decoding for the token forms of three rules
     assert tried == sum(map(len, ways)) + 1 + 3
 
 
 def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():
-    """sympy, where a gradient is fed; in a process of its own, since this one has it."""
+    """PyTorch imports sympy. Runs in a new process, because this one has imported it."""
     code = """
 import dataclasses, sys, torch
 from wyfold.cli.bench import memory, runner
@@ -453,7 +453,7 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
     order: list[str] = []
     runs = [lambda name=name: order.append(name) for name in "abc"]
     times = timing.interleaved(runs, 3)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first are the warm runs
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first calls are warm-up runs
     assert [len(each) for each in times] == [3, 3, 3]
 
 
@@ -469,7 +469,7 @@ def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(m
 
 
 def test_a_step_size_is_no_row():
-    """deta has one number a token; one that happens to be small may be off by more than itself."""
+    """deta has one number per token; a small one may have a relative error above 1."""
     case = Case("ttt", Shape(1, 128, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
     judge = AccuracyCheck(case, case.arguments())
     truth = torch.randn(1, 128, 1, 1, dtype=torch.float64)
@@ -482,7 +482,7 @@ def test_a_step_size_is_no_row():
 
 
 def test_a_wrong_row_among_many_is_wrong_for_peers_too():
-    """Its share of the whole error is small; of its own length it is not."""
+    """Its error is small relative to the tensor, but large relative to the row."""
     case = dataclasses.replace(CASE, shape=Shape(1, 4000, 1, 1, 8, 8), gate="slow", mode="fwd", dtype="bfloat16")
     judge = AccuracyCheck(dataclasses.replace(case, device="cpu"), case.arguments())
     judge.tokens = judge.output_tokens = 400
@@ -530,7 +530,7 @@ def test_what_forgets_nothing_is_held_to_the_targets_of_its_family():
 
 
 class OnGpu(Case):
-    """A case that is judged as on a GPU, while its tensors stay here."""
+    """A case that is checked as on a GPU, with tensors on the CPU."""
 
     on_gpu = True
 
@@ -564,7 +564,7 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
 @pytest.mark.parametrize("op", ["gdn", "kda", "ttt", "conv", "kkt"])
 def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
     monkeypatch.setattr(cases, "SHORT_LENGTHS", (3, 40, 1, 26))
-    monkeypatch.setattr(implementations, "CHECKED", 50)  # ends inside the last sequence
+    monkeypatch.setattr(implementations, "CHECKED", 50)  # inside the last sequence
     gate = "mid" if op in ("gdn", "kda") else "none"
     mode = "fwd" if op == "kkt" else "fwdbwd"
     case = kind(op, Shape(1, 70, 2, 2, 8, 8), gate, "float32", mode, 0, name="short", norm="outside")
@@ -576,7 +576,7 @@ def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
 
 
 class FakeGpu:
-    """A card whose clock is the process's; a call has two kernels, and a peer's cannot be captured."""
+    """A fake GPU that uses the clock of the process. A call has two kernels, and a peer's call cannot be captured."""
 
     def __init__(self):
         self.captures = 0
@@ -688,7 +688,7 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
 
 
 def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_path):
-    """They share its tensors; a file that does not name them would look complete."""
+    """Cases after a failed one share its tensors. The record must name them, or it would look complete."""
 
     def fell_over(group, *rest):
         raise RuntimeError("the card fell over")
@@ -714,7 +714,7 @@ def test_a_named_commit_is_that_of_sources_git_does_not_know(modified, expected,
 
 
 def test_a_floor_counts_what_is_read_and_written():
-    """The bytes per token and value head of docs: GDN 1,032 forward, 3,864 with its backward; KDA 1,540."""
+    """Bytes per token and value head as documented: GDN 1,032 forward, 3,864 with backward; KDA 1,540."""
     shape = Shape(1, 128, 2, 2, 128, 128)
     for op, mode, expected in [
         ("gdn", "fwd", 1032),
@@ -755,7 +755,7 @@ def test_the_packed_shape_stands_beside_the_dense_one_per_token():
 
 
 def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_path):
-    """The child's home is an empty folder, and its caches are in it."""
+    """The home directory of the child is empty, and all caches are in it."""
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --peers none --cold --device cpu --out".split()
     monkeypatch.setattr(memory, "in_fresh_process", lambda request: PEAK)
     assert main([*words, str(tmp_path)]) == 0
@@ -774,7 +774,7 @@ def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("mode, before", [("fwd", 0), ("fwdbwd", 1)])
 def test_a_first_call_does_not_count_what_pytorch_imports(mode: str, before: int, monkeypatch):
-    """Another backward goes before it, where there is one."""
+    """An unrelated backward runs before a first call with backward."""
     seen, usual = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: seen.append("grad") or usual(*a, **k))
     monkeypatch.setattr(memory, "seconds", lambda call, finish: {"seconds": float(seen.count("grad"))})
@@ -804,7 +804,7 @@ def test_gates_have_the_means_of_their_names():
 
 
 def test_peak_memory_counts_what_a_call_holds_at_once():
-    """64 MiB at once, twice in a row; in a process that has nothing else to do."""
+    """64 MiB, allocated and freed twice; in a new process."""
     code = """
         import json, torch
         from wyfold.cli.bench import memory

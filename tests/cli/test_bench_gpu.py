@@ -1,4 +1,4 @@
-"""bench on a GPU: what only a card can show."""
+"""`bench` on a GPU."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this mach
 
 @pytest.fixture(autouse=True)
 def as_users_run_it() -> Iterator[None]:
-    """Without the suite's poisoned memory and deterministic algorithms, which have kernels of their own."""
+    """Disable the suite's poisoned memory and deterministic algorithms, which launch extra kernels."""
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(True)
@@ -33,7 +33,7 @@ def test_a_run_on_a_card_times_calls_graphs_and_kernels(tmp_path):
         assert row["kernels"]
         assert row["kernel_milliseconds"] > 0
         assert row["peak"]["above_inputs_mib"] > 0
-        assert row["graph_milliseconds"] or row["graph_refused"]  # eager may wait for the device
+        assert row["graph_milliseconds"] or row["graph_refused"]  # the eager backend may synchronise with the device
 
 
 def test_a_flush_is_no_kernel_of_a_contender_and_a_copy_is_one_per_call():

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever moment a process dies at."""
+"""Checkpoints are atomic: a process may die at any moment."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def moments():
 
 
 def taken(step):
-    """What the history keeps of a step."""
+    """History entry of a step."""
     return {"step": step, "loss": 0.1, "gradient_norm": 0.5, "lr": 0.01, "tokens_per_second": 100}
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_that_is_whole(tmp_path, dam
     with pytest.raises(DamagedError, match="is damaged: ") as caught:
         integrity.newest(tmp_path)
     assert caught.value.whole == whole and caught.value.folder == tmp_path / "step-00000002"
-    if damage != SUMS:  # where a digest was changed, it is the file that differs from it
+    if damage != SUMS:  # a changed digest is reported as a damaged file
         assert caught.value.file == file
 
 
@@ -127,7 +127,7 @@ def test_a_record_that_is_no_record_is_named(tmp_path):
 
 
 def test_a_checkpoint_without_digests_is_held_to_its_sizes_and_headers(tmp_path):
-    """As an earlier version wrote them."""
+    """The format of an earlier version."""
     folder = save(tmp_path, 1)
     record = json.loads((folder / RECORD).read_text())
     (folder / SUMS).unlink()

@@ -1,4 +1,4 @@
-"""Bytes in, batches out: what is read, what is refused, and that no byte is learned from the wrong side."""
+"""Corpus: files that are read or refused, and batches whose labels never cross a document or the split."""
 
 import sys
 
@@ -127,7 +127,7 @@ def test_an_epoch_of_windows_visits_each_once_and_the_next_moves_on():
 
 
 def test_a_pack_holds_pieces_of_documents_and_no_border_is_learned_across():
-    # Document i is the byte i over and over: a label across a border would differ from its id.
+    # Document i repeats the byte i: a label across a border would differ from its id.
     documents = [bytes([i]) * n for i, n in enumerate([1, 2, 30, 5, 9, 64, 17, 3, 2, 40])]
     packs = PackedBatches(Corpus.of("x", documents), batch=2, length=16, seed=0)
     learned = 0

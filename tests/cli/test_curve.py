@@ -1,4 +1,4 @@
-"""The curve says what the numbers say."""
+"""The text and PNG curves show the recorded numbers."""
 
 from wyfold.cli import curve
 

@@ -1,4 +1,4 @@
-"""The demo end to end on a tiny recipe, and a check that can fail."""
+"""The demo end to end on a tiny recipe, and a decoding check that fails."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_the_real_recipe_is_a_hybrid_whose_window_and_chunks_the_check_crosses()
 
 
 class Forgetful(Decoder):
-    """A decoder whose cache loses a little of its first state on the way."""
+    """A decoder whose cache loses a little of its first state."""
 
     def forward(self, ids, labels=None, *, layout=None, cache=None):
         if cache is not None and "state" in cache.layers[0]:

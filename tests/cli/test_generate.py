@@ -1,4 +1,4 @@
-"""What is streamed is what the decoder generates, whole characters at a time, in memory that does not grow."""
+"""Streamed text equals the decoder's output, in whole characters and constant memory."""
 
 import io
 import sys
@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8}
 
 @pytest.fixture
 def model(tmp_path):
-    """A saved hybrid whose draws are far from uniform."""
+    """A saved hybrid whose output distribution is far from uniform."""
     torch.manual_seed(1)
     decoder = Decoder(DecoderConfig(pattern="gdn attention", options={"attention": {"window": 6}}, **SIZES))
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_the_text_is_what_the_decoder_generates(model, tmp_path, capsys, words, 
 
 
 class Recited:
-    """A model that recites given bytes."""
+    """A model that outputs given bytes."""
 
     def __init__(self, content):
         self.content = content
@@ -55,7 +55,7 @@ class Recited:
 
 
 def pieces(model, prompt=b"", **changes):
-    """What `speak` wrote, write by write."""
+    """The separate writes of `speak`."""
     written = []
 
     class Sink(io.StringIO):

@@ -1,4 +1,4 @@
-"""The front door: every verb has its help, every wrong word one clear line, every ending its exit code."""
+"""Entry point: help of every verb, one-line errors, and exit codes."""
 
 import importlib
 import os
@@ -109,7 +109,7 @@ def test_without_an_extra_train_says_what_to_install(missing):
 
 
 def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
-    # The pipe's reader is gone before anything is written.
+    # The reader of the pipe exits before the first write.
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:

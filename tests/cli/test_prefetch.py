@@ -1,4 +1,4 @@
-"""Batches drawn ahead are the batches asked for, each drawn once; what drawing raises reaches whoever asks."""
+"""Prefetched batches are the requested ones, drawn once each; exceptions reach the caller."""
 
 import threading
 
@@ -10,7 +10,7 @@ from wyfold.cli.prefetch import BatchPrefetcher, StepMetrics
 
 
 class Drawn:
-    """Remembers what was drawn, and by how many threads."""
+    """Records the drawn indices and the threads that drew them."""
 
     def __init__(self):
         self.indices: list[int] = []
@@ -27,7 +27,7 @@ class Drawn:
 def test_the_next_batch_is_drawn_before_it_is_asked_for():
     drawn = Drawn()
     ahead = BatchPrefetcher(drawn, 3, pinned=False)
-    for index in (2, 5, 8, 40, 43):  # a run that is resumed begins anywhere
+    for index in (2, 5, 8, 40, 43):  # a resumed run starts at any index
         assert ahead.at(index).ids.tolist() == [[index, index]]
     ahead.thread.shutdown()
     assert drawn.indices == [2, 5, 8, 11, 40, 43, 46]

@@ -1,4 +1,4 @@
-"""The report holds every run and result it is given, and a real browser draws it without a network or an error."""
+"""The report has every run and result, and a browser draws it without network or errors."""
 
 import json
 import re
@@ -21,7 +21,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A run of a task and the table of it; of a session, since long tests come first and the others much later."""
+    """A run of a task and its table. Session scope, because long tests run first and others much later."""
     folder = tmp_path_factory.mktemp("runs")
     assert train(folder / "parity <&>", "parity", f"{TINY} --length 8 --eval-lengths 12") == 0
     found = json.loads((folder / "parity <&>" / "result.json").read_text())
@@ -31,7 +31,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def page(runs):
-    """The report of them, and of everything the project keeps."""
+    """Report of the runs, and of all stored results of the repository."""
     file = runs.parent / "report.html"
     assert main(["report", str(runs), str(RESULTS), "--out", str(file), "--title", "A & B"]) == 0
     return file
@@ -47,7 +47,7 @@ def test_every_run_and_result_has_its_section(page):
 
 
 def test_nothing_in_it_is_to_be_fetched(page):
-    """Neither an element of the page nor one that a chart might make: the policy forbids both."""
+    """No element of the page or of a chart loads anything: the content security policy forbids it."""
     text = page.read_text()
     own = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"<(link|img|iframe|script)[^>]*(href|src)=", own)

@@ -1,4 +1,4 @@
-"""`bench` over ranks: figures of each number of them, judged, and nothing counted that is wrong."""
+"""`bench` over ranks: results for every number of ranks are checked, and wrong ones get no time."""
 
 import json
 import subprocess
@@ -39,12 +39,12 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
     for row in rows:
         assert row["within_limits"] and row["milliseconds"]["rounds"] == 2
         assert (row["times_one_rank"] == 1) == (row["ranks"] == 1)
-        # The state [2, 8, 8] and its map in float32, in either direction; TTT-Linear's is W and b.
+        # The state [2, 8, 8] and its map in float32, in both directions; for TTT-Linear W and b.
         collectives = 0 if row["ranks"] == 1 else 2 if row["mode"] == "fwdbwd" else 1
         assert row["sent"]["collectives"] == collectives
         each = 2 * 8 * (8 + 8) * 4 if row["op"] == "gdn" else 2 * (8 * 8 + 8) * 4
         assert row["sent"]["bytes"] == collectives * each
-    assert done.stdout.count("over ranks") == 1  # one process speaks
+    assert done.stdout.count("over ranks") == 1  # only one process prints
     need_plotly()
     page = tmp_path / "page.html"
     assert main(["report", str(file), "--out", str(page)]) == 0
@@ -111,7 +111,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["wrong", "raises"])
 def test_one_rank_that_fails_alone(how: str, tmp_path: Path):
-    """Far behind the first tokens, and while the other one waits for it."""
+    """An error after the first tokens, while the other rank waits in a collective."""
     script = tmp_path / "script.py"
     script.write_text(BEYOND.replace("{how}", how))
     words = ["bench", "gdn", "--shapes", "1,512,1,8", "--rounds", "1", "--peers", "none", "--mode", "fwd"]

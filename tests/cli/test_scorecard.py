@@ -1,4 +1,4 @@
-"""Rows are honest: a planted mistake fails them, too few cases are no pass, and what held here held for a reason."""
+"""The scorecard's checks detect planted errors, and too few cases are not a pass."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def test_all_cases_that_hold_are_a_pass(monkeypatch):
 @pytest.mark.parametrize("error", [1e-9, float("nan")])
 def test_one_broken_case_is_a_fail_and_keeps_its_line(error, monkeypatch):
     def breaks(scope):
-        result = CheckResult(scope, promised=5)  # also of fewer cases than promised
+        result = CheckResult(scope, promised=5)  # a failure counts also with fewer cases than promised
         result.error(error, 1e-10, "chunk_kda: dk")
         return result
 
@@ -137,7 +137,7 @@ def test_strides_are_strange_and_values_are_not():
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
-    """Let the scan's outputs pass through `spoil`, in place."""
+    """Apply `spoil` to the outputs of the scan, in place."""
     usual = scan_stage.scan
 
     def planted(inputs, factors, S, table, scale, out, leaving):
@@ -171,7 +171,7 @@ def test_rounding_to_less_is_found(monkeypatch):
 
 def test_a_check_left_out_is_found(monkeypatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
-    monkeypatch.setattr(plan_cache, "_plans", {})  # plans made without the check must not leak into other tests
+    monkeypatch.setattr(plan_cache, "_plans", {})  # plans cached without the check must not leak into other tests
     record = run_check(17, Scope())
     assert record.outcome == FAIL
     assert any("use_qk_l2norm_in_kernel" in line for line in record.broken)

@@ -1,4 +1,4 @@
-"""Rows are what the papers define, answers are right, and a batch depends on its seed and its number alone."""
+"""Rows follow the papers, labels are correct, and a batch depends only on its seed and index."""
 
 import itertools
 
@@ -72,11 +72,11 @@ def test_each_pair_of_associative_recall_is_asked_for_once_and_nowhere_answered(
         assert all(place >= 8 and place % 2 == 0 and labels[place] == pairs[ids[place]] for place in asked)
     following = batch.ids[:, 1:][batch.labels[:, :-1] != IGNORED]
     answers = batch.labels[:, :-1][batch.labels[:, :-1] != IGNORED]
-    assert (following == answers).double().mean() < 0.1  # noise hits the answer one time in 64
+    assert (following == answers).double().mean() < 0.1  # noise equals the answer one time in 64
 
 
 def test_a_key_of_associative_recall_comes_back_soon_more_often_than_late():
-    """Slots follow their power law: the first of 28 is among 4 drawn ones by far more often than the last."""
+    """Slots follow the power law: the first of 28 is drawn far more often than the last."""
     task = AssociativeRecall(pairs=4, vocabulary=64)
     counts = (drawn(task, 2000, 64).labels != IGNORED).sum(0)[8::2].tolist()
     assert len(counts) == 28 and sum(counts) == 4 * 2000

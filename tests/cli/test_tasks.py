@@ -1,4 +1,4 @@
-"""Runs of known tasks learn what they can and not what they cannot; their table names what it was run by."""
+"""Runs of known tasks learn what their layers can learn, and the table has the command of every run."""
 
 import argparse
 import json
@@ -55,7 +55,7 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
     found = result(tmp_path / "run")
     assert 0 < found["step"] < 120 and found["accuracy"] >= 0.5
     assert set(found["accuracy_at"]) == {"8", "12"}
-    assert train(tmp_path / "run", "parity", f"{words} --stop-at 0.5") == 0  # and it stays ended
+    assert train(tmp_path / "run", "parity", f"{words} --stop-at 0.5") == 0  # it stays finished
     assert result(tmp_path / "run") == found
 
 
@@ -124,14 +124,14 @@ def test_a_small_recall_is_given_settings_that_fit_it(tmp_path, words, pairs, cu
 
 
 def begin(out, monkeypatch, words):
-    """A run of a task that is interrupted after its first step."""
+    """Start a run of a task and interrupt it after its first step."""
     with monkeypatch.context() as patched:
         stop_after(patched, step=1)
         assert train(out, words.split()[0], words.partition(" ")[2]) == 130
 
 
 def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_path, monkeypatch, capsys):
-    """A run from when the curriculum was as long as all of it: the same command, which does not name it, continues."""
+    """A run of a version whose default curriculum was the whole run is continued by the same command."""
     words = f"{TINY} --length 32 --pairs 4 --vocabulary 64"
     begin(tmp_path, monkeypatch, f"mqar {words} --curriculum 2")
     file = next((tmp_path / "checkpoint").iterdir()) / "training.json"

@@ -1,4 +1,4 @@
-"""A run says what it did, stops when told, and resumed is the run it would have been."""
+"""Training runs: output, interruption, and resuming with equal results."""
 
 import json
 import os
@@ -23,12 +23,12 @@ from wyfold.cli.trainer import Trainer
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
 
-HALF_PERCENT = 0.005  # what curves of a run over more ranks may differ by; what they do is near 1e-6
+HALF_PERCENT = 0.005  # allowed difference of losses between numbers of ranks; it is near 1e-6
 
 
 @pytest.fixture
 def data(tmp_path):
-    """Three files of about two thousand bytes that can be learned from."""
+    """Three text files of about two thousand bytes."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, word in {"a": "one two three ", "b": "red green blue ", "c": "spring summer autumn winter "}.items():
@@ -41,7 +41,7 @@ def train(data, out, *words, layers="gdn attention"):
 
 
 def history(out):
-    """What the run recorded, but for the clock."""
+    """History of a run without timings."""
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for entry in entries:
         entry.pop("tokens_per_second", None)
@@ -58,7 +58,7 @@ def weights(out):
 
 
 def stop_after(monkeypatch, step):
-    """Send this process SIGINT while the given step is being taken."""
+    """Send SIGINT to this process during the given step."""
     take = Trainer._take_step
 
     def interrupted(self):
@@ -89,7 +89,7 @@ def test_an_interrupted_run_continues_with_the_very_losses(data, tmp_path, monke
     words = ["--steps", 8, "--eval-every", 3, "--save-every", 100, *mode]
     assert train(data, tmp_path / "whole", *words) == 0
     with monkeypatch.context() as patched:
-        stop_after(patched, step=3)  # a step with an evaluation due, which then belongs to the second part
+        stop_after(patched, step=3)  # a step before an evaluation, which the resumed run takes
         assert train(data, tmp_path / "parts", *words) == 130
     assert "stopped after step 3" in capsys.readouterr().out
     assert newest(tmp_path / "parts").name == "step-00000003"
@@ -99,7 +99,7 @@ def test_an_interrupted_run_continues_with_the_very_losses(data, tmp_path, monke
 
 
 def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeypatch, capsys):
-    """A run that one process began and two end, each with half of every row's bytes and half of every parameter."""
+    """A run of one process, continued by two that share every row and every parameter."""
     words = ["--steps", 4, "--eval-every", 2, "--packed"]
     assert train(data, tmp_path / "whole", *words) == 0
     with monkeypatch.context() as patched:
@@ -151,7 +151,7 @@ def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again_not_twice
     words = ["--steps", 6, "--eval-every", 100, "--save-every", 2]
     assert train(data, tmp_path / "run", *words) == 0
     whole = history(tmp_path / "run")
-    # As if the process had been killed after step 6 was recorded and before its checkpoint: the one of step 4 is there.
+    # As if the process was killed after step 6 was recorded and before its checkpoint; that of step 4 exists.
     shutil.rmtree(newest(tmp_path / "run"))
     assert train(data, tmp_path / "run", *words) == 0
     assert history(tmp_path / "run") == whole
@@ -238,12 +238,12 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(data, tmp_path,
 
 
 def read_behind(monkeypatch):
-    """Runs read what a step came to while the next one runs, as on a GPU."""
+    """Read the metrics of a step while the next one runs, as on a GPU."""
     monkeypatch.setattr(World, "__init__", lambda self, device: vars(self).update(device=device, async_metrics=True))
 
 
 def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, monkeypatch):
-    """Batches drawn ahead, numbers read a step later; looks, checkpoints and an interruption among them."""
+    """With prefetch and deferred reading, also around evaluations, checkpoints and an interruption."""
     words = ["--steps", 9, "--eval-every", 4, "--save-every", 3, "--grad-accum", 2]
     assert train(data, tmp_path / "waiting", *words) == 0
     with monkeypatch.context() as patched:
@@ -259,7 +259,7 @@ def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, mon
 
 
 def test_no_step_is_faster_than_the_host_could_ask_for_it(data, tmp_path, monkeypatch):
-    """Before a look or a checkpoint a step is read as soon as it was asked for, and a device may be done with it."""
+    """Before an evaluation or a checkpoint a step is read right after its launch; the device may be finished."""
     loss, clock = Trainer._loss, [0.0]
 
     def slow(self, batch: Batch):
@@ -276,7 +276,7 @@ def test_no_step_is_faster_than_the_host_could_ask_for_it(data, tmp_path, monkey
 
 
 def test_a_loss_that_is_no_number_changes_nothing_where_it_is_read_behind(data, tmp_path, monkeypatch, capsys):
-    """Two steps were asked for before it is known; neither may have moved a parameter."""
+    """Two steps are launched before the NaN is read; neither may change a parameter."""
     loss, runs, before = Trainer._loss, [], []
 
     def broken(self, batch: Batch):
@@ -368,7 +368,7 @@ def test_a_run_may_go_on_with_another_backend(data, tmp_path, monkeypatch, taken
         stop_after(context, 2)
         assert train(*words, "--backend", "eager") == 130
     before = len(taken_for_cuda)
-    assert train(*words) == 1  # taken up, and refused by the first operator
+    assert train(*words) == 1  # resumed, and refused by the first operator
     assert taken_for_cuda[before:] == [("causal_conv1d", None)]
     assert train(*words, "--backend", "eager") == 0
 
@@ -384,7 +384,7 @@ def replicated(**changes):
 
 
 def alone():
-    """The run of one process that takes the batches of two replicas in turn: folder and history."""
+    """Run of one process that takes the batches of two replicas in turn. Returns folder and history."""
     folder = Path(tempfile.mkdtemp(prefix="wyfold-"))
     run = Trainer(replicated(grad_accum=2), DATA, folder / "alone", torch.device("cpu"))
     assert run.train(100)
@@ -392,7 +392,7 @@ def alone():
 
 
 def two_replicas_of_two_ranks(given, group):
-    """A run that four processes begin, save and end: two replicas, the rows of each cut over two ranks."""
+    """Run of four processes: two replicas, the rows of each shared by two ranks."""
     folder, truth = given
 
     def take_up():
@@ -419,7 +419,7 @@ def two_replicas_of_two_ranks(given, group):
         ]
         assert max(ends) < HALF_PERCENT, ends
     whole = {name: world.full_tensor(x) for name, x in second.model.state_dict().items()}
-    # One process reads what four have written.
+    # One process reads the checkpoint of four.
     model = checkpoint.load_model(folder / "ranks", torch.device("cpu"), None)
     assert all(torch.equal(x, whole[name]) for name, x in model.state_dict().items())
 
@@ -447,6 +447,6 @@ def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys)
     rule, conv = 6 * mixer.value_size * mixer.head_dim, 2 * mixer.conv.weight.numel()
     tokens = 2 * of_run.batch * of_run.length
     assert mfu.step_flops(of_run, 256) == 3 * tokens * (products + of_run.depth * (rule + conv))
-    # Where 5 places of a row are asked for, the others are not multiplied with the vocabulary.
+    # With 5 labels per row, logits of the other positions are not computed.
     spared = 2 * model.embedding.weight.numel() * 2 * of_run.batch * (of_run.length - 5)
     assert mfu.step_flops(of_run, 256, 5) == mfu.step_flops(of_run, 256) - 3 * spared

@@ -1,4 +1,4 @@
-"""`wyfold tune`: what is tried, what is refused before it is timed, and what is written."""
+"""`wyfold tune`: candidates, refusals before timing, and written files."""
 
 import json
 from contextlib import nullcontext
@@ -54,7 +54,7 @@ def test_what_is_no_tile_is_left_alone():
 
 
 class CompileError(Exception):
-    """What Triton raises where a kernel does not fit."""
+    """Triton's error for a kernel that does not fit."""
 
 
 CompileError.__module__ = "triton.runtime.errors"
@@ -62,7 +62,7 @@ CompileError.__module__ = "triton.runtime.errors"
 
 @pytest.fixture
 def tuner(monkeypatch) -> Tuner:
-    """A tuner whose card is made up: a configuration's tile decides what becomes of it."""
+    """A tuner with a fake GPU: the tile of a configuration determines its outcome."""
     made = Tuner(LAUNCH, CASE, torch.device("cpu"), rounds=3)
     trying, variants = [SHIPPED], {}
 

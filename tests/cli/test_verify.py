@@ -1,4 +1,4 @@
-"""verify tells right from wrong, in its table, its JSON and its exit code."""
+"""`verify` reports errors in its table, its JSON and its exit code."""
 
 import json
 import subprocess
@@ -24,12 +24,12 @@ FEW = ("chunk_delta_rule", "l2norm", "solve_tril")
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only three operators, one without a backward."""
+    """Restrict the catalogue to three operators, one without a backward."""
     monkeypatch.setattr(operators, "OPERATOR_SPECS", {name: OPERATOR_SPECS[name] for name in FEW})
 
 
 def wrong_row(monkeypatch: pytest.MonkeyPatch, size: float = 1e-4) -> None:
-    """One row of the scan's output a little off."""
+    """Change one row of the scan's output slightly."""
     usual = scan_stage.scan
 
     def planted(inputs, factors, S, table, scale, out, leaving):
@@ -126,7 +126,7 @@ def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsy
 
 @pytest.mark.parametrize("name", OPERATOR_SPECS)
 def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch):
-    """The device "meta" is on every machine; it holds no numbers, so what the operator returns is played."""
+    """Uses the device "meta", which every machine has; it has no data, so the operator's results are mocked."""
     spec, called = OPERATOR_SPECS[name], []
     arguments = spec.arguments(SMALL, torch.float32, 0)
     played = spec.ours(arguments)
@@ -166,7 +166,7 @@ def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch,
 
 def test_what_a_device_lacks_is_asked_of_the_device():
     class Narrow(torch.overrides.TorchFunctionMode):
-        """A device that refuses float64 as Apple's does."""
+        """A device without float64, like Apple's."""
 
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function is torch.Tensor.to and args[0].dtype == torch.float64:
@@ -191,7 +191,7 @@ def test_rows_of_the_scorecard_stay_on_the_cpu(capsys):
 
 
 def test_on_a_card(tmp_path):
-    """In a process of its own, where nothing is said about deterministic algorithms."""
+    """In a new process, without the suite's deterministic algorithms."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     words = ["-m", "wyfold", "verify", "--quick", "--device", "cuda", "--out", str(tmp_path)]

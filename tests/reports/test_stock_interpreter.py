@@ -15,7 +15,7 @@ SCRIPT = """
 import json
 import torch, wyfold
 from wyfold import serving
-from wyfold.cli.operators import SUBJECTS
+from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import launch
 from wyfold.kernels import table
@@ -28,7 +28,7 @@ def outcome(run):
     return "served"
 
 found = {}
-for name, subject in SUBJECTS.items():
+for name, subject in OPERATOR_SPECS.items():
     arguments = subject.arguments(Shape(1, 5, 1, 2, 16, 16), torch.float32, 0)
     found[name] = outcome(lambda: getattr(wyfold, subject.operator)(**arguments, backend="triton"))
 x, slots, pool = torch.randn(2, 1, 2, 16), torch.arange(2, dtype=torch.int32), torch.zeros(3, 2, 16, 16)

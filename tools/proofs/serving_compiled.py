@@ -73,7 +73,7 @@ def compiled(
     """What is promised of one module under one of PyTorch's compilers.
 
     Args:
-        subject: One of `SUBJECTS`.
+        subject: One of `OPERATOR_SPECS`.
         compiler: One of `BACKENDS`.
         device: Of the module.
         backend: Of its operators.

@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             f"--mode {','.join(args.mode)}"
         )
     world = DistributedWorld(args.device, None) if launched() else None
-    peers = chosen_peers(args.peers, kind, tell=world is None or world.is_main)
+    peers = chosen_peers(args.peers, kind, verbose=world is None or world.is_main)
     session = BenchSession(
         sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold
     )
@@ -341,13 +341,13 @@ def check_peers(words: str) -> None:
             raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
 
 
-def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
+def chosen_peers(words: str, kind: str, *, verbose: bool = True) -> list[Peer]:
     """Return the requested peers that are installed. Prints the names of those that are not.
 
     Args:
         words: Comma-separated names, "all" or "none". `name:variant` selects one way to call that library.
         kind: Type of the device.
-        tell: Print missing peers; false on all processes but one.
+        verbose: Whether to print missing peers; false on all processes but one.
     """
     if words == "none":
         return []
@@ -357,7 +357,7 @@ def chosen_peers(words: str, kind: str, *, tell: bool = True) -> list[Peer]:
         name, _, way = word.partition(":")
         if PEERS[name].installed:
             chosen.append(PEERS[name].narrowed(way))
-        elif tell:
+        elif verbose:
             print(f"{name}: not installed; {PEERS[name].install}")
     return chosen
 

@@ -1,7 +1,27 @@
-"""The reliability scorecard: what the library promises, each promise one function that checks it.
+"""Reliability scorecard: promises of the library, each verified by one function.
 
-`wyfold verify --row N` and the tests call the same functions. A row says how many cases it tried and which of them
-broke; one that tried fewer than its promise names, or could not try, was not run, whatever it saw.
+| number | check | file |
+|---|---|---|
+| 1 | all definitions of an operator agree in float64 | `accuracy` |
+| 2 | one-hot keys and integer values give exact answers | `accuracy` |
+| 5 | repeated and correlated keys stay accurate | `accuracy` |
+| 6 | every gate from 0 to -inf is legal and accurate | `accuracy` |
+| 7 | float32 results keep float32 accuracy where TF32 is allowed | `accuracy` |
+| 12 | a packed or batched sequence has the bits of the sequence alone | `bits` |
+| 13 | later tokens do not change earlier outputs | `bits` |
+| 14 | a sequence split at a state has the bits of the whole sequence | `bits` |
+| 15 | strides of arguments do not change a bit | `bits` |
+| 17 | invalid arguments are refused by name before any launch | `contract` |
+| 18 | each combination of options is accurate or refused | `contract` |
+| 19 | every length and every packing works | `contract` |
+| 26 | operators pass opcheck and compile without graph breaks | `contract` |
+| 29 | no call depends on earlier or concurrent calls | `bits` |
+| 39 | import and first use are fast | `installation` |
+| 40 | the wheel is reproducible, needs torch only, and uses nothing unsafe | `installation` |
+
+Numbers identify the checks in options and stored results; they are not consecutive. `wyfold verify --row N` and the
+tests call the same functions. A check counts its cases and lists those that failed. It is "not run" if it could not
+run, or ran fewer cases than it promises.
 """
 
 from __future__ import annotations
@@ -18,18 +38,18 @@ PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
 
 @dataclass(frozen=True)
 class CheckRecord:
-    """What came of a row.
+    """Outcome of a check.
 
     Attributes:
-        row: Its number.
-        promise, target: As the scorecard has them.
+        row: Number of the check.
+        promise, target: As in `Check`.
         outcome: "pass", "fail" or "not run".
-        value: The largest error, or how many of the cases broke.
-        cases: Tried.
-        broken: One line each, the first twenty.
-        note: Why it was not run.
-        seconds: It took.
-        seed: Of its inputs.
+        value: Number of failed cases, and the largest error if the check measures one.
+        cases: Number of cases that ran.
+        broken: One line for each failed case, at most twenty.
+        note: Why it was not run; empty otherwise.
+        seconds: Duration.
+        seed: Seed of the inputs.
     """
 
     row: int
@@ -44,19 +64,19 @@ class CheckRecord:
     seed: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: `pass` is true, false, or null where the row was not run."""
+        """Fields of the JSON result; `pass` is true, false, or null if the check was not run."""
         return vars(self) | {"pass": {PASS: True, FAIL: False, NOT_RUN: None}[self.outcome]}
 
 
 def run_check(number: int, scope: Scope) -> CheckRecord:
-    """The record of one row; a number whose subject this version does not have was not run."""
+    """Run one check. An unknown number gives the outcome "not run"."""
     row = CHECKS.get(number)
     if row is None:
         return CheckRecord(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
     began = time.perf_counter()
     try:
         result = row.check(scope)
-    except Exception as error:  # whatever stops a row, the others are still to be seen
+    except Exception as error:  # an exception fails this check; the others still run
         result = CheckResult(scope)
         result.case(False, f"the check itself stopped: {type(error).__name__}: {error}")
     seconds = round(time.perf_counter() - began, 1)
@@ -79,4 +99,4 @@ def _outcome(result: CheckResult) -> tuple[str, str]:
 
 
 CHECKS = {row.number: row for row in (*accuracy.CHECKS, *bits.CHECKS, *contract.CHECKS, *installation.CHECKS)}
-"""Every row this version can try, by number."""
+"""Number -> check."""

@@ -1,4 +1,4 @@
-"""Rows 1, 2, 5, 6 and 7: how near the truth the results are."""
+"""Checks 1, 2, 5, 6 and 7: accuracy of the results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ RULES = {
     "kda": "chunk_kda",
     "ttt_linear": "chunk_ttt_linear",
 }
-"""Token loop -> the chunk form; the first three are the delta family."""
+"""Token loop -> chunk form; the first three are the delta rules."""
 DELTA = tuple(RULES)[:3]
 
 
-# --- row 1 -----------------------------------------------------------------------------------------------------------
+# --- check 1: definitions agree ---------------------------------------------------------------------------------------
 
 AGREE = 1e-10
 
 
 def definitions_agree(scope: Scope) -> CheckResult:
-    """Row 1: recurrence, chunk form, recurrent form, split-and-compose and finite differences, in float64."""
+    """Check 1: token loop, chunk form, recurrent form, split calls and finite differences agree in float64."""
     result = CheckResult(scope)
     shape = Shape(2, 70, 2, 4, 16, 24)
     for spec in OPERATOR_SPECS.values():
@@ -47,7 +47,7 @@ def definitions_agree(scope: Scope) -> CheckResult:
 
 
 def _split_and_compose(rule: str, result: CheckResult) -> None:
-    """Two calls, the state handed on, beside one call of the token loop."""
+    """Compare two calls, the second from the state of the first, with one call of the token loop."""
     spec = OPERATOR_SPECS[RULES[rule]]
     arguments = spec.arguments(Shape(2, 70, 2, 4, 16, 24), torch.float64, result.scope.seed)
     whole = measured(spec.truth, arguments, spec.outputs, seed=result.scope.seed)
@@ -57,7 +57,7 @@ def _split_and_compose(rule: str, result: CheckResult) -> None:
 
 
 def in_two(spec: OperatorSpec, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
-    """Outputs of the operator called on the tokens before `cut` and then, from the state they left, on the others."""
+    """Outputs of two calls: on the tokens before `cut`, and on the others from the final state of the first call."""
     before, *states = spec.ours(tokens(arguments, slice(0, cut)))
     handed = dict(zip(("initial_state", "initial_state_bias"), states))
     after, *states = spec.ours(tokens(arguments, slice(cut, None)) | handed)
@@ -65,7 +65,7 @@ def in_two(spec: OperatorSpec, arguments: Arguments, cut: int) -> tuple[Tensor, 
 
 
 def tokens(arguments: Arguments, which: slice) -> Arguments:
-    """The arguments with the per-token ones cut along time."""
+    """The arguments, with per-token tensors sliced along time."""
     per_token = ("q", "k", "v", "g", "beta", "eta")
     return {name: value[:, which] if name in per_token else value for name, value in arguments.items()}
 
@@ -78,18 +78,18 @@ def _finite_differences(rule: str, seed: int) -> bool:
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
         return spec.ours(arguments | dict(zip(leaves, values)))
 
-    # Fast mode: one random direction through all inputs and outputs instead of every pair of entries.
+    # Fast mode: one random direction instead of the full Jacobian.
     values = [x.clone().requires_grad_() for x in leaves.values()]
     return torch.autograd.gradcheck(outputs, values, fast_mode=True, raise_exception=False)
 
 
-# --- row 2 -----------------------------------------------------------------------------------------------------------
+# --- check 2: exact answers -------------------------------------------------------------------------------------------
 
 EXACT_CASES = 200
 
 
 def index_and_mask(scope: Scope) -> CheckResult:
-    """Row 2: with one-hot keys, beta 0 or 1 and integer values, answers are whole numbers and must be met exactly."""
+    """Check 2: with one-hot keys, beta 0 or 1 and integer values the answers are integers, which must be exact."""
     result = CheckResult(scope, promised=EXACT_CASES)
     generator = torch.Generator().manual_seed(scope.seed)
 
@@ -117,17 +117,17 @@ def index_and_mask(scope: Scope) -> CheckResult:
 
 
 def _lengths(total: int, generator: torch.Generator) -> list[int]:
-    """Lengths of up to four sequences, empty ones among them, that share `total` tokens."""
+    """Random lengths of four sequences, possibly empty, with `total` tokens together."""
     cuts = torch.randint(0, total + 1, (3,), generator=generator).sort().values.tolist()
     return [end - start for start, end in itertools.pairwise([0, *cuts, total])]
 
 
 def written_last(arguments: Arguments, lengths: list[int] | None) -> Tensor:
-    """What a dictionary answers: each token's query gets the value last written under its key, zero if there is none.
+    """Reference by a dictionary: a query returns the last value written under its key, or zero.
 
     Args:
         arguments: One-hot q and k, beta 0 or 1, g 0 or -inf.
-        lengths: Of the packed sequences; None: the batch's rows are the sequences.
+        lengths: Lengths of packed sequences; None if the rows of the batch are the sequences.
     """
     q, k, v = arguments["q"], arguments["k"], arguments["v"]
     B, T, HV, _ = v.shape
@@ -150,18 +150,18 @@ def written_last(arguments: Arguments, lengths: list[int] | None) -> Tensor:
     return o
 
 
-# --- rows 5 and 6 ----------------------------------------------------------------------------------------------------
+# --- checks 5 and 6: keys and gates -----------------------------------------------------------------------------------
 
 KEY_KINDS = ("normal", "positive", "identical", "near-identical", "two clusters", "rank 4", "vocabulary")
 STRENGTHS = ("half", ".835", "one", "two")
 
 
 def correlated_keys(scope: Scope) -> CheckResult:
-    """Row 5: repeated and correlated keys, at every write strength and gate, forward and backward.
+    """Check 5: repeated and correlated keys at every write strength, forward and backward.
 
-    With beta below 2 in float32, against its targets. At beta 2 without decay every token reflects and nothing is
-    damped: rounding adds up along the sequence in any chunk form, so there the inputs are bfloat16 and the question is
-    whether the chunk form adds anything to what their rounding costs.
+    With beta below 2, in float32 against its targets. At beta 2 without decay every token is a reflection without
+    damping, and rounding accumulates along the sequence in every chunk form. The inputs are then bfloat16, and the
+    check is whether the chunk form adds an error to that of their rounding.
     """
     kinds = list(itertools.product(KEY_KINDS, STRENGTHS, DELTA))
     result = CheckResult(scope, promised=len(kinds))
@@ -178,7 +178,7 @@ DECAYS = 1e-3
 
 
 def every_gate(scope: Scope) -> CheckResult:
-    """Row 6: every gate from 0 to -inf is legal, its gradients included, and decays what it says."""
+    """Check 6: every gate from 0 to -inf is legal, its gradients included, and decays the state by exp(g)."""
     result = CheckResult(scope, promised=2 * len(GATE_KINDS))
     shape = Shape(1, 70, 1, 2, 16, 16)
     for gate, rule in itertools.product(GATE_KINDS[:: 10 if scope.quick else 1], DELTA[1:]):
@@ -193,7 +193,7 @@ def every_gate(scope: Scope) -> CheckResult:
 
 
 def _decay(rule: str, drawn: Arguments) -> float:
-    """Relative error of the decay that one token does to a state, nothing written; absolute where it is below 1e-30."""
+    """Relative error of the decay of a state by one token without a write; absolute below 1e-30."""
     last = tokens(drawn, slice(-1, None))
     last["beta"] = torch.zeros_like(last["beta"])
     last.pop("use_beta_sigmoid_in_kernel", None)
@@ -205,7 +205,7 @@ def _decay(rule: str, drawn: Arguments) -> float:
 
 
 def _against_loop(result: CheckResult, spec: OperatorSpec, arguments: Arguments, where: str) -> None:
-    """One case: finite where the truth is, and every tensor as near it as the rule of acceptance asks."""
+    """Record a case: every tensor must satisfy the rule of acceptance against the token loop."""
     names = spec.outputs if arguments.get("output_final_state") else spec.outputs[:1]
     few = replace(spec, outputs=names)
     got = measured(few.ours, arguments, names, seed=result.scope.seed)
@@ -216,12 +216,12 @@ def _against_loop(result: CheckResult, spec: OperatorSpec, arguments: Arguments,
     result.case(not lines, f"{where}: {'; '.join(lines)}")
 
 
-# --- row 7 -----------------------------------------------------------------------------------------------------------
+# --- check 7: TF32 ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def reduced_precision_allowed() -> Iterator[None]:
-    """PyTorch's permission to use TF32 in float32 products, given to the whole process for a while."""
+    """Context manager that allows TF32 in float32 matrix products for the whole process."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -231,7 +231,7 @@ def reduced_precision_allowed() -> Iterator[None]:
 
 
 def float32_means_float32(scope: Scope) -> CheckResult:
-    """Row 7: where TF32 is allowed globally, float32 results keep float32's accuracy."""
+    """Check 7: float32 results keep float32 accuracy when TF32 is allowed globally."""
     result = CheckResult(scope)
     for spec in OPERATOR_SPECS.values():
         arguments = spec.arguments(Shape(1, 130, 1, 2, 64, 64), torch.float32, scope.seed)

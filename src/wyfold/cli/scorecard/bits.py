@@ -1,4 +1,4 @@
-"""Rows 12 to 15 and 29: the same answer, bit for bit, whatever stands beside, before, behind or around a call."""
+"""Checks 12 to 15 and 29: results are equal bit for bit in any batch, packing, memory layout and order of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSAL_CASES = 200
 
 
 class _Draw:
-    """Seeded choices."""
+    """Seeded random choices."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -38,15 +38,18 @@ class _Draw:
 def some_call(
     rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0
 ) -> tuple[OperatorSpec, Arguments]:
-    """A rule's chunk form and arguments for it: small, and with everything the rule has in some of the calls.
+    """Draw a small call of a rule's chunk form. Over many numbers, all options of the rule occur.
 
     Args:
         rule: One of `RULES`.
-        number: Of the case; decides widths, head groups, gates, dtype.
+        number: Number of the case, which selects widths, head groups, gates and dtype.
         T: Tokens.
-        sequences: Rows of the initial states; None: B.
-        B: Batch.
-        seed: Of the numbers.
+        sequences: Number of initial states; None for B.
+        B: Batch size.
+        seed: Seed of the tensors.
+
+    Returns:
+        The operator and its arguments.
     """
     shape = Shape(B, T, (1, 2)[number % 2], (2, 4)[number // 2 % 2], 8, (8, 16)[number // 4 % 2])
     if rule == "ttt_linear":
@@ -62,7 +65,7 @@ def some_call(
 
 
 def differing(one: Named, other: Named) -> str:
-    """Names of the tensors in which two results differ by a bit; a NaN equals the same NaN."""
+    """Names of the tensors whose bits differ between two results. NaN equals NaN."""
     return ", ".join(name for name in one if not _same_bits(one[name], other[name]))
 
 
@@ -70,11 +73,11 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.nan_to_num(nan=7.25), y.nan_to_num(nan=7.25))
 
 
-# --- row 12 ----------------------------------------------------------------------------------------------------------
+# --- check 12: packing ------------------------------------------------------------------------------------------------
 
 
 def packed_equals_separate(scope: Scope) -> CheckResult:
-    """Row 12: each sequence of a random packing, and each row of a batch, has the bits it has when it is run alone."""
+    """Check 12: each sequence of a random packing, and each row of a batch, has the bits of a call of it alone."""
     result = CheckResult(scope, promised=PACKINGS * len(RULES))
     for number, rule in itertools.product(range(scope.count(PACKINGS)), RULES):
         draw = _Draw(scope.seed + number)
@@ -93,13 +96,13 @@ def packed_equals_separate(scope: Scope) -> CheckResult:
 
 
 def _alone(spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, slice]], seed: int) -> list[str]:
-    """What differs between a call of many sequences and a call of each alone.
+    """Differences between one call of all sequences and a call of each sequence alone.
 
     Args:
-        subject: The operator.
-        arguments: Of the call of all of them.
+        spec: Operator.
+        arguments: Arguments of the call of all sequences.
         places: Rows of the batch and tokens of each sequence, in the order of the states.
-        seed: Of what is fed back.
+        seed: Seed of the output gradients.
     """
     together, fed = _measured(spec, arguments, seed)
     shared = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
@@ -113,25 +116,25 @@ def _alone(spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, s
 
 
 def _measured(spec: OperatorSpec, arguments: Arguments, seed: int) -> tuple[Named, Named]:
-    """What `measured` returns, and the gradients that were fed back."""
+    """Result of `measured`, and the output gradients it used."""
     with torch.no_grad():
         fed = incoming(dict(zip(spec.outputs, spec.ours(arguments), strict=True)), seed)
     return measured(spec.ours, arguments, spec.outputs, fed=fed), fed
 
 
 def _part(tensors: Arguments, rows: slice, some: slice, n: int) -> Arguments:
-    """One sequence of a call: its tokens, its states; what is shared by all stays whole."""
+    """Tensors of one sequence: its tokens and its states; shared tensors stay complete."""
     return {
         name: x[rows, some] if name in PER_TOKEN else x[n : n + 1] if name in PER_SEQUENCE else x
         for name, x in tensors.items()
     }
 
 
-# --- row 13 ----------------------------------------------------------------------------------------------------------
+# --- check 13: causality ----------------------------------------------------------------------------------------------
 
 
 def past_is_closed(scope: Scope) -> CheckResult:
-    """Row 13: other inputs from a token on change no bit of the outputs before it, nor of the gradients of those."""
+    """Check 13: changed inputs from a token on change no bit of earlier outputs, nor of the gradients of those."""
     result = CheckResult(scope, promised=CAUSAL_CASES)
     for number in range(scope.count(CAUSAL_CASES)):
         rule = tuple(RULES)[number % len(RULES)]
@@ -151,7 +154,7 @@ def past_is_closed(scope: Scope) -> CheckResult:
 
 
 def _prefix(spec: OperatorSpec, arguments: Arguments, t: int, seed: int) -> Named:
-    """Outputs of the first t tokens, and the gradients of a loss on those alone."""
+    """Outputs of the first t tokens, and the gradients of a loss on these tokens alone."""
     first = replace(spec, outputs=spec.outputs[:1])
     with torch.no_grad():
         fed = incoming({"o": first.ours(arguments)[0]}, seed)
@@ -160,11 +163,11 @@ def _prefix(spec: OperatorSpec, arguments: Arguments, t: int, seed: int) -> Name
     return {name: x[:, :t] if name in PER_TOKEN else x for name, x in found.items()}
 
 
-# --- row 14 ----------------------------------------------------------------------------------------------------------
+# --- check 14: split calls --------------------------------------------------------------------------------------------
 
 
 def split_equals_whole(scope: Scope) -> CheckResult:
-    """Row 14: two calls, the state handed on, cut at a multiple of 64, give the bits of one; elsewhere nearly so."""
+    """Check 14: two calls, split at a multiple of 64, have the bits of one call; other splits meet the targets."""
     result = CheckResult(scope)
     T = 200
     for rule, number in itertools.product(RULES, range(scope.count(10))):
@@ -174,7 +177,7 @@ def split_equals_whole(scope: Scope) -> CheckResult:
             halves = dict(zip(spec.outputs, in_two(spec, arguments, cut)))
             names = differing(whole, halves)
             result.case(not names, f"{rule}, case {number}, cut at {cut}: {names}")
-        if rule in DELTA:  # a cut inside a mini-batch of TTT-Linear is another model
+        if rule in DELTA:  # a split inside a mini-batch of TTT-Linear changes the model
             halves = dict(zip(spec.outputs, in_two(spec, arguments, 1 + 7 * number)))
             truth = dict(zip(spec.outputs, spec.truth(widened(arguments))))
             found = [error.judge(x, truth[name], name=name, target=bound(name, x.dtype)) for name, x in halves.items()]
@@ -183,13 +186,13 @@ def split_equals_whole(scope: Scope) -> CheckResult:
     return result
 
 
-# --- row 15 ----------------------------------------------------------------------------------------------------------
+# --- check 15: strides ------------------------------------------------------------------------------------------------
 
 
 def _wider(
     dim: int, extra: Callable[[int], int], take: Callable[[Tensor, int, int], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """A view with x's values into a tensor that is larger along `dim`, NaN elsewhere."""
+    """Copy x into a view of a tensor that is larger along `dim` and NaN elsewhere."""
 
     def stretched(x: Tensor) -> Tensor:
         size = list(x.shape)
@@ -201,7 +204,7 @@ def _wider(
 
 
 def _stored(order: Callable[[int], list[int]]) -> Callable[[Tensor], Tensor]:
-    """x with its dimensions stored in another order."""
+    """Store x with its dimensions in another memory order."""
 
     def stored(x: Tensor) -> Tensor:
         dims = order(x.ndim)
@@ -242,15 +245,15 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded over tokens": _expanded(1),
     "expanded over the last dimension": _expanded(-1),
 }
-"""Ways to lie in memory; an expanded one has the values of its first slice throughout."""
+"""Name of a memory layout -> function that stores a tensor so. Expanded layouts repeat the first slice."""
 
 
 def memory_layout(scope: Scope) -> CheckResult:
-    """Row 15: every argument and incoming gradient at every stride, beside the same values stored contiguously."""
+    """Check 15: every argument and output gradient in every layout gives the bits of contiguous tensors."""
     result = CheckResult(scope, promised=12 * len(RULES))
     kinds = dict(itertools.islice(STRIDES.items(), 0, None, 7 if scope.quick else 1))
     for rule in RULES:
-        number = 2 if rule in DELTA[1:] else 0  # with a model's gate, so that its parameters are there
+        number = 2 if rule in DELTA[1:] else 0  # with the model's gate, so that its parameters are arguments
         spec, arguments = some_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
         with torch.no_grad():
             fed = incoming(dict(zip(spec.outputs, spec.ours(arguments))), scope.seed)
@@ -272,19 +275,19 @@ def memory_layout(scope: Scope) -> CheckResult:
 
 
 def _with(spec: OperatorSpec, arguments: Arguments, fed: Named, tensors: Arguments, name: str, x: Tensor) -> Named:
-    """Results with one tensor, an argument or an incoming gradient, replaced; strides reach the operator untouched."""
+    """Results with one argument or output gradient replaced. The operator gets its strides unchanged."""
     replaced = tensors | {name: x}
     arguments, fed = (arguments, replaced) if tensors is fed else (replaced, fed)
     return measured(spec.ours, arguments, spec.outputs, fed=fed, copy=False)
 
 
-# --- row 29 ----------------------------------------------------------------------------------------------------------
+# --- check 29: no stale state -----------------------------------------------------------------------------------------
 
 THREADS = 8
 
 
 def nothing_is_stale(scope: Scope) -> CheckResult:
-    """Row 29: boundaries edited in place, shapes in turns and threads at once leave no trace in each other's bits."""
+    """Check 29: boundaries edited in place, alternating shapes and concurrent threads do not change a bit."""
     result = CheckResult(scope)
     for rule in RULES:
         spec, arguments = some_call(rule, 0, 70, sequences=2, seed=scope.seed)
@@ -314,7 +317,7 @@ def _run(call: tuple[OperatorSpec, Arguments]) -> Named:
 
 
 def _at_once(calls: list[tuple[OperatorSpec, Arguments]], alone: list[Named]) -> list[str]:
-    """What differed in each of the threads that ran all calls, each from another one on."""
+    """Differences found by each of several threads that run all calls, each thread in another order."""
     found = ["did not finish"] * THREADS
     gate = threading.Barrier(THREADS)
 

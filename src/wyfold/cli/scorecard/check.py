@@ -1,4 +1,4 @@
-"""What a row's function is told and what it answers."""
+"""Checks of the scorecard: their definition, options and result."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Scope:
-    """How a row is to be run.
+    """Options of a check.
 
     Attributes:
-        seed: Of every draw.
-        quick: A tenth of the cases, for a first look; a row that promises a number of cases cannot pass so.
-        tried: Told of every case, for a progress display.
+        seed: Seed of all random draws.
+        quick: Run a tenth of the cases. A check that promises a number of cases cannot pass then.
+        tried: Called after every case, for a progress display.
     """
 
     seed: int = 0
@@ -21,21 +21,21 @@ class Scope:
     tried: Callable[[], None] = lambda: None
 
     def count(self, promised: int) -> int:
-        """Cases to try of those promised."""
+        """Number of cases to run of those promised."""
         return max(1, promised // 10) if self.quick else promised
 
 
 @dataclass
 class CheckResult:
-    """What a row's function saw.
+    """Result of a check, filled in case by case.
 
     Attributes:
-        scope: Told of every case.
-        promised: Least number of cases the row's target names.
-        cases: Tried so far.
-        worst: Largest error seen, where the row measures one.
-        broken: One line for each case that broke the promise.
-        why_not: Why the row could not be tried.
+        scope: Options of the check.
+        promised: Least number of cases for a pass.
+        cases: Number of cases so far.
+        worst: Largest error so far; None if the check measures none.
+        broken: One line for each failed case.
+        skip_reason: Why the check could not run; empty if it ran.
     """
 
     scope: Scope
@@ -46,21 +46,28 @@ class CheckResult:
     skip_reason: str = ""
 
     def case(self, holds: bool, otherwise: str) -> None:
-        """One case, and the line that says how it broke if it did."""
+        """Record a case; `otherwise` describes its failure."""
         self.cases += 1
         if not holds:
             self.broken.append(otherwise)
         self.scope.tried()
 
     def error(self, value: float, most: float, where: str) -> None:
-        """One case with a measured error."""
+        """Record a case with a measured error and its limit."""
         self.worst = max(value, self.worst or 0.0) if value == value else value
         self.case(value <= most, f"{where}: {value:.2e}, allowed {most:.0e}")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise of the scorecard."""
+    """One check of the scorecard.
+
+    Attributes:
+        number: Number of the check.
+        promise: What it verifies, in a few words.
+        target: What must hold for a pass.
+        check: Function that runs it.
+    """
 
     number: int
     promise: str

@@ -1,4 +1,4 @@
-"""Rows 17, 18, 19 and 26: a call is right or refused, at every length, and a real operator of PyTorch."""
+"""Checks 17, 18, 19 and 26: a call is accurate or refused, at every length; operators are registered with PyTorch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.shapes import PACKINGS, Shape
 
-# --- row 17 ----------------------------------------------------------------------------------------------------------
+# --- check 17: refusals -----------------------------------------------------------------------------------------------
 
 REFUSED = 60
 
 
 @contextlib.contextmanager
 def launches_counted() -> Iterator[list[str]]:
-    """A list that gets the name of every stage that is launched meanwhile, in this process."""
+    """Context manager that lists the stages launched in this process."""
     usual, launched = table.kernel_module, []
 
     def counting(stage: str, backend: str) -> Any:
@@ -47,7 +47,7 @@ def launches_counted() -> Iterator[list[str]]:
 
 
 def bad_input_is_named(scope: Scope) -> CheckResult:
-    """Row 17: every wrong call is refused by name, with what was expected and what came, before any launch."""
+    """Check 17: every invalid call is refused before any launch, by argument, expected and given value."""
     result = CheckResult(scope, promised=REFUSED)
     for refusal in REFUSALS[:: 10 if scope.quick else 1]:
         said = refused(refusal)
@@ -56,7 +56,7 @@ def bad_input_is_named(scope: Scope) -> CheckResult:
 
 
 def refused(refusal: Refusal) -> str:
-    """What is wrong with how a wrong call was answered; empty if nothing is."""
+    """Why the refusal of an invalid call is insufficient; empty if it is good."""
     arguments = refusal.arguments()
     with launches_counted() as launched:
         try:
@@ -76,11 +76,11 @@ def _complaint(refusal: Refusal, error: Exception, launched: list[str]) -> str:
         return f"launched {', '.join(launched)} before it was refused"
     if not re.search(rf"\b{refusal.argument}\b", text):
         return f"is not named in {text!r}"
-    # Python's own TypeError for a keyword it does not know, or misses, names the operator in its own way.
+    # Python's TypeError for an unknown or missing keyword has the form `operator() ...`.
     return "" if text.startswith((f"{refusal.operator}: ", f"{refusal.operator}() ")) else f"came as {text!r}"
 
 
-# --- row 18 ----------------------------------------------------------------------------------------------------------
+# --- check 18: options ------------------------------------------------------------------------------------------------
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "rule": DELTA,
@@ -102,13 +102,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "backend": (None, "eager"),
 }
 MISSING = ("triton", "gluon")
-"""Backends that serve nothing in this version: each cell demands them too, and must be refused."""
+"""Backends that do not run on the CPU: every combination is also requested from them, and must be refused."""
 
 Combination = dict[str, Any]
 
 
 def pairwise(seed: int) -> list[Combination]:
-    """Cells in which every pair of values of two factors occurs, few of them."""
+    """A small set of combinations in which every pair of values of two factors occurs."""
     generator = torch.Generator().manual_seed(seed)
     names = list(FACTORS)
     missing = {
@@ -119,7 +119,7 @@ def pairwise(seed: int) -> list[Combination]:
     }
     cells: list[Combination] = []
     while missing:
-        must = dict(min(missing))  # so that every cell covers something
+        must = dict(min(missing))  # so that every combination covers a missing pair
         tries = [_filled(must, names, generator) for _ in range(30)]
         best = max(tries, key=lambda picked: len(missing & _pairs(picked, names)))
         missing -= _pairs(best, names)
@@ -137,9 +137,9 @@ def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int
 
 
 def no_third_outcome(scope: Scope) -> CheckResult:
-    """Row 18: each cell of the delta rules' options is as near the truth as asked, or refused; a demand is what runs.
+    """Check 18: each combination of the delta rules' options is accurate or refused, and runs on the requested backend.
 
-    TTT-Linear has other options; the tests try those in pairs.
+    TTT-Linear has other options, which are tested in pairs by the test suite.
     """
     cells = pairwise(scope.seed)
     result = CheckResult(scope, promised=len(cells))
@@ -151,7 +151,7 @@ def no_third_outcome(scope: Scope) -> CheckResult:
 
 
 def outcome(cell: Combination, seed: int) -> str:
-    """What is wrong with a cell's outcome; empty if it is right or refused."""
+    """What is wrong with the outcome of a combination; empty if it is accurate or refused."""
     arguments, own = cell_arguments(cell, seed)
     operator = f"{cell['form']}_{cell['rule']}"
     spec = OperatorSpec(operator, operator, cell["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
@@ -174,7 +174,7 @@ def outcome(cell: Combination, seed: int) -> str:
 
 
 def cell_arguments(cell: Combination, seed: int) -> tuple[Arguments, Arguments]:
-    """Arguments of a cell for operator and loop, and those for the operator alone. What a rule lacks is left out."""
+    """Arguments of a combination for operator and loop, and for the operator alone. Skips options the rule lacks."""
     (H, HV), packed = cell["heads"], cell["layout"] in ("packed", "spare rows")
     shape = Shape(1 if packed else 2, 37, H, HV, cell["K"], cell["V"])
     gate = cell["gate"] if cell["rule"] == "kda" or cell["gate"] != "model bounded" else "model"
@@ -213,17 +213,17 @@ def cell_arguments(cell: Combination, seed: int) -> tuple[Arguments, Arguments]:
     return drawn, own
 
 
-# --- row 19 ----------------------------------------------------------------------------------------------------------
+# --- check 19: lengths ------------------------------------------------------------------------------------------------
 
 LONGEST = 130
 
 
 def every_length(scope: Scope) -> CheckResult:
-    """Row 19: every length from 1 to 130 and every way to pack, empty sequences and spare rows included, in float64."""
+    """Check 19: every length from 1 to 130 and every packing, with empty sequences and padding, in float64."""
     result, step = CheckResult(scope, promised=LONGEST * len(RULES)), 10 if scope.quick else 1
     for T, rule in itertools.product(range(1, LONGEST + 1, step), RULES):
         failed = _at_length(OPERATOR_SPECS[RULES[rule]], T, scope.seed)
-        if T % 7 == 0:  # the recurrent form has no grid that a length could miss
+        if T % 7 == 0:  # the recurrent form does not depend on a grid over the length
             failed += _at_length(OPERATOR_SPECS[RULES[rule].replace("chunk", "fused_recurrent")], T, scope.seed)
         result.case(not failed, f"{rule}, T {T}: {'; '.join(failed)}")
     for (name, packing), rule in itertools.product(list(PACKINGS.items())[::step], RULES):
@@ -238,7 +238,7 @@ def _at_length(spec: OperatorSpec, T: int, seed: int) -> list[str]:
 
 
 def _packed(spec: OperatorSpec, cu: Tensor, T: int, seed: int) -> list[str]:
-    """What is wrong with a packed call, in float64: its distance from the truth, its spare rows, its copied states."""
+    """Failures of a packed call in float64: inaccurate tensors, nonzero padding, changed states of empty sequences."""
     N, end = cu.shape[0] - 1, int(cu[-1])
     drawn = inputs.draw(
         "random", spec.loop, Shape(1, T, 1, 2, 8, 8), state="normal", sequences=N, dtype=torch.float64, seed=seed
@@ -263,14 +263,14 @@ def _packed(spec: OperatorSpec, cu: Tensor, T: int, seed: int) -> list[str]:
     )
 
 
-# --- row 26 ----------------------------------------------------------------------------------------------------------
+# --- check 26: operators of PyTorch -----------------------------------------------------------------------------------
 
 LENGTHS = (17, 33, 40, 64, 65, 70, 90, 100, 128, 130)
 COMPILES = 2
 
 
 class _OperatorRecorder(TorchDispatchMode):
-    """Remembers one call of every operator in our namespace."""
+    """Records one call of every operator in the namespace `wyfold`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,15 +291,15 @@ def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             arguments = spec.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
             measured(spec.ours, arguments, spec.outputs, backward=spec.backward, seed=seed)
         _decoded(seed)
-        # What ties a collective to its place in a compiled graph, and what is made of what it brings; nobody else calls
-        # them in one process.
+        # `after` orders a collective in a compiled graph, `delta_carried` uses its result. Neither occurs in other
+        # calls of a single process.
         torch.ops.wyfold.after(torch.ones(2, 3), [torch.ones(4)])
         torch.ops.wyfold.delta_carried(torch.ones(2, 1, 1, 2, 8, 16), [2, 4, 0, 1], 8)
     return recorder.calls
 
 
 def _decoded(seed: int) -> None:
-    """One token of two sequences from pools of three: serving has no gradient, and no subject."""
+    """Decode one token of two sequences from pools of three. Serving functions are not in `OPERATOR_SPECS`."""
     drawn = inputs.draw("random", "kda", Shape(2, 1, 1, 2, 8, 8), dtype=torch.float32, seed=seed)
     pool = torch.zeros(3, 2, 8, 8)
     q, k, v, g, beta = (drawn[name] for name in ("q", "k", "v", "g", "beta"))
@@ -312,17 +312,17 @@ def _decoded(seed: int) -> None:
 
 
 def registered() -> set[str]:
-    """Names of the operators that the package defines, but for two kinds.
+    """Names of the operators that the package registers, with two exceptions.
 
-    Kernels over the ranks of a group are tested in tests/interpret/test_context.py. `once` computes nothing: it marks a
-    compiler's arguments, and is gone when the graph is lowered (tests/reports/test_second_derivatives.py).
+    Kernels over the ranks of a group are tested in tests/interpret/test_context.py. `once` computes nothing: it marks
+    arguments for the compiler and is removed in lowering (tests/reports/test_second_derivatives.py).
     """
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()} - {"wyfold::once"}
     return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_rank_")}
 
 
 def real_operators(scope: Scope) -> CheckResult:
-    """Row 26: opcheck on every registered operator; whole graphs with backward, two compiles for ten lengths."""
+    """Check 26: opcheck on every registered operator; full graphs with backward, two compiles for ten lengths."""
     calls, some = recorded_calls(scope.seed), slice(None, None, 10 if scope.quick else 1)
     result = CheckResult(scope, promised=len(calls) + len(OPERATOR_SPECS))
     for name in sorted(registered() - {name.partition(".")[0] for name in calls}):
@@ -338,13 +338,13 @@ def real_operators(scope: Scope) -> CheckResult:
 def _opcheck(name: str, operator: Any, arguments: tuple[Any, ...]) -> tuple[bool, str]:
     try:
         torch.library.opcheck(operator, arguments)
-    except Exception as error:  # whatever opcheck raises is its verdict
+    except Exception as error:  # opcheck may raise any exception
         return False, f"{name}: {type(error).__name__}: {described(error)}"
     return True, ""
 
 
 def compiled(spec: OperatorSpec, lengths: tuple[int, ...], seed: int = 0) -> int:
-    """Compilations that `fullgraph=True` takes for calls of these lengths, backward included; results must not change.
+    """Number of compilations with `fullgraph=True` for calls of these lengths, backward included.
 
     Raises:
         ValueError: a compiled result differs from the plain call by a bit.

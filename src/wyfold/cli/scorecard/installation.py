@@ -1,4 +1,4 @@
-"""Rows 39 and 40: the first use is quick, and what is installed is small and clean. Each looks from a fresh process."""
+"""Checks 39 and 40, in fresh processes: time of the first use, and contents of the installed package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 PACKAGE = Path(wyfold.__file__).parent
 SOURCES = PACKAGE.parents[1]
 
-# --- row 39 ----------------------------------------------------------------------------------------------------------
+# --- check 39: first use ----------------------------------------------------------------------------------------------
 
 IMPORT_SECONDS = 1.0
 FIRST_SECONDS = 20.0
@@ -46,7 +46,7 @@ FIRST_USE = """
 
 
 def first_use_is_quick(scope: Scope) -> CheckResult:
-    """Row 39: seconds of `import wyfold` beyond torch and of a layer's first use, in fresh processes."""
+    """Check 39: seconds of `import wyfold` after torch, and of a layer's first use, in fresh processes."""
     result = CheckResult(scope)
     imports = [_fresh(IMPORTING) for _ in range(1 if scope.quick else 3)]
     seconds = statistics.median(run["seconds"] for run in imports)
@@ -58,13 +58,13 @@ def first_use_is_quick(scope: Scope) -> CheckResult:
 
 
 def _fresh(code: str, *options: str, cwd: Path | None = None) -> Any:
-    """The JSON that the code prints last, in a new process of this interpreter."""
+    """Run code in a new process of this interpreter and return the JSON of its last output line."""
     command = [sys.executable, *options, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# --- row 40 ----------------------------------------------------------------------------------------------------------
+# --- check 40: package ------------------------------------------------------------------------------------------------
 
 UNPICKLERS = frozenset({"cloudpickle", "dill", "marshal", "pickle", "shelve"})
 TALKERS = frozenset({"ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib"})
@@ -86,11 +86,11 @@ FROM_WHEEL = """
     wyfold.chunk_gated_delta_rule(q, q, q, -torch.rand(1, 70, 2), torch.rand(1, 70, 2))[0].sum().backward()
     print(json.dumps({{"finite": bool(q.grad.isfinite().all()), "from": wyfold.__file__}}))
 """
-"""A first backward from the wheel alone, where nothing optional can be imported."""
+"""Code of a first backward from the wheel, with all optional packages blocked."""
 
 
 def installs_and_stays_clean(scope: Scope) -> CheckResult:
-    """Row 40: torch is the only dependency, two builds are one wheel that runs by itself, and nothing is unsafe."""
+    """Check 40: torch is the only dependency, the wheel is reproducible and runs alone, and no code is unsafe."""
     result = CheckResult(scope)
     for file in sorted(PACKAGE.rglob("*.py")):
         found = unsafe(file.read_text(encoding="utf-8"), in_cli="cli" in file.relative_to(PACKAGE).parts)
@@ -107,7 +107,7 @@ def installs_and_stays_clean(scope: Scope) -> CheckResult:
 
 
 def unsafe(text: str, *, in_cli: bool) -> list[str]:
-    """What a source file uses of pickle, eval, shells and the network; only the command line starts processes."""
+    """Uses of pickle, eval, shells and network in a source file. Only the command line may start processes."""
     found = []
     for node in ast.walk(ast.parse(text)):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -151,7 +151,7 @@ def _wheel(result: CheckResult, scratch: Path) -> None:
 
 
 def _elsewhere(place: Path) -> Path:
-    """The source tree copied, with today's times on its files."""
+    """Copy of the source tree with current modification times."""
     place.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         if (SOURCES / name).exists():

@@ -1,6 +1,6 @@
-"""Row 17's table: what is wrong with a call, and what its refusal must name.
+"""Invalid calls of check 17, and the argument that each refusal must name.
 
-Every entry starts from arguments that are right and spoils one of them.
+Every entry takes valid arguments and makes one of them invalid.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Spoil = Callable[[Arguments], Arguments]
 
 @dataclass(frozen=True)
 class Refusal:
-    """One wrong call.
+    """One invalid call.
 
     Attributes:
         operator: Public name.
-        argument: Which the message must name.
+        argument: Argument that the message must name.
         wrong: What is wrong with it.
-        spoil: Right arguments -> what replaces or joins them.
-        error: What must be raised.
+        spoil: Valid arguments -> arguments to replace or add.
+        error: Exception that must be raised.
     """
 
     operator: str
@@ -44,7 +44,7 @@ class Refusal:
         return f"{self.operator}: {self.argument} {self.wrong}"
 
     def arguments(self) -> Arguments:
-        """The wrong call's keyword arguments; `DROPPED` ones are left out."""
+        """Keyword arguments of the invalid call, without those that are `DROPPED`."""
         right = right_arguments(self.operator)
         return {name: x for name, x in (right | self.spoil(right)).items() if x is not DROPPED}
 
@@ -53,7 +53,7 @@ DROPPED = object()
 
 
 def right_arguments(operator: str, seed: int = 0) -> Arguments:
-    """Arguments that the operator accepts."""
+    """Valid arguments of the operator."""
     drawn = OPERATOR_SPECS[operator].arguments(SHAPE, torch.float32, seed)
     if operator in ("solve_tril", "chunk_scaled_dot_kkt"):
         return drawn
@@ -71,14 +71,14 @@ def _grown(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _packed(right: Arguments, cu: Any, *, B: int = 1) -> Arguments:
-    """The call on one row of tokens with boundaries."""
+    """Arguments of a packed call: the first `B` rows of the tokens, and boundaries."""
     tokens: Arguments = {name: right[name][:B] for name in ("q", "k", "v", "g", "beta", "eta") if name in right}
     dropped: Arguments = {name: DROPPED for name in ("initial_state", "initial_state_bias") if name in right}
     return {**tokens, **dropped, "cu_seqlens": cu}
 
 
 def _wide(**sizes: int) -> Spoil:
-    """Widths changed consistently, states left out."""
+    """Change widths consistently, without initial states."""
 
     def spoil(right: Arguments) -> Arguments:
         wide = {"initial_state": DROPPED}
@@ -102,7 +102,7 @@ RECURRENT, RECURRENT_TTT = "fused_recurrent_kda", "fused_recurrent_ttt_linear"
 
 
 def _of_tokens() -> list[Refusal]:
-    """q, k, v, g, beta."""
+    """Refusals of q, k, v, g, beta."""
     meta = lambda name: lambda right: {name: right[name].to("meta")}
     return [
         Refusal(GDN, "q", "is a list", lambda r: {"q": r["q"].tolist()}, TypeError),
@@ -143,7 +143,7 @@ def _of_tokens() -> list[Refusal]:
 
 
 def _of_states() -> list[Refusal]:
-    """States, their layout and their storage."""
+    """Refusals of states, their layout and dtype."""
     return [
         Refusal(GDN, "initial_state", "of another batch", lambda r: {"initial_state": r["initial_state"][:1]}),
         Refusal(GDN, "initial_state", "V first unasked", lambda r: {"initial_state": r["initial_state"].mT}),
@@ -175,7 +175,7 @@ def _of_states() -> list[Refusal]:
 
 
 def _of_boundaries() -> list[Refusal]:
-    """cu_seqlens and what goes with it."""
+    """Refusals of cu_seqlens and cu_seqlens_cpu."""
     cu = lambda *values, **options: lambda r: _packed(r, torch.tensor(values, **options))
     return [
         Refusal(GDN, "cu_seqlens", "with a batch of 2", lambda r: _packed(r, torch.tensor([0, 20]), B=2)),
@@ -207,7 +207,7 @@ def _of_boundaries() -> list[Refusal]:
 
 
 def _of_options() -> list[Refusal]:
-    """Flags, numbers, and combinations that mean nothing."""
+    """Refusals of flags, numbers and invalid combinations."""
     given = lambda name, size: lambda r: {name: r["v"].new_zeros(size)}
     return [
         Refusal(GDN, "scale", "a string", _set(scale="1"), TypeError),
@@ -264,7 +264,7 @@ def _of_options() -> list[Refusal]:
 
 
 def _of_others() -> list[Refusal]:
-    """TTT-Linear, the triangular pair, convolution, norms and gates."""
+    """Refusals of TTT-Linear, solve_tril, kkt, convolution, norms and gates."""
     return [
         Refusal(
             TTT,
