@@ -24,10 +24,10 @@ class Config:
 
     Attributes:
         warps: Warps of a program.
-        stages: Iterations of a loop whose loads are in flight.
+        stages: Pipeline depth: loop iterations whose loads are in flight.
         blocks: Tile extents by name, such as BV.
-        registers: Most of a thread, or None for the assembler's own choice, which looks for occupancy and, where a
-            kernel needs more than there are, can end at 32 (docs/facts/compilers.md, PTXAS-1).
+        registers: Register limit of a thread, or None. Without a limit the assembler optimises occupancy, and may end
+            at 32 registers for a kernel that needs more than there are (docs/facts/compilers.md, PTXAS-1).
     """
 
     warps: int = 4
@@ -36,7 +36,11 @@ class Config:
     registers: int | None = None
 
     def options(self, *, contract: bool = True) -> Mapping[str, Any]:
-        """Keywords of a kernel's launch. `contract`: the compiler may contract products into sums, as it sees fit."""
+        """Launch options of a kernel, as keywords.
+
+        Args:
+            contract: Whether the compiler may contract a product and a sum into a fused multiply-add.
+        """
         return _options(self.warps, self.stages, self.registers, contract)
 
 
@@ -47,22 +51,22 @@ def _options(warps: int, stages: int, registers: int | None, contract: bool) -> 
 
 
 def tuned(kernel: str, key: str, device: torch.device) -> Config:
-    """The table's configuration of `kernel` ("stage.backend") for `key`.
+    """The configuration of a kernel for a key, from the table of the device's architecture.
 
     Args:
-        kernel: Name in `configs/<architecture>.json`.
+        kernel: Name in `configs/<architecture>.json`, "stage.backend".
         key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar WF".
-        device: Of the tensors; the interpreter, whose tensors are on the CPU, takes sm_90's.
+        device: Device of the tensors. On the CPU, where the interpreter runs, the table of sm_90 is used.
     """
-    where = triton_support.architecture(device)
-    return _table(where)[kernel][row(where, kernel, key)]
+    architecture = triton_support.architecture(device)
+    return _table(architecture)[kernel][row(architecture, kernel, key)]
 
 
 @functools.cache
 def row(architecture: str, kernel: str, key: str) -> str:
-    """Name of the row that `tuned` takes: the one with the most words among those whose words are all in the key.
+    """Name of the row for a key: the row with the most words, among those whose words are all in the key.
 
-    "default" has none. A width has two words: K200 is BK256 as well, the tile that holds it.
+    The row "default" has no words. A width in a key counts as two words: K200 is also BK256, its tile width.
     """
     words = _words(key)
     fitting = [name for name in _table(architecture)[kernel] if name == "default" or words.issuperset(name.split())]
@@ -71,44 +75,44 @@ def row(architecture: str, kernel: str, key: str) -> str:
 
 @functools.cache
 def has_row(architecture: str, kernel: str, key: str) -> bool:
-    """Whether an architecture has a row of `kernel`, which may have no "default", or not be there at all, for `key`."""
+    """Whether the table of an architecture has a row for a key of `kernel`, which may be missing or have no default."""
     rows = shipped(architecture).get(kernel, {})
     return any(set(key.split()).issuperset(name.split()) for name in rows)
 
 
 def with_occupancy_hint(key: str, programs: int, device: torch.device) -> str:
-    """The key, with the word "few" if a GPU could run twice as many programs, each on a multiprocessor of its own."""
+    """The key, with the word "low_occupancy" added if the programs fill at most half of the GPU's multiprocessors."""
     return f"{key} low_occupancy" if 2 * programs <= processors(device) else key
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's for the tensors of the interpreter, which are on the CPU."""
+    """Number of multiprocessors of a GPU. For the CPU, where the interpreter runs, that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def tile_width(width: int) -> int:
-    """The smallest power of two, from 16 on, that holds a width: the tile of K or V."""
+    """Tile width of K or V: the smallest power of two that is at least `width` and at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 @functools.cache
 def hardware_limit(architecture: str, kernel: str, key: str) -> str:
-    """Why `kernel` does not fit into a GPU with this key, in the words of `configs/support.json`; empty if it does."""
+    """Why a kernel with this key exceeds the GPU's resources, from `configs/support.json`; empty if it fits."""
     for limit in json.loads(triton_support.config_text("support"))["beyond"]:
-        where, words = limit["architectures"], limit["key"].split()
-        if kernel == limit["kernel"] and architecture in where and _words(key).issuperset(words):
+        architectures, words = limit["architectures"], limit["key"].split()
+        if kernel == limit["kernel"] and architecture in architectures and _words(key).issuperset(words):
             return f"{limit['reason']} on {architecture}; {limit['remedy']}"
     return ""
 
 
 def _words(key: str) -> set[str]:
-    """Of a key; a width has two of them."""
+    """Words of a key, with both words of each width."""
     return {word for exact in key.split() for word in (exact, _tile(exact))}
 
 
 def _tile(word: str) -> str:
-    """BK256 of K200, the tile of that width; any other word as it is."""
+    """The tile width of a width, such as BK256 for K200; any other word unchanged."""
     name, width = word[:1], word[1:]
     if name not in ("K", "V") or not width.isdigit():
         return word
@@ -116,19 +120,19 @@ def _tile(word: str) -> str:
 
 
 def dtype_word(dtype: torch.dtype) -> str:
-    """Of a key."""
+    """The word of a key for a dtype."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Kernel -> row -> its fields, as an architecture's file has them."""
+    """Table of an architecture as its file has it: kernel -> row -> fields."""
     rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(architecture))
     return rows
 
 
 @contextlib.contextmanager
 def override_row(architecture: str, kernel: str, name: str, config: Config) -> Iterator[None]:
-    """Within, a kernel's table has this row, in every thread."""
+    """Add or replace a row of a kernel's table, for all threads, until the context ends."""
     rows = _table(architecture)[kernel]
     before = dict(rows)
     rows[name] = config
@@ -151,14 +155,14 @@ _table_version = 0
 
 
 def table_version() -> int:
-    """How often the tables changed in this process: what was decided by them holds while this does."""
+    """Counter of changes to the tables in this process, for cache keys of what depends on them."""
     return _table_version
 
 
 def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, Any]]:
-    """Kernels of a module, by name, each with what Triton compiled of it for a device in this process."""
+    """Kernels of a module by name, each with its variants that Triton compiled for a device in this process."""
     return {
-        # Triton keeps that in the kernel itself, for each device; one that it interprets has no such place.
+        # Triton keeps them in the kernel, by device. An interpreted kernel has no such attribute.
         name: getattr(kernel, "device_caches", {}).get(device.index or 0, ({},))[0]
         for name, kernel in vars(module).items()
         if name.startswith("wyfold_")

@@ -185,7 +185,10 @@ def any_launch_hooks() -> bool:
 
 
 def has_launch_hooks(*kernels: Any) -> bool:
-    """Whether hooks observe these kernels' launches or change their compilation; true if this Triton does not show it."""
+    """Whether hooks observe these kernels' launches or change their compilation.
+
+    True under a Triton whose settings have other names.
+    """
     try:
         knobs = sys.modules["triton"].knobs
         runtime = knobs.runtime

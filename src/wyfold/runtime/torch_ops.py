@@ -1,7 +1,8 @@
-"""Registration of operators with torch: one scheme, define + impl + fake, for every forward and every backward.
+"""torch.library registration, and guards around registered operators: autocast, TF32, transforms, second derivatives.
 
-The gradient belongs to the `torch.autograd.Function` that calls the pair; a registered operator itself has none. That
-is a third of the host time of `register_autograd`, and a compiler sees one opaque node with known shapes.
+Every forward and every backward is registered in the same way: definition, implementation, fake implementation. A
+registered operator has no gradient itself; a `torch.autograd.Function` calls forward and backward. This takes a third
+of the host time of `register_autograd`, and a compiler sees one opaque node with known shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.autograd import forward_ad
 
 _library = torch.library.Library("wyfold", "DEF")
 
-# The first exponential of a process must not be a parallel one: on the CPU the vector library behind it sets itself up
-# without a lock, and now and then half of that first result has half the digits (docs/facts/cpu.md, CPU-4).
+# The first exponential of a process must not be a parallel one. The CPU's vector library initialises itself without a
+# lock, and sometimes half of the first result then has half the digits (docs/facts/cpu.md, CPU-4).
 for _dtype in (torch.float32, torch.float64):
     for _function in (torch.exp, torch.log1p):
         _function(torch.zeros(1, dtype=_dtype))
@@ -40,15 +41,17 @@ def register(
     Args:
         schema: "name(Tensor x, ...) -> (Tensor y, ...)". Outputs never alias inputs.
         run: The implementation. Runs without autograd.
-        fake: Outputs' shapes and dtypes from the inputs' metadata alone.
-        gradient: The operator by an `autograd.Function`, with the same arguments and results. It is called where the
-            operator itself meets a tensor that requires a gradient, as in an exported program. None: that is refused.
-        of_gradients: It computes gradients: of a batch of incoming ones (`is_grads_batched=True`), one after another.
+        fake: Computes shapes and dtypes of the outputs from the inputs' metadata.
+        gradient: The same operator through an `autograd.Function`, with the same arguments and results. It is called
+            when an argument of the registered operator requires a gradient, as in an exported program. None: such a
+            call is refused.
+        of_gradients: Whether the operator computes gradients. If so, a batch of incoming gradients
+            (`is_grads_batched=True`) is processed one member after another.
     """
     name = schema.partition("(")[0]
     run = _isolated(run)
     _library.define(schema)
-    # PyTorch's own kernel for autograd would warn in every backward that there is none.
+    # PyTorch's default Autograd kernel would warn in every backward that no gradient is registered.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     _library.impl(name, _with_gradient(name, run, gradient), "CompositeExplicitAutograd")
     torch.library.register_fake(f"wyfold::{name}", fake, lib=_library)
@@ -60,10 +63,11 @@ def register(
 
 
 _implementations: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Registered operator -> its implementation."""
 
 
 def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    """An operator's results for every member of a batch, and where the batch is in them."""
+    """Vmap rule: the operator's results for every member of a batch, stacked, and their batch dimension."""
     size = info.batch_size
 
     def member(n: int, x: Any, dim: Any) -> Any:
@@ -74,7 +78,7 @@ def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, .
             return x
         return x.select(dim, n) if size else x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :])
 
-    # An empty batch has the shapes of a member's results, so one of zeros is computed and left out.
+    # The shapes of an empty batch's results are those of a member's, so one member of zeros is computed and dropped.
     found = [
         operator(*(member(n, x, dim) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(max(1, size))
     ]
@@ -85,25 +89,25 @@ def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, .
 
 
 def call(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """A registered operator's results, past PyTorch's dispatcher where that would only carry the arguments through.
+    """Call a registered operator, without PyTorch's dispatcher where dispatch would only pass the arguments through.
 
-    It takes 8 to 25 microseconds for the thirty arguments of a call of the delta family.
+    Dispatch takes 8 to 25 microseconds for the thirty arguments of a call of the delta family.
     """
     run = None if torch.compiler.is_compiling() else _implementations.get(operator)
     return operator(*arguments) if run is None or not can_skip_dispatch(*arguments) else run(*arguments)
 
 
 def can_skip_dispatch(*arguments: Any) -> bool:
-    """Whether nobody but its implementation would notice a registered operator's call with these arguments.
+    """Whether dispatch of a registered operator with these arguments would only call its implementation.
 
-    Nobody differentiates; no mode, tracer or profiler is about; every tensor is an ordinary one, whose memory holds its
+    That is so if autograd is off, no mode, tracer or profiler is active, and the memory of every tensor holds its
     values.
     """
     return (_state.bypassing or (not torch.is_grad_enabled() and in_plain_eager())) and _holds_plain_tensors(arguments)
 
 
 def in_plain_eager() -> bool:
-    """Whether no mode, transform, compiler, tracer or profiler is about that may ask what a call is made of."""
+    """Whether no mode, transform, compiler, tracer or profiler is active that could observe a call's operations."""
     return not (
         torch.compiler.is_compiling()
         or _transforming() is not None
@@ -116,7 +120,11 @@ def in_plain_eager() -> bool:
 
 
 class _ThreadState(threading.local):
-    """Of a thread: whether it is inside `bypass_dispatch`."""
+    """State of a thread.
+
+    Attributes:
+        bypassing: Whether the thread is inside `bypass_dispatch`.
+    """
 
     bypassing = False
 
@@ -126,7 +134,10 @@ _state = _ThreadState()
 
 @contextlib.contextmanager
 def bypass_dispatch() -> Iterator[None]:
-    """Within, nobody differentiates what this thread calls, nor listens to it but who opened this."""
+    """Call the implementations of registered operators directly on this thread, without autograd.
+
+    For dry runs and recordings, whose own dispatch mode is to see the operations that an implementation calls.
+    """
     _state.bypassing = True
     try:
         yield
@@ -135,11 +146,11 @@ def bypass_dispatch() -> Iterator[None]:
 
 
 def _torch_query(path: str) -> Callable[[], Any]:
-    """One of PyTorch's questions to itself; where a version has no such, the answer is yes."""
-    found: Any = torch
+    """A private query function of PyTorch; in a version without it, one that returns True."""
+    function: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if callable(found) else lambda: True
+        function = getattr(function, name, None)
+    return function if callable(function) else lambda: True
 
 
 _dispatch_modes = _torch_query("_C._len_torch_dispatch_stack")
@@ -150,7 +161,7 @@ _profiling = _torch_query("autograd._profiler_enabled")
 
 
 def _holds_plain_tensors(arguments: Iterable[Any]) -> bool:
-    """Whether every tensor among them is one whose memory holds its values."""
+    """Whether all arguments are of known types, and the memory of every tensor among them holds its values."""
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is torch.nn.Parameter:
@@ -168,7 +179,7 @@ _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
 
 
 def differentiating() -> bool:
-    """Whether a gradient, a tangent, a transform or a compiler may ask how results depend on arguments."""
+    """Whether derivatives of a call may be taken: by autograd, forward mode, a transform or a compiler."""
     return torch.compiler.is_compiling() or (
         not _state.bypassing
         and (torch.is_grad_enabled() or _transforming() is not None or getattr(forward_ad, "_current_level", 0) >= 0)
@@ -176,7 +187,7 @@ def differentiating() -> bool:
 
 
 def _with_gradient(name: str, run: Callable[..., Any], gradient: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`run`, or `gradient` where autograd would have to look into what runs."""
+    """`run`, replaced by `gradient` in calls where autograd is on and an argument requires a gradient."""
 
     @functools.wraps(run)
     def differentiated(*arguments: Any) -> Any:
@@ -201,13 +212,13 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def _isolated(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the dtypes it was given, autocast off, and with float32 products that are float32."""
+    """`run` on the tensors' device, without autocast, and with float32 matrix products in full precision."""
 
     @functools.wraps(run)
     def undisturbed(*arguments: Any) -> Any:
         place = next(x.device for x in arguments if isinstance(x, Tensor))
         device = place.type
-        # Kernels are launched on the device that is current, which need not be the tensors'.
+        # Kernels are launched on the current device, which may not be the tensors' device.
         elsewhere = device == "cuda" and place.index != torch.cuda.current_device()
         with (
             _ieee_matmuls(device),
@@ -220,10 +231,10 @@ def _isolated(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ieee_matmuls:
-    """Context in which float32 products on a device are not rounded to TF32 or bfloat16, whatever the process allows.
+    """Context in which float32 matrix products on a device are not rounded to TF32 or bfloat16.
 
-    The setting belongs to the process. Every entry looks at it, because another thread may have changed it since an
-    earlier one; the last to leave restores it, but for a change that another thread made meanwhile.
+    The setting is global to the process. Every entry reads it, because another thread may have changed it since an
+    earlier entry. The last exit restores it, unless another thread changed it meanwhile.
     """
 
     _lock = threading.Lock()
@@ -253,7 +264,7 @@ class _ieee_matmuls:
                 self._restore(self.device, self.products)
 
     def _count(self, step: int) -> int:
-        """Calls inside, of all threads and of this one, with one more or less."""
+        """Count an entry (1) or exit (-1) for this thread and for all; returns the number inside over all threads."""
         setattr(self._this_thread, self.device, getattr(self._this_thread, self.device, 0) + step)
         self._inside[self.device] = self._inside.get(self.device, 0) + step
         return self._inside[self.device]
@@ -266,7 +277,7 @@ class _ieee_matmuls:
 
     @classmethod
     def forget_other_threads(cls) -> None:
-        """In the child of a fork, where only the thread that forked goes on: the others never leave."""
+        """In the child of a fork, drop the entries of other threads: they do not exist there and never exit."""
         cls._lock.release()
         for device, products in (("cpu", torch.backends.mkldnn), ("cuda", torch.backends.cuda)):
             cls._inside[device] = getattr(cls._this_thread, device, 0)
@@ -282,19 +293,19 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-# Asked once: PyTorch 2.11's compiler cannot look into the question.
 AUTOCASTING = frozenset(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))
+"""Device types with autocast. Determined once, because PyTorch 2.11's compiler cannot trace the query."""
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What an open autocast casts to on a device; None where none is open."""
+    """Dtype of the active autocast on a device type; None if autocast is off."""
     if device not in AUTOCASTING or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as an open autocast casts a layer's inputs; float64 keeps its dtype, as it does there."""
+    """The tensors, cast as an active autocast casts a layer's inputs. Float64 keeps its dtype, as in autocast."""
     dtype = autocast_dtype(tensors[0].device.type)
     if dtype is None:
         return tensors
@@ -302,20 +313,20 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def constant_to_compilers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one that `torch.compile` calls once and keeps the result of, instead of reading its body.
+    """Mark `function` so that `torch.compile` calls it once and keeps the result, instead of tracing its body.
 
-    PyTorch's decorator (`torch.compiler.assume_constant_result`) sets this mark as well, but imports the compiler.
+    PyTorch's decorator (`torch.compiler.assume_constant_result`) sets the same mark, but imports the compiler.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose gradients refuse to be differentiated.
+    """Make a second derivative through this backward an error.
 
-    PyTorch's decorator of this name refuses only where an incoming gradient requires one. After `y.sum()` none does,
-    and a gradient penalty would leave the operator out without an error. Here every gradient depends, for autograd, on
-    all that it is computed from: the saved tensors and the incoming gradients.
+    PyTorch's decorator of this name raises only if an incoming gradient requires a gradient. After `y.sum()` none does,
+    and a gradient penalty would ignore the operator without an error. Here autograd sees every gradient as a function
+    of everything it is computed from: the saved tensors and the incoming gradients.
     """
 
     @functools.wraps(backward)
@@ -336,13 +347,13 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
-"""Whether a gradient is a batch of them, of `is_grads_batched=True` and `jacobian(vectorize=True)`."""
+"""Whether a gradient is a batch of gradients, from `is_grads_batched=True` or `jacobian(vectorize=True)`."""
 
 
 def _backward_by_member(
     backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
-    """A backward of every member of a batch, one after another: inside, results are written in place."""
+    """Run a backward for every member of a batch of gradients, one after another. Its in-place writes rule out vmap."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     first = next(dx for dx in gradients if dx is not None and _is_batched(dx))
@@ -356,7 +367,7 @@ def _backward_by_member(
 
 
 class _UnpackedContext:
-    """An autograd node whose saved tensors are unpacked once: checkpointing refuses a second time."""
+    """An autograd context whose saved tensors are unpacked once. Checkpointing raises at a second unpacking."""
 
     def __init__(self, ctx: Any):
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -373,7 +384,7 @@ _SECOND_DERIVATIVE = (
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):
-    """Gradients as a function of the tensors they were computed from, without a derivative."""
+    """Identity on gradients that depends, for autograd, on the tensors they were computed from; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -409,13 +420,15 @@ def refuse_transforms(op: str, *tensors: Any) -> None:
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply(*arguments)`, for a function whose backward is `once_differentiable`, under compilers as well.
+    """`function.apply(*arguments)` for a function whose backward is `once_differentiable`, also under compilers.
 
-    A compiler traces a backward with gradients off, so that what it traced cannot see that they are on when it runs;
-    and it refuses a tensor that is passed twice, as `f(x, x, v)` does. Both are left to an operator before the call.
+    A compiler traces a backward with gradients off, so the traced code does not notice gradients that are on when it
+    runs. It also refuses a tensor that is passed twice, as in `f(x, x, v)`. The operator `wyfold::once` and a view on
+    the tensors solve both.
 
-    `torch.export` and `torch.jit.trace` keep no autograd function: the first leaves the gradient out without an error.
-    They are shown the registered operator that the function calls, which finds its function again when it runs.
+    `torch.export` and `torch.jit.trace` do not keep autograd functions; the former drops the gradient without an error.
+    They trace `function.forward`, which calls the registered operator. That operator uses its function again at run
+    time.
     """
     if traced():
         return function.forward(_DiscardingContext(), *arguments)
@@ -431,33 +444,33 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 def traced() -> bool:
-    """Whether a program is made of what is called here, to be run with gradients or without: exported, or traced."""
+    """Whether calls are being exported or traced into a program, which may later run with or without gradients."""
     return exporting() or (not torch.compiler.is_compiling() and _tracing() is not None)
 
 
 def exporting() -> bool:
     """Whether `torch.export` is tracing.
 
-    In `torch.compile` of PyTorch 2.11 the public question is answered with yes, and gradients would be left out.
+    Under `torch.compile` of PyTorch 2.11 the public function returns True as well, and gradients would be dropped.
     """
     return torch.compiler._is_exporting_flag
 
 
 class _DiscardingContext:
-    """The context of an autograd function of which only the results are wanted."""
+    """Autograd context that keeps nothing, for a call of a function's `forward` alone."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Once(torch.autograd.Function):
-    """A tensor whose gradient refuses to be differentiated."""
+    """Identity whose gradient cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which Triton on which GPU the kernels support, from `configs/support.json`, and whether Triton interprets kernels.
+"""Support table of Triton versions and GPU architectures (`configs/support.json`), and state of the interpreter.
 
 A pair of Triton version and GPU architecture is verified (the tests ran there), compiled only, or refused.
 """
@@ -18,14 +18,14 @@ import torch
 
 
 class Support(NamedTuple):
-    """What is known about Triton on one device.
+    """Support of the kernels by one Triton on one GPU.
 
     Attributes:
         architecture: Of the GPU, such as "sm_90".
-        version: Of Triton; empty where it is not installed.
-        proof: "verified": the test suite ran on such a card with such a Triton. "compiled": the kernels were compiled
-            for it and looked at, no more. Empty: refused.
-        refusal: Why, and what to do; empty otherwise.
+        version: Of Triton; empty if it is not installed.
+        proof: "verified": the test suite ran on such a GPU with such a Triton. "compiled": the kernels were compiled
+            for it and the code was inspected, no more. Empty: refused.
+        refusal: Reason and remedy if refused, else empty.
     """
 
     architecture: str
@@ -36,7 +36,7 @@ class Support(NamedTuple):
 
 @functools.cache
 def support_of(device: torch.device) -> Support:
-    """What `configs/support.json` says of the installed Triton, which is not imported for it, on a CUDA device."""
+    """Support by the installed Triton on a CUDA device. Does not import Triton."""
     if not torch.cuda.is_available():
         return Support("", triton_version(), "", "there is no CUDA device in this process")
     return support_for(architecture(device), triton_version())
@@ -44,13 +44,13 @@ def support_of(device: torch.device) -> Support:
 
 @functools.cache
 def support_for(architecture: str, version: str) -> Support:
-    """What `configs/support.json` says of a Triton on a GPU."""
+    """Support by a version of Triton on a GPU architecture."""
     known = json.loads(config_text("support"))
     cells, remedy = known["cells"], known["remedy"]
     minor = ".".join(version.split(".")[:2])
     listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
     refusal = version_refusal(version)
-    for bad in known["known_bad"]:  # says more than that a version is not in the table
+    for bad in known["known_bad"]:  # more specific than an unlisted version, so it takes precedence
         if minor in bad["versions"] and architecture in bad["architectures"]:
             refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
     if not refusal and architecture not in cells[minor]:
@@ -63,10 +63,10 @@ def support_for(architecture: str, version: str) -> Support:
 
 @functools.cache
 def version_refusal(version: str) -> str:
-    """Why there are no kernels under a Triton on any GPU, and which torch to install; empty where there are some.
+    """Why a version of Triton is not supported on any GPU, and which torch to install; empty if it is supported.
 
     Args:
-        version: Of Triton; empty where it is not installed.
+        version: Of Triton; empty if it is not installed.
     """
     known = json.loads(config_text("support"))
     if not version:
@@ -80,7 +80,7 @@ def version_refusal(version: str) -> str:
 
 @functools.cache
 def triton_version() -> str:
-    """Version of the installed Triton, which is not imported for it; empty where there is none."""
+    """Version of the installed Triton, without importing it; empty if there is none."""
     if importlib.util.find_spec("triton") is None:
         return ""
     return importlib.metadata.version("triton")
@@ -88,7 +88,7 @@ def triton_version() -> str:
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Of a GPU, as its compiler calls it; sm_90 for the tensors of the interpreter, which are on the CPU."""
+    """Architecture of a GPU, as its compiler names it. For the CPU, where the interpreter runs, sm_90."""
     if device.type != "cuda":
         return "sm_90"
     if torch.version.hip:
@@ -107,13 +107,13 @@ _repaired_interpreter = False
 
 
 def trust_interpreter() -> None:
-    """Allow kernels in this process's interpreter: it was repaired by the test suite (`tests/triton_bf16.py`)."""
+    """Allow kernels in this process's interpreter, which the test suite has repaired (`tests/triton_bf16.py`)."""
     global _repaired_interpreter
     _repaired_interpreter = True
 
 
 def interpreter_refusal() -> str:
-    """Why no kernel may run in this process's interpreter; empty if it may, or if there is none."""
+    """Why kernels must not run in this process's interpreter; empty if they may, or if there is no interpreter."""
     if not can_interpret() or _repaired_interpreter:
         return ""
     return (
@@ -124,11 +124,12 @@ def interpreter_refusal() -> str:
 
 
 def can_interpret() -> bool:
-    """`interpreting`, after an import of Triton where it is installed: it looks into its environment only then."""
+    """`interpreting`, after importing Triton if it is installed. Triton reads its environment at import."""
     if triton_version():
         importlib.import_module("triton")
     return interpreting()
 
 
 def config_text(name: str) -> str:
+    """Text of `configs/<name>.json`."""
     return resources.files("wyfold.runtime").joinpath("configs", f"{name}.json").read_text(encoding="utf-8")
