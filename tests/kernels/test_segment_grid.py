@@ -84,7 +84,7 @@ def test_a_dense_batch_has_no_segment_too_many(tokens: int, cut: Cut):
     rows = zip(found.sequence.tolist(), found.grid.cu.tolist(), found.grid.first.tolist())
     assert list(rows) == place(grid, cut)
     assert (found.grid.tokens, found.grid.chunks) == (3 * tokens, grid.chunks)
-    assert found.likely == found.grid.sequences
+    assert found.expected == found.grid.sequences
     check_borders(found)
 
 
@@ -98,7 +98,7 @@ def test_the_kernel_finds_the_same(packing: str | None, cut: Cut, device: torch.
         grid = chunk_layout.chunk_grid(1, sum(LENGTHS[packing]) + 13, 16, cu)
     truth = chunk_layout.segment_grid(grid, cut, device)
     found = table.kernel_module("segment_grid", "triton").segment_grid(grid, cut, device)
-    assert (found.sequences, found.borders, found.likely) == (truth.sequences, truth.borders, truth.likely)
+    assert (found.sequences, found.borders, found.expected) == (truth.sequences, truth.borders, truth.expected)
     for name in ("sequence", "first", "leading", "divided"):
         assert torch.equal(getattr(found, name), getattr(truth, name)), name
     for name in ("cu", "first"):

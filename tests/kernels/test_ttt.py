@@ -59,7 +59,7 @@ def room(table: ChunkTable) -> State:
 
 def sequences(table: ChunkTable) -> list[tuple[int, slice]]:
     """Buffer row and tokens of every sequence."""
-    if table.alike:
+    if table.uniform:
         return [(n, slice(0, table.tokens)) for n in range(table.sequences)]
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
     return [(0, slice(end - length, end)) for end, length in zip(ends, LENGTHS)]

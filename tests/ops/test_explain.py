@@ -55,7 +55,7 @@ def test_meta_tensors_do_and_sizes_do_not_cost():
 def test_the_plan_is_the_one_that_runs(monkeypatch):
     """Same tensors, the plan as explained and as settled on by the call itself."""
     seen = []
-    monkeypatch.setattr(table, "settle", lambda plan: seen.append(plan) or plans.settle(plan))
+    monkeypatch.setattr(table, "announce_plan", lambda plan: seen.append(plan) or plans.announce_plan(plan))
     q = torch.randn(1, 40, 2, 16)
     for options in ({}, {"chunk_size": 64}, {"backend": "eager"}, {"cu_seqlens": torch.tensor([0, 3, 40])}):
         explained = explain(wyfold.chunk_delta_rule, q, q, q, **options)

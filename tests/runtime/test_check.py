@@ -29,10 +29,10 @@ def test_letters_bind_and_must_agree():
 def test_numbers_that_lie_apart():
     x = torch.zeros(4, 6, 5)
     each = [x, x.mT, x[::2, 1:, ::3], x[:0], x[:, :1].expand(4, 1, 5), torch.zeros(3, 1, 5)[:0].expand(0, 7, 5)]
-    check.apart("op", nothing=None, **{f"x{n}": y for n, y in enumerate(each)})
+    check.no_overlap("op", nothing=None, **{f"x{n}": y for n, y in enumerate(each)})
     for bad in (x[:1].expand(4, 6, 5), torch.zeros(9).unfold(0, 3, 2), torch.zeros(99).as_strided((2, 3), (4, 4))):
         with pytest.raises(ValueError, match=r"^op: x must hold no two numbers in one place, got strides \("):
-            check.apart("op", x=bad)
+            check.no_overlap("op", x=bad)
 
 
 def test_a_letter_twice_in_one_shape_must_agree_too():
@@ -111,11 +111,11 @@ def test_dtypes():
 
 def test_alike():
     x, wide, elsewhere = torch.zeros(1), torch.zeros(1).double(), torch.zeros(1, device="meta")
-    check.alike("op", "dtype", x=None, y=wide, z=wide)
+    check.same_attribute("op", "dtype", x=None, y=wide, z=wide)
     with pytest.raises(ValueError, match="op: z must have the dtype of x, float32, got float64"):
-        check.alike("op", "dtype", x=x, y=None, z=wide)
+        check.same_attribute("op", "dtype", x=x, y=None, z=wide)
     with pytest.raises(ValueError, match="op: z must have the device of x, cpu, got meta"):
-        check.alike("op", "device", x=x, z=elsewhere)
+        check.same_attribute("op", "device", x=x, z=elsewhere)
 
 
 @pytest.mark.parametrize("H, HV", [(1, 1), (2, 6), (3, 3)])

@@ -53,7 +53,7 @@ def test_packed(lengths: list[int], C: int):
 @given(st.integers(0, 4), st.integers(0, 70), sizes)
 def test_dense(rows: int, tokens: int, C: int):
     table = dense_table(rows, tokens, C)
-    assert table.alike and table.columns == (rows,) * -(-tokens // C)
+    assert table.uniform and table.columns == (rows,) * -(-tokens // C)
     assert tokens_of(table) == grid([tokens] * rows, C)
     assert table.valid.tolist() == [len(chunk) for chunk in grid([tokens] * rows, C)]
     assert (table.padding is None) == (tokens % C == 0)
@@ -67,7 +67,7 @@ def test_ties_keep_the_order_of_the_buffer():
 
 def test_one_sequence_is_dense():
     table = packed_table(torch.tensor([33]), 16)
-    assert table.alike and table.columns == (1, 1, 1) and table.tokens == 33
+    assert table.uniform and table.columns == (1, 1, 1) and table.tokens == 33
 
 
 # --- the grid of a whole call ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from wyfold.runtime.plan import Plan, settle, settled_by
+from wyfold.runtime.plan import Plan, announce_plan, plan_of
 
 PLAN = Plan("op", "eager", ("a (m.a)", "b (m.b)"), ("c (m.c)",), {"triton": "not here"}, 16, 3, ("x",))
 
@@ -25,33 +25,33 @@ def test_it_is_a_frozen_value():
 
 
 def test_settling_is_nothing_outside_an_explanation():
-    assert settle(PLAN) is PLAN
+    assert announce_plan(PLAN) is PLAN
 
 
 def test_settling_ends_an_explained_call():
     after = []
 
     def call():
-        settle(PLAN)
+        announce_plan(PLAN)
         after.append("ran on")
 
-    assert settled_by(call) is PLAN and after == []
-    assert settle(PLAN) is PLAN
+    assert plan_of(call) is PLAN and after == []
+    assert announce_plan(PLAN) is PLAN
 
 
 def test_an_error_in_an_explained_call_is_the_callers():
     with pytest.raises(KeyError):
-        settled_by(lambda: {}["x"])
-    assert settle(PLAN) is PLAN
+        plan_of(lambda: {}["x"])
+    assert announce_plan(PLAN) is PLAN
     with pytest.raises(TypeError, match="settled on no plan"):
-        settled_by(lambda: 1)
+        plan_of(lambda: 1)
 
 
 def test_the_end_of_a_call_is_no_exception_that_code_in_between_catches():
     def call():
         try:
-            settle(PLAN)
+            announce_plan(PLAN)
         except Exception:
             return None
 
-    assert settled_by(call) is PLAN
+    assert plan_of(call) is PLAN

@@ -36,7 +36,7 @@ from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
 from wyfold.runtime import check
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders, most_chunks
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders, max_chunks
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.side_stream import fork_side_stream
@@ -210,7 +210,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
         return folded
     prepare = table.kernel_module("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
-    tiles = most_chunks(B, T, C, t.packed_sequences) * HV
+    tiles = max_chunks(B, T, C, t.packed_sequences) * HV
     folds = prepare.reads_folded(t.g)
     return [*folded, *backward_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
 
@@ -275,7 +275,7 @@ def token_gradients(
 def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
     """Upper bound on the borders between segments; 0 if no sequence can be long enough, or none is to be cut."""
     (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
-    return most_borders(B, T, options.chunk_size, packed, options.cut)
+    return max_borders(B, T, options.chunk_size, packed, options.cut)
 
 
 def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:

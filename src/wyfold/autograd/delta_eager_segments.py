@@ -29,7 +29,7 @@ from wyfold.autograd.delta_records import (
     transpose_if_v_first,
 )
 from wyfold.kernels import table
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments, most_borders
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
@@ -198,7 +198,7 @@ def _inside(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
 
 def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
     (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
-    return most_borders(B, T, options.chunk_size, packed, options.cut)
+    return max_borders(B, T, options.chunk_size, packed, options.cut)
 
 
 def _empty_border_tensors(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:

@@ -22,7 +22,7 @@ from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, trans
 from wyfold.kernels import table
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.runtime import check
-from wyfold.runtime.chunk_layout import ChunkGrid, most_chunks
+from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
 from wyfold.runtime.layout import legal_boundaries
 
 
@@ -46,7 +46,7 @@ def saved(t: TTTTensors, options: TTTOptions) -> list[Tensor]:
         return []
     stage, (B, T) = _stage(t, options), t.v.shape[:2]
     N = None if t.cu_seqlens is None else t.cu_seqlens.shape[0] - 1
-    found = list(stage.empty(t.q, t.v, most_chunks(B, T, stage.SEGMENT, N), True))
+    found = list(stage.empty(t.q, t.v, max_chunks(B, T, stage.SEGMENT, N), True))
     # The capacity of a packed batch exceeds what its sequences write, and an operator's results must be deterministic.
     return found if t.cu_seqlens is None else [x.zero_() for x in found]
 

@@ -94,7 +94,7 @@ class RankSegments(NamedTuple):
         N, count, borders = self.counts[:3]
         buffer = replace(grid, sequences=count, cu=self.cu, first=self.chunk, sequence=None)
         places = self.sequence, self.first, self.leading, self.divided
-        return Segments(buffer, N, borders, *places, likely=count)
+        return Segments(buffer, N, borders, *places, expected=count)
 
 
 def segment_tables(

@@ -22,7 +22,7 @@ from torch import Tensor
 from wyfold.runtime import check, kernel_configs, triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.choices import BACKENDS
-from wyfold.runtime.plan import Launch, Plan, explaining, settle
+from wyfold.runtime.plan import Launch, Plan, announce_plan, explaining
 from wyfold.runtime.torch_ops import constant_to_compilers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,7 +152,7 @@ def plan(
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
         copied = copies + kernel_copies + (tma_copies if in_gluon else ())
         found = dataclasses.replace(found, copies=tuple(dict.fromkeys(copied)))
-    found = settle(found)
+    found = announce_plan(found)
     if chosen == "triton" and device.type == "cuda":
         _warn_of_unverified(device)
     return found

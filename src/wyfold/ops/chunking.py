@@ -11,7 +11,7 @@ from wyfold.kernels import table
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import CheckedDelta
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
-from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, most_borders
+from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, max_borders
 from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.torch_ops import constant_to_compilers
 
@@ -84,7 +84,7 @@ def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
     if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
         return segment_rule.WHOLE
     cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), chunk.max_splits)
-    return cut if cut.chunks and most_borders(B, T, chunk_size, checked.packed, cut) else segment_rule.WHOLE
+    return cut if cut.chunks and max_borders(B, T, chunk_size, checked.packed, cut) else segment_rule.WHOLE
 
 
 def runs_eagerly(call: DeltaCall) -> bool:

@@ -135,7 +135,7 @@ def _make_plan(
         if len(got) != 3 or got[:2] != [N, D] or got[2] < W - 1:
             raise ValueError(f"{_NAME}: initial_state must be [N, D, S >= W-1] = [{N}, {D}, >= {W - 1}], got {got}")
     check.floating(_NAME, x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
-    check.alike(_NAME, "device", x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
+    check.same_attribute(_NAME, "device", x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
     rows = {"x": x, "residual": residual}
     copies = tuple(name for name, row in rows.items() if row is not None and not one_row(row))
     plan = table.plan(

@@ -58,7 +58,7 @@ def check_call(call: DeltaCall) -> CheckedDelta:
     )
     sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
-    check.alike(op, "dtype", q=q, k=k, v=v)
+    check.same_attribute(op, "dtype", q=q, k=k, v=v)
     on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
     cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
     given_states = N
@@ -93,7 +93,7 @@ def check_tensors(
     check.width(op, "K", "q and k", sizes["K"])
     check.width(op, "V", "v", sizes["V"])
     check.floating(op, q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    check.alike(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    check.same_attribute(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return sizes
 
 
@@ -126,7 +126,7 @@ def _check_state(op: str, q: Tensor, initial_state: Tensor | None, flags: Flags,
     order = "N HV V K" if flags.state_v_first else "N HV K V"
     check.shapes(op, optional=("initial_state",), known=sizes, initial_state=(initial_state, order))
     check.floating(op, dtypes, initial_state=initial_state)
-    check.alike(op, "device", q=q, initial_state=initial_state)
+    check.same_attribute(op, "device", q=q, initial_state=initial_state)
 
 
 def _check_strength(op: str, beta: Tensor | None, flags: Flags) -> None:

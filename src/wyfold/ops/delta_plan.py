@@ -18,7 +18,7 @@ from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import CheckedDelta, check_call
 from wyfold.ops.plan_cache import any_requires_grad
 from wyfold.runtime import check, kernel_configs
-from wyfold.runtime.chunk_layout import Cut, likely_segments
+from wyfold.runtime.chunk_layout import Cut, expected_segments
 from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import Plan, explaining
 
@@ -79,7 +79,7 @@ def _plan(
             flags, state = call.flags, call.initial_state
             stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
             return token_keys(q, v, g, stored, v_first=flags.state_v_first)
-        likely = likely_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
+        likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if communicates and context is not None:
             likely = context.counts(sizes["B"], chunk_size, cut).segments
         norm = call.flags.use_qk_l2norm_in_kernel

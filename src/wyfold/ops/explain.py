@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wyfold.runtime.plan import Plan, settled_by
+from wyfold.runtime.plan import Plan, plan_of
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -31,4 +31,4 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """
     if not callable(op):
         raise TypeError(f"explain: op must be an operator of wyfold, the function itself, got {op!r}")
-    return settled_by(lambda: op(*args, **kwargs))
+    return plan_of(lambda: op(*args, **kwargs))

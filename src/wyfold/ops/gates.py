@@ -186,7 +186,7 @@ def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor 
         wanted = "[HV]" if len(channels) == 1 else f"[HV, K] or [HV * K] = {list(channels)} or"
         raise ValueError(f"{op}: dt_bias must be {wanted} = [{channels.numel()}], got {list(dt_bias.shape)}")
     check.floating(op, A_log=A_log, dt_bias=dt_bias)
-    check.alike(op, "device", g=g, A_log=A_log, dt_bias=dt_bias)
+    check.same_attribute(op, "device", g=g, A_log=A_log, dt_bias=dt_bias)
 
 
 def _gate(

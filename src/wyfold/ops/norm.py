@@ -133,7 +133,7 @@ def rms_norm_gated(
             if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
                 raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
         check.floating(op, g=g, weight=weight, bias=bias)
-        check.alike(op, "device", x=x, g=g, weight=weight, bias=bias)
+        check.same_attribute(op, "device", x=x, g=g, weight=weight, bias=bias)
         check.epsilon(op, eps, widest(x, g, weight, bias))
         return _plan(op, x, backend, table.dtypes(x, g, weight, bias)).backend
 

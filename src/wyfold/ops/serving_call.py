@@ -169,7 +169,7 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
     op, q, k, v, g, beta, out, cu_seqlens, slots, gate, (scale, norm, logit, doubled, backend), chunked = call
     sizes = check_tensors(op, q, k, v, g, beta, gate)
     q, k, v = in_autocast_dtype(q, k, v)
-    check.alike(op, "dtype", q=q, k=k, v=v)
+    check.same_attribute(op, "dtype", q=q, k=k, v=v)
     cu, N = check_boundaries(op, q, cu_seqlens, None, sizes["B"], sizes["T"])
     _check_slots(op, q, slots, {**sizes, "N": N})
     if slots.each and cu is None and slots.state_indices is not None and sizes["T"] > slots.state_indices.shape[1]:
@@ -179,8 +179,8 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
     if out is not None:
         check.shapes(op, known=sizes, out=(out, "B T HV V"))
         check.output_dtype(op, out, v=v)
-        check.alike(op, "device", v=v, out=out)
-        check.apart(op, out=out)
+        check.same_attribute(op, "device", v=v, out=out)
+        check.no_overlap(op, out=out)
     check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
     if doubled and not logit:
         raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True")
@@ -340,8 +340,8 @@ def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: boo
     check.floating(op, check.state_dtypes(q), **{name: pool})
     if pool.stride()[2:] != (pool.shape[3], 1):
         raise ValueError(f"{op}: {name} must hold each head's state in one piece, got strides {pool.stride()}")
-    check.apart(op, **{name: pool})
-    check.alike(op, "device", q=q, **{name: pool})
+    check.no_overlap(op, **{name: pool})
+    check.same_attribute(op, "device", q=q, **{name: pool})
 
 
 def _check_rows(
@@ -354,7 +354,7 @@ def _check_rows(
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
-    check.alike(op, "device", q=q, **{name: x})
+    check.same_attribute(op, "device", q=q, **{name: x})
 
 
 def _swap_batch_time(x: Any) -> Any:

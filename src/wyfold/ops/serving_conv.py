@@ -251,9 +251,9 @@ def _make_plan(
         raise ValueError(f"{op}: out must have the shape of x, {list(x.shape)}, got {list(out.shape)}")
     given = {"x": x, "pool": pool, "weight": weight, "bias": bias, "out": out}
     check.floating(op, x=x, pool=pool, weight=weight, bias=bias, out=out)
-    check.alike(op, "device", **given)
-    check.alike(op, "dtype", x=x, out=out)
-    check.apart(op, pool=pool, out=out)
+    check.same_attribute(op, "device", **given)
+    check.same_attribute(op, "dtype", x=x, out=out)
+    check.no_overlap(op, pool=pool, out=out)
     _check_rows(op, x, N, "state_indices", flags.state_indices, INDICES)
     _check_rows(op, x, N, "has_initial_state", flags.has_initial_state, (torch.bool,))
     _check_rows(op, x, N, "num_accepted_tokens", flags.num_accepted_tokens, INDICES)
@@ -293,4 +293,4 @@ def _check_rows(op: str, x: Tensor, N: int, name: str, rows: Tensor | None, dtyp
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = f"{list(rows.shape)} {str(rows.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: {name} must be {[N]} {wanted}, got {got}")
-    check.alike(op, "device", x=x, **{name: rows})
+    check.same_attribute(op, "device", x=x, **{name: rows})

@@ -256,7 +256,7 @@ def _check_packed(
     check.width(op, "V", "dims", V)
     given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
     check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
-    check.alike(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
+    check.same_attribute(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
     check.output_dtype(op, slots.out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
     for name, x in given.items():
         if any_requires_grad([x]):

@@ -148,15 +148,15 @@ def _ttt_decode(
                 raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
         check_form(op, chunk_size, residual, eps, q.dtype)
         cast = in_autocast_dtype(q, k, v)
-        check.alike(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
+        check.same_attribute(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
         _check_pool(op, v, pool)
         _check_slots(op, v, pool, state_indices, pad_slot_id)
         if given is not None:
             B, T, HV, D = v.shape
             check.shapes(op, known={"B": B, "T": T, "HV": HV, "V": D}, out=(given, "B T HV V"))
             check.output_dtype(op, given, v=cast[2])
-            check.alike(op, "device", v=v, out=given)
-            check.apart(op, out=given)
+            check.same_attribute(op, "device", v=v, out=given)
+            check.no_overlap(op, out=given)
         D = v.shape[3]
         plan = table.plan(
             op,
@@ -195,8 +195,8 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
     if list(position.shape) != [slots] or position.dtype not in INDICES:
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: pool.position must be [slots] = [{slots}] int32 or int64, got {got}")
-    check.alike(op, "device", v=v, **tensors, **{"pool.position": position})
-    check.apart(op, **tensors, **{"pool.position": position})
+    check.same_attribute(op, "device", v=v, **tensors, **{"pool.position": position})
+    check.no_overlap(op, **tensors, **{"pool.position": position})
 
 
 def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: int) -> None:
@@ -207,7 +207,7 @@ def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: i
     if list(check.tensor(op, "state_indices", slot).shape) != [N] or slot.dtype not in INDICES:
         got = f"{list(slot.shape)} {str(slot.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: state_indices must be [{N}] int32 or int64, got {got}")
-    check.alike(op, "device", v=v, state_indices=slot)
+    check.same_attribute(op, "device", v=v, state_indices=slot)
     if check.checking_contents() and check.readable(slot):
         live = slot[(slot > pad) & (slot < pool.state.shape[0])]
         if live.unique().numel() != live.numel():

@@ -164,7 +164,7 @@ def chunk_scaled_dot_kkt(
         check.head_groups(op, H, HV, keys="k", values="beta")
         check.width(op, "K", "k", sizes["K"])
         check.floating(op, k=k, beta=beta, g=g)
-        check.alike(op, "device", k=k, beta=beta, g=g)
+        check.same_attribute(op, "device", k=k, beta=beta, g=g)
         check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
         check.dtype_option(op, "output_dtype", output_dtype)
         if cu_seqlens is not None:

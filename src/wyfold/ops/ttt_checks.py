@@ -56,7 +56,7 @@ def check_call(call: TTTCall) -> CheckedTTT:
     check_form(op, form.chunk_size, form.residual, form.eps, q.dtype)
     q, k, v = in_autocast_dtype(q, k, v)
     scale = int(v.shape[-1]) ** -0.5 if form.scale is None else check.number(op, "scale", form.scale)
-    check.alike(op, "dtype", q=q, k=k, v=v)
+    check.same_attribute(op, "dtype", q=q, k=k, v=v)
     return CheckedTTT(q, k, v, None if cu is None and not recurrent else N, scale)
 
 
@@ -93,7 +93,7 @@ def check_tokens(
     if sizes["V"] != sizes["K"]:
         raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
     check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
-    check.alike(op, "device", q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
+    check.same_attribute(op, "device", q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)
     if cu_seqlens is None:
         return None, sizes["B"]
     cu = packed_boundaries(op, q, cu_seqlens)
@@ -134,7 +134,7 @@ def _check_ttt_state(
     if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
-    check.alike(op, "device", v=v, **{"state.position": position})
+    check.same_attribute(op, "device", v=v, **{"state.position": position})
 
 
 def _check_states(
@@ -145,7 +145,7 @@ def _check_states(
     check.shapes(op, optional=optional, known=sizes, **states)
     tensors = {name: state for name, (state, _) in states.items()}
     check.floating(op, check.state_dtypes(v), **tensors)
-    check.alike(op, "device", v=v, **tensors)
+    check.same_attribute(op, "device", v=v, **tensors)
 
 
 def check_form(op: str, chunk_size: int, residual: str, eps: float, dtype: torch.dtype) -> None:

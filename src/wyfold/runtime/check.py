@@ -195,7 +195,7 @@ def dtype_option(op: str, name: str, dtype: object, dtypes: Sequence[torch.dtype
         raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(dtype)}")
 
 
-def alike(op: str, what: str, **arguments: Tensor | None) -> None:
+def same_attribute(op: str, what: str, **arguments: Tensor | None) -> None:
     """Given tensors share device or dtype (`what`) with the first of them."""
     first_name, first = next((name, x) for name, x in arguments.items() if x is not None)
     for name, x in arguments.items():
@@ -215,7 +215,7 @@ def output_dtype(op: str, out: Tensor | None, **values: Tensor) -> None:
     raise ValueError(f"{op}: out must have the dtype of {name}, {wanted}, got {str(out.dtype).removeprefix('torch.')}")
 
 
-def apart(op: str, **arguments: Tensor | None) -> None:
+def no_overlap(op: str, **arguments: Tensor | None) -> None:
     """Tensors that are written: no two numbers in one place, as far as sizes and strides tell."""
     for name, x in arguments.items():
         if x is None or 0 in x.shape:

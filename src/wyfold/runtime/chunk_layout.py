@@ -41,7 +41,7 @@ class ChunkTable:
     slot: Tensor | None = None
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Every sequence is a buffer row of its own, all of `tokens` tokens."""
         return self.token is None
 
@@ -70,7 +70,7 @@ class ChunkTable:
     @cached_property
     def padding(self) -> Tensor | None:
         """[chunks, C] bool, True in rows that hold no token; None where every row holds one."""
-        if self.alike and self.tokens % self.chunk_size == 0:
+        if self.uniform and self.tokens % self.chunk_size == 0:
             return None
         return torch.arange(self.chunk_size) >= self.valid[:, None]
 
@@ -153,7 +153,7 @@ class ChunkGrid:
         return torch.arange(0, self.sequences * step, step, device=device)
 
 
-def most_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int | None) -> int:
+def max_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int | None) -> int:
     """Chunks of a dense batch (packed_sequences None), or what a packed one cannot need more of."""
     per_row = -(-tokens // chunk_size)
     return batch * per_row if packed_sequences is None else per_row + packed_sequences
@@ -162,9 +162,9 @@ def most_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int 
 def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None, every: int = 0) -> ChunkGrid:
     """The grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
     if cu_seqlens is None:
-        return ChunkGrid(chunk_size, batch, tokens, batch, most_chunks(batch, tokens, chunk_size, None), every=every)
+        return ChunkGrid(chunk_size, batch, tokens, batch, max_chunks(batch, tokens, chunk_size, None), every=every)
     N = cu_seqlens.shape[0] - 1
-    chunks = most_chunks(batch, tokens, chunk_size, N)
+    chunks = max_chunks(batch, tokens, chunk_size, N)
     cu = cu_seqlens.new_full((N + 2,), tokens, dtype=torch.int64)
     cu[: N + 1] = cu_seqlens.clamp(0, tokens).cummax(0).values
     cu[0] = 0
@@ -224,7 +224,7 @@ class Segments:
         leading: [borders] int64 segment before each; of a border that no sequence needs, one behind which no sequence
             goes on, and which no segment of a sequence follows.
         divided: [most_divided] int64 sequences that are cut, in their order; N in the places of those there are fewer.
-        likely: Segments there are if all sequences are alike: to choose a launch by, where lengths are on the device.
+        expected: Segments there are if all sequences are alike: to choose a launch by, where lengths are on the device.
     """
 
     grid: ChunkGrid
@@ -234,24 +234,24 @@ class Segments:
     first: Tensor
     leading: Tensor
     divided: Tensor
-    likely: int
+    expected: int
 
 
-def most_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
+def max_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
     """Borders of a dense batch, or what a packed one cannot have more of; from sizes alone."""
     if not packed:
         return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
     return tokens // (chunk_size * cut.chunks) if cut.segments(-(-tokens // chunk_size)) > 1 else 0
 
 
-def most_divided(grid: ChunkGrid, cut: Cut) -> int:
+def max_divided(grid: ChunkGrid, cut: Cut) -> int:
     """Sequences of a dense batch that are cut, or what a packed one cannot have more of."""
     if grid.cu is None:
         return grid.sequences if cut.segments(grid.per_sequence) > 1 else 0
     return min(grid.sequences, grid.tokens // ((CUT_FROM * cut.chunks - 1) * grid.chunk_size + 1))
 
 
-def likely_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> int:
+def expected_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> int:
     """Segments of so many sequences that share B T tokens evenly: those of a dense batch."""
     return sequences * cut.segments(-(-tokens // (chunk_size * max(1, sequences))))
 
@@ -259,7 +259,7 @@ def likely_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> i
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     """The segments of a call's grid."""
     N, C = grid.sequences, grid.chunk_size
-    borders = most_borders(grid.batch, grid.tokens, C, grid.cu is not None, cut)
+    borders = max_borders(grid.batch, grid.tokens, C, grid.cu is not None, cut)
     begins = torch.arange(N + 1, device=device) * grid.tokens if grid.cu is None else grid.cu[: N + 1]
     chunks = (begins.diff() + (C - 1)) // C
     long = chunks >= CUT_FROM * cut.chunks
@@ -277,8 +277,8 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     tokens = grid.batch * grid.tokens
     buffer = replace(grid, batch=1, tokens=tokens, sequences=N + borders, cu=cu)
     buffer = replace(buffer, first=before[sequence] + at, sequence=None)
-    border, divided = number[:borders], torch.arange(1, 1 + most_divided(grid, cut), device=device)
+    border, divided = number[:borders], torch.arange(1, 1 + max_divided(grid, cut), device=device)
     behind = first[1:] - torch.arange(1, N + 1, device=device)
     leading = (border + torch.searchsorted(behind, border, right=True)).clamp(max=N + borders - 2)
     divided = torch.searchsorted((counts > 1).cumsum(0), divided)
-    return Segments(buffer, N, borders, sequence, first, leading, divided, likely_segments(N, tokens, C, cut))
+    return Segments(buffer, N, borders, sequence, first, leading, divided, expected_segments(N, tokens, C, cut))

@@ -233,14 +233,14 @@ class PaddedLayout(SequenceLayout):
         self._expect(x, self.mask.shape)
         order = torch.argsort(~self.mask.flatten(), stable=True)
         packed = x.flatten(0, 1).index_select(0, order)
-        return torch.where(_beside(self.positions >= 0, packed), packed, 0)[None]
+        return torch.where(_expand_mask(self.positions >= 0, packed), packed, 0)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """[1, B * T, ...] packed -> [B, T, ...] padded, zeros in the padding. Differentiable."""
         self._expect(x, torch.Size((1, self.tokens)))
         real = self.mask.flatten()
         row = (real.cumsum(0) - 1).clamp(min=0)
-        return torch.where(_beside(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
+        return torch.where(_expand_mask(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
 
     def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
         """Refused: boundaries do not say where in a row its padding lies.
@@ -311,7 +311,7 @@ def _row(x: Tensor, name: str) -> Tensor:
     return x.flatten()
 
 
-def _beside(mask: Tensor, x: Tensor) -> Tensor:
+def _expand_mask(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 

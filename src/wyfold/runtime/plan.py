@@ -65,14 +65,14 @@ class Plan:
         return "\n".join(f"{name:12} {value}" for name, value in rows)
 
 
-class _Settled(BaseException):
+class _PlanAnnounced(BaseException):
     """Carries a plan out of an operator that was called only to be explained."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
 
-_explaining: list[int] = []  # threads inside `settled_by`; calls in the others run on
+_explaining: list[int] = []  # threads inside `plan_of`; calls in the others run on
 
 
 def explaining() -> bool:
@@ -80,20 +80,20 @@ def explaining() -> bool:
     return bool(_explaining) and threading.get_ident() in _explaining
 
 
-def settle(plan: Plan) -> Plan:
-    """The plan; inside `settled_by`, the end of the call."""
+def announce_plan(plan: Plan) -> Plan:
+    """The plan; inside `plan_of`, the end of the call."""
     if explaining():
-        raise _Settled(plan)
+        raise _PlanAnnounced(plan)
     return plan
 
 
-def settled_by(call: Callable[[], Any]) -> Plan:
+def plan_of(call: Callable[[], Any]) -> Plan:
     """The plan that `call` settles on; nothing after that point runs."""
     thread = threading.get_ident()
     _explaining.append(thread)
     try:
         call()
-    except _Settled as settled:
+    except _PlanAnnounced as settled:
         return settled.plan
     finally:
         _explaining.remove(thread)

@@ -95,7 +95,7 @@ class ShortConvolution(nn.Conv1d):
             sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             check.shapes("ShortConvolution", known=sizes, optional=("cache",), cache=(cache, "N D W"))
             check.floating("ShortConvolution", x=x, cache=cache)
-            check.alike("ShortConvolution", "device", x=x, cache=cache)
+            check.same_attribute("ShortConvolution", "device", x=x, cache=cache)
             raise
         if steps and cache is not None and latest is not None:
             latest = cache.copy_(latest)

@@ -347,7 +347,7 @@ def _check_decays(op: str, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor) -
     """Decays per head and per key channel can be added."""
     check.shapes(op, optional=("g",), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV"), gk=(gk, "B T HV K"))
     check.floating(op, g=g, gk=gk)
-    check.alike(op, "device", k=k, g=g, gk=gk)
+    check.same_attribute(op, "device", k=k, g=g, gk=gk)
 
 
 def no_context(op: str, cp_context: object) -> None:

@@ -26,7 +26,7 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
     if cu_seqlens is None:
         return chunk_layout.chunk_grid(batch, tokens, chunk_size, None, every)
     N = cu_seqlens.shape[0] - 1
-    most = chunk_layout.most_chunks(batch, tokens, chunk_size, N)
+    most = chunk_layout.max_chunks(batch, tokens, chunk_size, N)
     # Separate allocations, so that each is aligned for vector loads.
     cu, first, sequence = (cu_seqlens.new_empty(size, dtype=torch.int64) for size in (N + 2, N + 1, most))
     first_state = cu_seqlens.new_empty(N + 1, dtype=torch.int64) if every else None

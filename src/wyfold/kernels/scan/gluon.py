@@ -110,7 +110,7 @@ def scan(
         slots: Where in a pool, which is then both `initial_state` and `final_state`, states lie; None: by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    side_by_side = grid.sequences if segments is None else segments.likely
+    side_by_side = grid.sequences if segments is None else segments.expected
     named, shift, count = scanned(grid, segments, behind)
     config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))

@@ -92,7 +92,7 @@ def scan(
             live slot. None: states lie by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    side_by_side = grid.sequences if segments is None else segments.likely
+    side_by_side = grid.sequences if segments is None else segments.expected
     named, shift, count = scanned(grid, segments, behind)
     config = tuned("scan.triton", scan_key(key, side_by_side, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))

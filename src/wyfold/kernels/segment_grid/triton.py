@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wyfold.runtime.chunk_layout import CUT_FROM, ChunkGrid, Cut, Segments, likely_segments, most_borders, most_divided
+from wyfold.runtime.chunk_layout import CUT_FROM, ChunkGrid, Cut, Segments, expected_segments, max_borders, max_divided
 from wyfold.runtime.kernel_launch import launch_kernel
 
 BN, BS = 32, 32  # sequences of a step, segments of a program
@@ -23,8 +23,8 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
         device: Device of the tensors.
     """
     N, packed = grid.sequences, grid.cu is not None
-    borders = most_borders(grid.batch, grid.tokens, grid.chunk_size, packed, cut)
-    count, held = N + borders, most_divided(grid, cut)
+    borders = max_borders(grid.batch, grid.tokens, grid.chunk_size, packed, cut)
+    count, held = N + borders, max_divided(grid, cut)
     cu, first_chunk, sequence, first, leading, divided = (
         torch.empty(size, dtype=torch.int64, device=device) for size in (count + 1, count, count, N + 1, borders, held)
     )
@@ -57,7 +57,7 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     )
     tokens = grid.batch * grid.tokens
     buffer = replace(grid, batch=1, tokens=tokens, sequences=count, cu=cu, first=first_chunk, sequence=None)
-    likely = likely_segments(N, tokens, grid.chunk_size, cut)
+    likely = expected_segments(N, tokens, grid.chunk_size, cut)
     return Segments(buffer, N, borders, sequence, first, leading, divided, likely)
 
 

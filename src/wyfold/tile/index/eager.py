@@ -31,7 +31,7 @@ def to_chunks(x: Tensor, table: ChunkTable, heads: int, dtype: torch.dtype) -> T
     """
     C, H, W = table.chunk_size, x.shape[2], x.shape[3]
     tiles = torch.empty(table.chunks, H, heads // H, C, W, dtype=dtype, device=x.device)
-    if table.alike:
+    if table.uniform:
         n, columns = table.sequences, len(table.columns)
         whole = table.tokens // C
         target = tiles.view(columns, n, H, heads // H, C, W)
@@ -59,7 +59,7 @@ def from_chunks(tiles: Tensor, table: ChunkTable, out: Tensor) -> None:
         out: [B, T, H, W] tokens of the part, written in place. Any strides.
     """
     C, H, W = table.chunk_size, out.shape[2], out.shape[3]
-    if table.alike:
+    if table.uniform:
         n, columns = table.sequences, len(table.columns)
         rows = tiles.view(columns, n, H, C, W).permute(1, 0, 3, 2, 4)  # [n, columns, C, H, W]
         whole = table.tokens // C
