@@ -604,7 +604,7 @@ def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) ->
     if any(fits):
         return {"failed": fits}
     rounds_ms = timed(place, call, rounds)
-    with collectives.counted() as sent:
+    with collectives.count_sent_bytes() as sent:
         call()
     peak = 0 if TINY else torch.cuda.max_memory_allocated() - before - weights
     peaks: list[Any] = [None] * place.world

@@ -81,7 +81,7 @@ class KernelCall:
             self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, t.q.device)
 
     @property
-    def scanned(self) -> ChunkGrid:
+    def scan_grid(self) -> ChunkGrid:
         """Grid of the scans: the segments' if sequences are cut, else the sequences'."""
         return self.grid if self.segments is None else self.segments.grid
 
@@ -142,7 +142,7 @@ class KernelCall:
         segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
         self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
 
-    def outside(self, states: Tensor | None) -> Tensor | None:
+    def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
         return None if states is None else transpose_if_v_first(states, self.options)
 
@@ -175,16 +175,16 @@ def forward(
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
-        states, first = call.outside(rows), call.grid.first_states(t.q.device)
-    initial, final = call.outside(t.initial_state), call.outside(result.final_state if options.final_state else None)
+        states, first = call.k_first(rows), call.grid.first_states(t.q.device)
+    initial, final = call.k_first(t.initial_state), call.k_first(result.final_state if options.final_state else None)
     if slots is not None:
-        initial, final = call.outside(slots.entering), call.outside(slots.leaving)
+        initial, final = call.k_first(slots.entering), call.k_first(slots.leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
     folded = _at_borders(t, options)
     scan = partial(
         table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
-        *(q, k, v, prepared, initial, call.scanned, options, call.key, o, final, states, first),
+        *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
         segments=call.segments,
         borders=folded[0].mT if folded else None,
         slots=slots,
@@ -231,14 +231,14 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         do = contiguous_for_tma(do)
     folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
     prepared = factors_from_list(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
-    initial, final = call.outside(t.initial_state), call.outside(dST)
-    entering = call.outside(dS0 if needs[INITIAL_STATE] else None)
+    initial, final = call.k_first(t.initial_state), call.k_first(dST)
+    entering = call.k_first(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
-    borders = call.stage("scan_bwd").token_borders(q, v, call.scanned)
+    borders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)
     leaving = torch.empty_like(folded[0]) if folded else None
     scan_bwd = partial(
         table.selected_module("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
-        *(q, k, v, prepared, initial, d_out, final, call.scanned, options, call.key, entering, borders),
+        *(q, k, v, prepared, initial, d_out, final, call.scan_grid, options, call.key, entering, borders),
         segments=call.segments,
         entering=folded[0].mT if folded else None,
         leaving=None if leaving is None else leaving.mT,

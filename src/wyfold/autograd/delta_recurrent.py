@@ -43,10 +43,10 @@ class RecurrentCall:
         # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
-        self.initial = None if t.initial_state is None else _in_place(t.initial_state)
+        self.initial = None if t.initial_state is None else _vector_loadable(t.initial_state)
 
 
-def _in_place(states: Tensor) -> Tensor:
+def _vector_loadable(states: Tensor) -> Tensor:
     """Copy states unless they are contiguous and 16-byte aligned: vector loads determine the order of sums."""
     states = states.contiguous()
     return states if states.data_ptr() % 16 == 0 else states.clone()
@@ -90,27 +90,27 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     call = RecurrentCall(t, options)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    wanted = GradientOutputs(*(x if need else None for x, need in _without_states(found, needs)))
-    states, first = _between(call)
-    dST = None if dST is None else _in_place(dST)
+    wanted = GradientOutputs(*(x if need else None for x, need in _token_gradients(found, needs)))
+    states, first = _block_states(call)
+    dST = None if dST is None else _vector_loadable(dST)
     shares = call.stage.recurrent_bwd(
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
         call.stage.BLOCK, call.stage.RUN,
     )  # fmt: skip
     # The order in which parameter gradients are summed follows the gate's layout, so `gather` reads it in one layout.
-    gate = None if t.g is None else _in_place(t.g)
+    gate = None if t.g is None else _vector_loadable(t.g)
     call.stage.gather(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
     return found
 
 
-def _without_states(found: list[Tensor], needs: list[bool]) -> list[tuple[Tensor, bool]]:
+def _token_gradients(found: list[Tensor], needs: list[bool]) -> list[tuple[Tensor, bool]]:
     """Return every gradient except that of the initial states, with whether it is needed."""
     pairs = list(zip(found, needs, strict=True))
     del pairs[INITIAL_STATE]
     return pairs
 
 
-def _between(call: RecurrentCall) -> tuple[Tensor | None, Tensor | None]:
+def _block_states(call: RecurrentCall) -> tuple[Tensor | None, Tensor | None]:
     """Compute the states after every BLOCK tokens of each sequence.
 
     Returns:

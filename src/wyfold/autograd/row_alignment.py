@@ -17,14 +17,14 @@ def vector_aligned(x: Tensor) -> bool:
     Kernels then read rows in vectors of 16 elements, which determines the order of sums over a row. Other tensors are
     copied first (`aligned`).
     """
-    return _first(x) % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
+    return _address(x) % 16 == 0 and x.stride(3) == 1 and not any(n % 16 for n in x.stride()[:3])
 
 
 def readable_by_tma(x: Tensor) -> bool:
     """Whether a TMA descriptor can address the rows of x [B, T, H, K] without a copy."""
     T, (s_b, s_t, _, s_k) = x.shape[1], x.stride()
     contiguous_for_tma = x.shape[0] == 1 or s_b == T * s_t
-    return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _first(x) % 16 == 0 and contiguous_for_tma
+    return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _address(x) % 16 == 0 and contiguous_for_tma
 
 
 def contiguous_for_tma(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def contiguous_for_tma(x: Tensor) -> Tensor:
     return x if readable_by_tma(x) else x.new_empty(x.shape).copy_(x)
 
 
-def _first(x: Tensor) -> int:
+def _address(x: Tensor) -> int:
     """Address of x; for a fake tensor, which has none but is planned for, its storage offset in bytes."""
     return x.data_ptr() if type(x) in (Tensor, Parameter) else int(x.storage_offset()) * x.itemsize
 

@@ -77,15 +77,15 @@ def _serve(*arguments: Any) -> None:
         stage: Any = table.kernel_module("conv_pool", s.backend)
         stage.update(s.x, s.weight, s.bias, s.pool, slots, grid, s.activated, s.y)
     else:
-        _between(s, slots, grid)
+        _run_on_gathered_states(s, slots, grid)
 
 
-def _between(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
+def _run_on_gathered_states(s: ConvServing, slots: Slots, grid: ChunkGrid) -> None:
     """Gather states from slots (`enter`), run the differentiable operator's kernel, scatter them back (`leave`)."""
     stage: Any = table.kernel_module("state_pool", s.backend)
     T, reach = s.x.shape[1], s.weight.shape[1] - 1
     y = s.y if one_row(s.y) else s.y.new_empty(s.y.shape)
-    entering, leaving = (_like_slots(s.pool, grid.sequences) for _ in range(2))
+    entering, leaving = (_empty_states(s.pool, grid.sequences) for _ in range(2))
     if s.pool.shape[2] > reach:
         leaving.zero_()  # the rest of a slot is invalid after these tokens
     stage.enter(s.pool[:, None], slots, entering[:, None])
@@ -118,7 +118,7 @@ def one_row(x: Tensor) -> bool:
     return B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
 
 
-def _like_slots(pool: Tensor, N: int) -> Tensor:
+def _empty_states(pool: Tensor, N: int) -> Tensor:
     """Allocate [N, D, S] with the memory layout of a pool's slot."""
     _, D, S = pool.shape
     return pool.new_empty(N, D, S) if pool.stride(2) == 1 else pool.new_empty(N, S, D).mT

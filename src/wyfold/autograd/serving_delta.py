@@ -88,19 +88,19 @@ def _serve(*arguments: Any) -> None:
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
         recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
     elif options.backend != "eager" and s.o.numel():
-        _in_place(s, slots, grid, options)
+        _run_on_pool(s, slots, grid, options)
     else:
-        _between(s, slots, grid, options)
+        _run_on_gathered_states(s, slots, grid, options)
 
 
-def _in_place(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _run_on_pool(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Run the chunk kernels; the scan reads each state from the pool and writes it back.
 
     No sequence of a serving call is cut into segments, so the scan is the first and last launch that needs the state.
     """
     tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
     result, _ = delta_chunk.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
-    _keep(s, result.states, slots, grid, options)
+    _store_checkpoints(s, result.states, slots, grid, options)
 
 
 def _key(s: DeltaServing, options: DeltaOptions) -> str:
@@ -111,7 +111,7 @@ def _key(s: DeltaServing, options: DeltaOptions) -> str:
     return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
 
 
-def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _run_on_gathered_states(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
 
     The eager backend takes this path, and kernels for a call without tokens.
@@ -122,20 +122,20 @@ def _between(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptio
     tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
     result, _ = implementation_for(options).forward(tokens, options, s.o, grid)
     if slots.each:
-        stage.leave_each(_rows(s, result.states), slots, s.pool, grid, s.o)
+        stage.leave_each(_state_rows(s, result.states), slots, s.pool, grid, s.o)
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
-    _keep(s, result.states, slots, grid, options)
+    _store_checkpoints(s, result.states, slots, grid, options)
 
 
-def _keep(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _store_checkpoints(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Store intermediate states in the checkpoint pool, if the call has one and there are any."""
     if s.checkpoints is not None and states.numel():
         stage: Any = table.kernel_module("state_pool", options.backend)
-        stage.leave_between(_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
+        stage.leave_between(_state_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 
-def _rows(s: DeltaServing, states: Tensor) -> Tensor:
+def _state_rows(s: DeltaServing, states: Tensor) -> Tensor:
     """View intermediate states as [rows, HV, ...]."""
     return states if s.cu_seqlens is not None else states.flatten(0, 1)
 

@@ -209,7 +209,7 @@ class EagerTTTCall:
             return State(*(s[chunks] for s in kept))
         return State(*(s.new_empty(part.table.chunks, *s.shape[1:]) for s in kept))
 
-    def outside(self, states: State) -> State:
+    def to_caller(self, states: State) -> State:
         """Return states in the layout and storage dtype of the options."""
         return State(
             *(s.to(self.options.state_dtype) for s in (transpose_if_v_first(states.S, self.options), states.c))
@@ -226,7 +226,7 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
     o, leaving, sums = result.o, State(result.state, result.bias), State(result.grad, result.bias_grad)
     whole = slice(0, call.N)
     if options.final_state:
-        _write(leaving, whole, call.outside(call.states(t.state, t.bias, whole)))
+        _write(leaving, whole, call.to_caller(call.states(t.state, t.bias, whole)))
         if call.resumption is not None:
             _write(sums, whole, call.states(t.grad, t.bias_grad, whole))
             result.position.copy_(call.resumption.position)
@@ -239,7 +239,7 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
         x, at = call.load(part), call.mini_batch_states(kept, part)
         left, opened = call.stage.ttt(x, entering, call.sums(part), part.table, options.eps, part.block(rows), at)
         if options.final_state:
-            _write(leaving, part.sequences, call.outside(left))
+            _write(leaving, part.sequences, call.to_caller(left))
             if opened is not None:
                 _write(sums, part.sequences, opened)
         carried = State(*(s[s.shape[0] - part.left :] for s in left))

@@ -33,8 +33,8 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
         if options.final_state:
             _pass_through(StateViews(t.state, t.bias), final)
         return
-    leaving = _outside(options, *final) if options.final_state else StateViews(None, None)
-    entering, grid = _outside(options, t.state, t.bias), _grid(t, options)
+    leaving = _k_first(options, *final) if options.final_state else StateViews(None, None)
+    entering, grid = _k_first(options, t.state, t.bias), _grid(t, options)
     borders = SegmentBorders(*saved) if saved else None
     numbers = options.chunk_size, options.scale, options.eps
     _stage(t, options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
@@ -79,13 +79,13 @@ def backward(
         _tokens(t, options),
         SegmentBorders(*saved),
         do,
-        _outside(options, *dfinal),
+        _k_first(options, *dfinal),
         _grid(t, options),
         options.chunk_size,
         options.scale,
         options.eps,
         TTTGradients(dq, dk, dv, dw, db, deta, None if t.eta_col is None else dcol),
-        _outside(options, None if t.state is None else dS, None if t.bias is None else dc),
+        _k_first(options, None if t.state is None else dS, None if t.bias is None else dc),
     )
 
 
@@ -107,7 +107,7 @@ def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
     return found
 
 
-def _outside(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:
+def _k_first(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:
     """View the caller's states, the matrix K-first."""
     return StateViews(None if S is None else transpose_if_v_first(S, options), c)
 

@@ -76,7 +76,7 @@ _counters: list[list[int]] = []
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
+def count_sent_bytes() -> Iterator[list[int]]:
     """Record the bytes that this rank sends in each collective of the block."""
     sent: list[int] = []
     _counters.append(sent)
@@ -136,7 +136,7 @@ def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
     return torch.stack(list(all_gather(x, group))).sum(0)
 
 
-def check_agreement(op: str, said: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
+def check_agreement(op: str, metadata: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
     """Check that all ranks are about to run the same call, by one all-gather of a fixed size.
 
     Args:
@@ -148,23 +148,23 @@ def check_agreement(op: str, said: Mapping[str, object] | Exception, device: tor
     Raises:
         ValueError: metadata differ (on every rank), or another rank's arguments raised an error.
     """
-    if isinstance(said, Exception):
-        words = json.dumps({_REFUSED: str(said)[: TEXT_BYTES // 8]}).encode()
+    if isinstance(metadata, Exception):
+        payload = json.dumps({_REFUSED: str(metadata)[: TEXT_BYTES // 8]}).encode()
     else:
-        words = json.dumps({key: short(x) for key, x in said.items()}).encode()
-        if len(words) > TEXT_BYTES:
-            words = json.dumps({"what was asked": short(words.decode())}).encode()
+        payload = json.dumps({key: short(x) for key, x in metadata.items()}).encode()
+        if len(payload) > TEXT_BYTES:
+            payload = json.dumps({"what was asked": short(payload.decode())}).encode()
     row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    row[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    row[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     rows = all_gather(row.to(device), group).cpu()
-    heard = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-    if isinstance(said, Exception):
+    received = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+    if isinstance(metadata, Exception):
         return
-    for rank, words_of in enumerate(heard):
-        if _REFUSED in words_of:
-            raise ValueError(f"{op}: rank {rank} of the group refused its arguments: {words_of[_REFUSED]}")
-    for key in dict.fromkeys(key for words_of in heard for key in words_of):
-        values = [words_of.get(key, "nothing") for words_of in heard]
+    for rank, text_of in enumerate(received):
+        if _REFUSED in text_of:
+            raise ValueError(f"{op}: rank {rank} of the group refused its arguments: {text_of[_REFUSED]}")
+    for key in dict.fromkeys(key for text_of in received for key in text_of):
+        values = [text_of.get(key, "nothing") for text_of in received]
         if len(set(values)) > 1:
             raise ValueError(f"{op}: {key} must be the same on all ranks, got {_by_value(values)}")
 
@@ -185,4 +185,6 @@ def _by_value(values: Sequence[str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in ranks.items())
+    return "; ".join(
+        f"{value} on rank{'s' * (len(ranks_of) > 1)} {', '.join(ranks_of)}" for value, ranks_of in ranks.items()
+    )

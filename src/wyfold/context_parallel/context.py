@@ -28,7 +28,7 @@ from wyfold.runtime.torch_ops import once_differentiable
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
 CHECKS = ("first", "always", "never")
-_FEW = 6  # of a long list, in a message
+_LISTED = 6  # of a long list, in a message
 
 Decision = TypeVar("Decision")
 
@@ -92,9 +92,9 @@ class ContextParallel:
         self.total_tokens, self.conv1d_kernel_size = total_tokens, conv1d_kernel_size
         self._ranges, self._max_seqs = ranges, max_seqs
         self._compared = False
-        self._settle(torch.tensor([0, total_tokens]) if bounds is None else bounds)
+        self._set_boundaries(torch.tensor([0, total_tokens]) if bounds is None else bounds)
 
-    def _settle(self, bounds: Tensor) -> None:
+    def _set_boundaries(self, bounds: Tensor) -> None:
         """Set the boundaries: partition the buffer, and clear everything cached for the old ones."""
         on_cpu = legal_boundaries(_BUILD, bounds, self.total_tokens)
         partition = partition_sequences(on_cpu.tolist(), self.total_tokens, self._ranges)
@@ -108,11 +108,11 @@ class ContextParallel:
         self.whole = SequenceLayout(bounds, self.total_tokens)
         self.starts = tuple(piece.sequence for piece in self.pieces if piece.first)
         self.ends = tuple(piece.sequence for piece in self.pieces if piece.last)
-        self._told = _in_words(on_cpu.tolist(), partition.ranges, self.dense)
+        self._description = _describe(on_cpu.tolist(), partition.ranges, self.dense)
         self._agreed: set[tuple[object, ...]] = set()
         self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that passed the checks
-        self._made: dict[tuple[object, ...], Tensor] = {}
-        self._lists: dict[tuple[Any, ...], tuple[list[int], SegmentCounts]] = {}
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
+        self._table_cache: dict[tuple[Any, ...], tuple[list[int], SegmentCounts]] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -141,7 +141,7 @@ class ContextParallel:
         """
         if self.dense:
             raise ValueError(f"{_NAME}.update_: cu_seqlens must go to a context made from boundaries, got one without")
-        self._settle(boundaries(f"{_NAME}.update_", cu_seqlens))
+        self._set_boundaries(boundaries(f"{_NAME}.update_", cu_seqlens))
         return self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -196,16 +196,16 @@ class ContextParallel:
         Args:
             device: Device of the result; None is the layout's device.
         """
-        return self._own("positions", device)
+        return self._token_attribute("positions", device)
 
     def sequence_ids(self, device: torch.device | str | None = None) -> Tensor:
         """[1, tokens] int64 sequence id of each of this rank's tokens; -1 outside of sequences."""
-        return self._own("sequence_ids", device)
+        return self._token_attribute("sequence_ids", device)
 
-    def _own(self, what: str, device: torch.device | str | None) -> Tensor:
+    def _token_attribute(self, what: str, device: torch.device | str | None) -> Tensor:
         """This rank's shard of a per-token attribute of the whole layout, cached."""
         device = torch.device(self.whole.device if device is None else device)
-        return self._kept((what, device), lambda: self.shard(getattr(self.whole, what)[None]).to(device))
+        return self._cached((what, device), lambda: self.shard(getattr(self.whole, what)[None]).to(device))
 
     def __repr__(self) -> str:
         share = f"rank={self.rank}, world={self.world}, tokens={self.tokens} of {self.total_tokens}"
@@ -216,7 +216,7 @@ class ContextParallel:
     def boundaries(self, batch: int, device: torch.device) -> Tensor:
         """[batch * pieces + 1] int64 boundaries of this rank's pieces, in `batch` concatenated buffers."""
         ends = (row * self.tokens + end for row in range(batch) for end in self._local[1:])
-        return self._kept((batch, device), lambda: torch.tensor([0, *ends], device=device))
+        return self._cached((batch, device), lambda: torch.tensor([0, *ends], device=device))
 
     def starting_pieces(self, batch: int, device: torch.device) -> Tensor:
         """[batch * starts] int64 indices of the pieces in which sequences begin, in `batch` concatenated buffers."""
@@ -229,15 +229,15 @@ class ContextParallel:
     def _numbers(self, batch: int, device: torch.device, which: str) -> Tensor:
         count = len(self.pieces)
         found = (row * count + p.number for row in range(batch) for p in self.pieces if getattr(p, which))
-        return self._kept((batch, device, which), lambda: torch.tensor([*found], dtype=torch.int64, device=device))
+        return self._cached((batch, device, which), lambda: torch.tensor([*found], dtype=torch.int64, device=device))
 
-    def _kept(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    def _cached(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
         """Cached result of `make` for these boundaries; copying a host tensor to the device would wait for it."""
         if torch.compiler.is_compiling():
             return make()
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._tensors:
+            self._tensors[key] = make()
+        return self._tensors[key]
 
     def check_tokens(self, op: str, x: Tensor, name: str) -> None:
         """Check that x [B, T, ...] is this rank's shard; B must be 1 if the context has boundaries.
@@ -253,31 +253,31 @@ class ContextParallel:
 
     def segments(self, batch: int, chunk_size: int, cut: Cut, device: torch.device) -> tuple[Tensor, SegmentCounts]:
         """Segment tables of this rank's pieces in `batch` concatenated buffers, as `RankSegments.of` reads them."""
-        numbers, counts = self._listed(batch, chunk_size, cut)
+        numbers, counts = self._segment_tables(batch, chunk_size, cut)
         make = partial(torch.tensor, numbers, dtype=torch.int64, device=device)
-        return self._kept((batch, chunk_size, cut, device), make), counts
+        return self._cached((batch, chunk_size, cut, device), make), counts
 
     def counts(self, batch: int, chunk_size: int, cut: Cut) -> SegmentCounts:
         """Lengths of the tables of `segments`."""
-        return self._listed(batch, chunk_size, cut)[1]
+        return self._segment_tables(batch, chunk_size, cut)[1]
 
-    def _listed(self, *how: Any) -> tuple[list[int], SegmentCounts]:
+    def _segment_tables(self, *how: Any) -> tuple[list[int], SegmentCounts]:
         """Cached `rank_segments.segment_tables` for these boundaries."""
         if torch.compiler.is_compiling():
             return segment_tables(self.pieces, how[0], self.tokens, *how[1:])
-        if how not in self._lists:
-            self._lists[how] = segment_tables(self.pieces, how[0], self.tokens, *how[1:])
-        return self._lists[how]
+        if how not in self._table_cache:
+            self._table_cache[how] = segment_tables(self.pieces, how[0], self.tokens, *how[1:])
+        return self._table_cache[how]
 
     def forward_routes(self, device: torch.device) -> Tensor:
         """`routes.forward_routes` of this rank, int64, cached."""
-        return self._kept(
+        return self._cached(
             ("forward_routes", device), lambda: torch.tensor(forward_routes(self.partition, self.rank), device=device)
         )
 
     def backward_routes(self, device: torch.device) -> Tensor:
         """`routes.backward_routes` of this rank, int64, cached."""
-        return self._kept(
+        return self._cached(
             ("backward_routes", device), lambda: torch.tensor(backward_routes(self.partition, self.rank), device=device)
         )
 
@@ -334,10 +334,10 @@ class ContextParallel:
         if describe is None:
             self._passed |= passed
             return decision
-        said = {"the operator": op, **describe(decision), "the cut": self._told}
-        compared = tuple(said.values())
+        metadata = {"the operator": op, **describe(decision), "the cut": self._description}
+        compared = tuple(metadata.values())
         if not self._compared and (self.check == "always" or compared not in self._agreed):
-            collectives.check_agreement(op, said, device, self.group)
+            collectives.check_agreement(op, metadata, device, self.group)
         self._agreed.add(compared)
         self._passed |= passed
         return decision
@@ -394,12 +394,12 @@ def _kind_of_unshard(x: object, dim: int) -> Hashable:
     return (*x.shape[: dim % x.dim()], -1, *x.shape[dim % x.dim() + 1 :]), x.dtype
 
 
-def _in_words(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
+def _describe(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: bool) -> str:
     """Describe a partition for comparison between ranks: its first entries for the reader, and a digest of all."""
-    ends = str(bounds[1 : _FEW + 1])[1:-1] + ", .." * (len(bounds) > _FEW + 1)
+    ends = str(bounds[1 : _LISTED + 1])[1:-1] + ", .." * (len(bounds) > _LISTED + 1)
     what = "whole rows" if dense else f"sequences that end at {ends}"
-    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_FEW]) or "nothing" for some in ranges[:_FEW]]
-    shares = ", ".join([*own, *[".."] * (len(ranges) > _FEW)])
+    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_LISTED]) or "nothing" for some in ranges[:_LISTED]]
+    shares = ", ".join([*own, *[".."] * (len(ranges) > _LISTED)])
     digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
     return f"{what} in shares {shares} ({digest})"
 

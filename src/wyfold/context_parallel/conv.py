@@ -89,7 +89,7 @@ class _Halo:
     def zeros(self, x: Tensor, *counts: int) -> Tensor:
         return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
 
-    def own(self, piece: Piece) -> int:
+    def own_inputs(self, piece: Piece) -> int:
         """Number of the latest `width` inputs at the end of a piece that lie in the piece itself."""
         return min(piece.length, self.width)
 
@@ -102,7 +102,7 @@ class _Halo:
         send_buffer = self.zeros(x, partition.most_leaving, self.B)
         for piece in pieces:
             if piece.leaving >= 0:
-                n, end = self.own(piece), piece.offset + piece.length
+                n, end = self.own_inputs(piece), piece.offset + piece.length
                 if piece.first:
                     send_buffer[piece.leaving, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
                 send_buffer[piece.leaving, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
@@ -112,7 +112,7 @@ class _Halo:
             latest = gathered[chain[0].rank, chain[0].leaving]
             for before, piece in pairwise(chain):
                 if not before.first:
-                    n = self.own(before)
+                    n = self.own_inputs(before)
                     latest = torch.cat(
                         [latest[..., n:], gathered[before.rank, before.leaving][..., self.width - n :]], -1
                     )
@@ -146,12 +146,12 @@ class _Halo:
         for chain in self.context.partition.chains:
             dlatest = torch.zeros_like(gathered[0, 0])
             for behind, piece in pairwise(reversed(chain)):
-                n = self.own(behind)
+                n = self.own_inputs(behind)
                 passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
                 dlatest = gathered[behind.rank, behind.entering] + (0 if behind.last else passed_on)
                 if piece.rank != self.context.rank:
                     continue
-                n, end = self.own(piece), piece.offset + piece.length
+                n, end = self.own_inputs(piece), piece.offset + piece.length
                 if dx is not None:
                     rows = dx.view(self.B, self.T, self.D)[:, end - n : end]
                     rows += dlatest[..., self.width - n :].transpose(1, 2).to(dx.dtype)

@@ -48,55 +48,57 @@ from wyfold.runtime.torch_ops import register
 Inputs = TypeVar("Inputs", bound="MapsInputs | ForwardInputs | MapsBackInputs | ScanBackInputs | TokensBackInputs")
 
 
-def maps(at: PiecesCall, inputs: MapsInputs) -> MapsResult:
+def maps(pieces_call: PiecesCall, inputs: MapsInputs) -> MapsResult:
     """Compute H and M of the pieces that continue on another rank."""
-    send_buffer, H, M, *factors = _run("delta_rank maps", _maps_op, at, inputs)
+    send_buffer, H, M, *factors = _run("delta_rank maps", _maps_op, pieces_call, inputs)
     return MapsResult(send_buffer, H, M, factors)
 
 
-def forward(at: PiecesCall, inputs: ForwardInputs) -> ForwardResult:
+def forward(pieces_call: PiecesCall, inputs: ForwardInputs) -> ForwardResult:
     """Scan all pieces from the states that other ranks sent."""
-    return ForwardResult(*_run("delta_rank forward", _forward_op, at, inputs))
+    return ForwardResult(*_run("delta_rank forward", _forward_op, pieces_call, inputs))
 
 
-def maps_back(at: PiecesCall, inputs: MapsBackInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+def maps_back(pieces_call: PiecesCall, inputs: MapsBackInputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute c of the pieces that began on another rank.
 
     Returns:
         [send_rows, HV, K, V + K] c and M^T of these pieces, padded with zeros; [borders, HV, V, K] c of the segment
         that begins at each border; the factors, or [] if the forward saved them.
     """
-    send_buffer, c, *factors = _run("delta_rank maps_back", _maps_back_op, at, inputs)
+    send_buffer, c, *factors = _run("delta_rank maps_back", _maps_back_op, pieces_call, inputs)
     return send_buffer, c, factors
 
 
-def scan_back(at: PiecesCall, inputs: ScanBackInputs) -> tuple[Tensor, Tensor, Tensor]:
+def scan_back(pieces_call: PiecesCall, inputs: ScanBackInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Scan all pieces in reverse from the gradients that other ranks sent.
 
     Returns:
         [pieces, HV, K, V] gradients of the states that enter the pieces, without elements if not needed; the two
         tensors of `TokenBorders`.
     """
-    dS0, states, tokens = _run("delta_rank scan_back", _scan_back_op, at, inputs)
+    dS0, states, tokens = _run("delta_rank scan_back", _scan_back_op, pieces_call, inputs)
     return dS0, states, tokens
 
 
-def tokens_back(at: PiecesCall, inputs: TokensBackInputs) -> list[Tensor]:
+def tokens_back(pieces_call: PiecesCall, inputs: TokensBackInputs) -> list[Tensor]:
     """Compute every needed gradient except that of the initial states, which has no elements here."""
-    return [*_run("delta_rank tokens_back", _tokens_back_op, at, inputs)]
+    return [*_run("delta_rank tokens_back", _tokens_back_op, pieces_call, inputs)]
 
 
-def _run(name: str, operator: Callable[..., Any], at: PiecesCall, inputs: Inputs) -> tuple[Tensor, ...]:
+def _run(name: str, operator: Callable[..., Any], pieces_call: PiecesCall, inputs: Inputs) -> tuple[Tensor, ...]:
     """Run an operator, or replay it from the cache; return its results as one flat tuple."""
 
     def run() -> tuple[Tensor, ...]:
-        found = call_operator(operator, *at.t, at.table, [*at.counts], *inputs, *at.options)
+        found = call_operator(
+            operator, *pieces_call.t, pieces_call.table, [*pieces_call.counts], *inputs, *pieces_call.options
+        )
         parts = (x if isinstance(x, list) else [x] for x in (found if isinstance(found, tuple) else (found,)))
         return tuple([x for part in parts for x in part])
 
-    tensors: list[Tensor | None] = [*at.t, at.table]
-    lengths: list[int] = [*at.counts]
-    values: list[Any] = [name, *at.options]
+    tensors: list[Tensor | None] = [*pieces_call.t, pieces_call.table]
+    lengths: list[int] = [*pieces_call.counts]
+    values: list[Any] = [name, *pieces_call.options]
     for x in inputs:
         if isinstance(x, Tensor):
             tensors.append(x)
@@ -128,9 +130,9 @@ class OperatorCall(Generic[Inputs]):
         t, counts, self.inputs, options = _read(kind, arguments)
         self.places = RankSegments.of(arguments[TENSORS], counts)
         grid = self.places.grid(options.chunk_size, t.v.shape[1])
-        self.launched = KernelCall(t, options._replace(segment_chunks=0, segments=1), grid)
-        self.launched.segments = self.places.segments(grid) if counts.borders else None
-        self.t, self.options, self.counts = self.launched.t, options, counts
+        self.kernel_call = KernelCall(t, options._replace(segment_chunks=0, segments=1), grid)
+        self.kernel_call.segments = self.places.segments(grid) if counts.borders else None
+        self.t, self.options, self.counts = self.kernel_call.t, options, counts
         self.HV, self.K, self.V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
 
     def prepare(self, *, backward: bool, forward: bool = True) -> Prepared:
@@ -138,7 +140,7 @@ class OperatorCall(Generic[Inputs]):
 
         A registered operator must not return uninitialized memory.
         """
-        prepared = self.launched.prepare(self.t.v, backward=backward, forward=forward, clear=False)
+        prepared = self.kernel_call.prepare(self.t.v, backward=backward, forward=forward, clear=False)
         self.clear(*(x for x in prepared if x is not None))
         return prepared
 
@@ -156,7 +158,7 @@ class OperatorCall(Generic[Inputs]):
         return send_buffer
 
     def stage(self, name: str) -> Any:
-        return table.selected_module(name, self.options.backend, self.launched.key, self.t.q.device)
+        return table.selected_module(name, self.options.backend, self.kernel_call.key, self.t.q.device)
 
 
 class OperatorArguments(NamedTuple, Generic[Inputs]):
@@ -180,9 +182,9 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
     t, counts, places = call.t, call.counts, call.places
     HV, K, V, (tails, send_rows) = call.HV, call.K, call.V, call.inputs
     prepared = call.prepare(backward=call.options.save and call.options.keep_factors)
-    H, M = _at_borders(t, counts)
+    H, M = _empty_summaries(t, counts)
     if counts.borders:
-        call.launched.summary(t.k, t.v, prepared, t.initial_state, H, M)
+        call.kernel_call.summary(t.k, t.v, prepared, t.initial_state, H, M)
     send_buffer = call.send_buffer(send_rows, counts.leaving)
     if counts.leaving:
         both = H.new_zeros(counts.borders, HV, V + K, K)
@@ -190,7 +192,7 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
         if counts.entering:
             identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.entering, HV, K, K)
             both[:, :, V:].index_copy_(0, places.incoming_border, identity)
-        call.launched.fold(both, M, back=False, of=places.outgoing_seq)
+        call.kernel_call.fold(both, M, back=False, of=places.outgoing_seq)
         call.stage("rank_carry").rank_send(
             StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
         )
@@ -201,7 +203,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = OperatorCall(ForwardInputs, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
     gathered, routes, H, M, factors = call.inputs
-    launched, prepared = call.launched, factors_from_list(factors)
+    kernel_call, prepared = call.kernel_call, factors_from_list(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     o, entering, states = t.v.new_empty(t.v.shape), initial.clone(), H.clone()
     if counts.tokens < o.shape[1]:
@@ -209,12 +211,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     final_state = entering.new_empty(entering.shape if options.final_state else 0)
     scan = partial(
         call.stage("scan").scan,
-        *(t.q, t.k, t.v, prepared, entering, launched.scanned, options, launched.key, o),
+        *(t.q, t.k, t.v, prepared, entering, kernel_call.scan_grid, options, kernel_call.key, o),
         *(final_state if options.final_state else None, None, None),
-        segments=launched.segments,
+        segments=kernel_call.segments,
         borders=states.mT,
     )
-    if launched.segments is None:
+    if kernel_call.segments is None:
         scan()
     else:
         outer, borders = StateRows(entering, places.incoming_seq), StateRows(states.mT, places.incoming_border)
@@ -228,7 +230,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                     call.stage("rank_carry").rank_carry(
                         gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype
                     )
-                launched.fold(states, M, back=False)
+                kernel_call.fold(states, M, back=False)
                 scan(behind=True)
     return o, final_state, entering, states
 
@@ -240,11 +242,11 @@ def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     prepared = factors_from_list(kept) if kept else call.prepare(backward=True, forward=False)
     c = leaving.new_empty(counts.borders, call.HV, call.V, call.K)
     if counts.borders:
-        call.launched.summary_bwd(t.q, t.k, prepared, do, leaving, c)
+        call.kernel_call.summary_bwd(t.q, t.k, prepared, do, leaving, c)
     send_buffer = call.send_buffer(send_rows, counts.entering)
     if counts.entering:
         folded = c.clone()
-        call.launched.fold(folded, M, back=True, of=places.incoming_seq)
+        call.kernel_call.fold(folded, M, back=True, of=places.incoming_seq)
         call.stage("rank_carry").rank_send(
             StateRows(folded.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
         )
@@ -256,21 +258,21 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = OperatorCall(ScanBackInputs, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
     gathered, routes, tails, do, leaving, states, M, c, factors, need = call.inputs
-    launched, prepared = call.launched, factors_from_list(factors)
+    kernel_call, prepared = call.kernel_call, factors_from_list(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
     final, gradients = leaving.clone(), c.clone()
     dS0 = initial.new_empty(initial.shape if need else 0)
-    pairs = launched.stage("scan_bwd").border_pairs(t.q, t.v, launched.scanned)
+    pairs = kernel_call.stage("scan_bwd").border_pairs(t.q, t.v, kernel_call.scan_grid)
     call.clear(*(x for pair in pairs for x in pair.unbind()))
     scan_bwd = partial(
         call.stage("scan_bwd").scan_bwd,
-        *(t.q, t.k, t.v, prepared, initial, do, final, launched.scanned, options, launched.key),
+        *(t.q, t.k, t.v, prepared, initial, do, final, kernel_call.scan_grid, options, kernel_call.key),
         *(dS0 if need else None, TokenBorders.of(*pairs)),
-        segments=launched.segments,
+        segments=kernel_call.segments,
         entering=states.mT,
         leaving=gradients.mT,
     )
-    if launched.segments is None:
+    if kernel_call.segments is None:
         scan_bwd()
     else:
         outer, borders = StateRows(final, places.outgoing_seq), StateRows(gradients.mT, places.outgoing_border)
@@ -281,16 +283,16 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
                     wait_gathered(gathered)
                     carry = call.stage("rank_carry").rank_carry
                     carry(gathered, routes, outer, borders, none_if_empty(tails), back=True, dtype=t.k.dtype)
-                launched.fold(gradients, M, back=True)
+                kernel_call.fold(gradients, M, back=True)
                 scan_bwd(half="reverse")
     return dS0, *pairs
 
 
 def _tokens_back(*arguments: Any) -> list[Tensor]:
     call = OperatorCall(TokensBackInputs, arguments)
-    given = _wanted(call.t, call.options, call.inputs)
+    given = _backward_inputs(call.t, call.options, call.inputs)
     borders, dS0 = TokenBorders.of(call.inputs.states, call.inputs.tokens), given.empty_grad(INITIAL_STATE)
-    return given.to_input_dtypes(token_gradients(call.launched, given, call.inputs.do, borders, dS0))
+    return given.to_input_dtypes(token_gradients(call.kernel_call, given, call.inputs.do, borders, dS0))
 
 
 def none_if_empty(x: Tensor) -> Tensor | None:
@@ -298,13 +300,13 @@ def none_if_empty(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def _at_borders(t: DeltaTensors, counts: SegmentCounts) -> list[Tensor]:
+def _empty_summaries(t: DeltaTensors, counts: SegmentCounts) -> list[Tensor]:
     """Allocate H and M of the segments before borders, uninitialized."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     return [t.q.new_empty(counts.borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
 
 
-def _wanted(t: DeltaTensors, options: DeltaOptions, inputs: TokensBackInputs) -> DeltaBackwardInputs:
+def _backward_inputs(t: DeltaTensors, options: DeltaOptions, inputs: TokensBackInputs) -> DeltaBackwardInputs:
     """The backward inputs of `_tokens_back`: every needed gradient except that of the initial states."""
     needs = [*inputs.needs]
     needs[INITIAL_STATE] = False
@@ -316,7 +318,7 @@ def _wanted(t: DeltaTensors, options: DeltaOptions, inputs: TokensBackInputs) ->
 
 def _maps_fake(*arguments: Any) -> tuple[Any, ...]:
     t, counts, inputs, options = _read(MapsInputs, arguments)
-    H, M = _at_borders(t, counts)
+    H, M = _empty_summaries(t, counts)
     factors = _factors(t, options, counts, backward=options.save and options.keep_factors)
     return _empty_send_buffer(t, inputs.send_rows), H, M, factors
 
@@ -345,7 +347,7 @@ def _scan_back_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _tokens_back_fake(*arguments: Any) -> list[Tensor]:
     t, _, inputs, options = _read(TokensBackInputs, arguments)
-    given = _wanted(t, options, inputs)
+    given = _backward_inputs(t, options, inputs)
     return given.to_input_dtypes(given.empty_grads())
 
 

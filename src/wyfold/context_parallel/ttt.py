@@ -51,7 +51,7 @@ class TTTAcrossRanks(torch.autograd.Function):
         *given, options, context = arguments
         t = TTTTensors(*given)
         call = TTTRankCall(t, options, context)
-        states, o, kept = call.begun(), t.v.new_zeros(t.v.shape), []
+        states, o, kept = call.initial_states(), t.v.new_zeros(t.v.shape), []
         left = call.states()
         gathered: Tensor | None = None
         for wave in call.waves():
@@ -61,7 +61,7 @@ class TTTAcrossRanks(torch.autograd.Function):
                 for whole, part in zip(left, (result.state, result.bias), strict=True):
                     whole[wave.states] = part
                 kept.append(saved)
-            gathered = call.hand(wave.forward, left, gathered, forward=True)
+            gathered = call.gather_states(wave.forward, left, gathered, forward=True)
             for handover, S, c in call.received(wave.forward, gathered, forward=True):
                 states.S[call.rows(handover.target)], states.c[call.rows(handover.target)] = S, c
         o = after(o, gathered)
@@ -96,7 +96,7 @@ class TTTAcrossRanks(torch.autograd.Function):
             saved = saved[count:]
         gathered: Tensor | None = after(dleft.S[:0], do, dS, dc)
         for wave in reversed(call.waves()):
-            gathered = call.hand(wave.forward, dentered, gathered, forward=False)
+            gathered = call.gather_states(wave.forward, dentered, gathered, forward=False)
             for handover, matrix, bias in call.received(wave.forward, gathered, forward=False):
                 dleft.S[call.rows(handover.source)], dleft.c[call.rows(handover.source)] = matrix, bias
             if not wave.pieces:
@@ -111,11 +111,11 @@ class TTTAcrossRanks(torch.autograd.Function):
                     dx += part
             dentered.S[wave.states], dentered.c[wave.states] = gradients[-2:]
         found = [None if dx is None else after(dx, gathered) for dx in found]
-        begun = ctx.context.starting_pieces(call.B, t.q.device)
+        initial_states = ctx.context.starting_pieces(call.B, t.q.device)
         if t.state is not None:
-            found[-2] = transpose_if_v_first(dentered.S[begun], ctx.options).to(t.state.dtype)
+            found[-2] = transpose_if_v_first(dentered.S[initial_states], ctx.options).to(t.state.dtype)
         if t.bias is not None:
-            found[-1] = dentered.c[begun].to(t.bias.dtype)
+            found[-1] = dentered.c[initial_states].to(t.bias.dtype)
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
         none = (None,) * (TENSORS + 2 - DIFFERENTIABLE)
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
@@ -182,7 +182,7 @@ class TTTRankCall(NamedTuple):
         rows = self.B * len(self.context.pieces)
         return State(*(self.tensors.v.new_zeros(rows, HV, n, D, dtype=wide(self.tensors.q.dtype)) for n in (D, 1)))
 
-    def begun(self) -> State:
+    def initial_states(self) -> State:
         """States that enter every piece: the caller's initial states where sequences begin, zeros elsewhere."""
         t, found, first = self.tensors, self.states(), self.context.starting_pieces(self.B, self.tensors.q.device)
         if t.state is not None:
@@ -222,7 +222,7 @@ class TTTRankCall(NamedTuple):
         tokens = t._replace(q=wave.take(t.q), k=wave.take(t.k), v=wave.take(t.v), eta=wave.take(t.eta), eta_col=col)
         return tokens._replace(state=S, bias=c, cu_seqlens=wave.cu_seqlens)
 
-    def hand(
+    def gather_states(
         self, handovers: Sequence[Handover], states: State, before: Tensor | None, *, forward: bool
     ) -> Tensor | None:
         """All-gather the states of the sending pieces of some handovers.
@@ -230,7 +230,7 @@ class TTTRankCall(NamedTuple):
         Args:
             handovers: Handovers of one depth, of all ranks; without any there is no collective.
             states: States (or their gradients) of all pieces of this rank.
-            before: Result of the previous `hand`, after which a compiler must keep this collective; or None.
+            before: Result of the previous `gather_states`, after which a compiler must keep this collective; or None.
             forward: Whether states pass from source to target, or gradients from target to source.
 
         Returns:

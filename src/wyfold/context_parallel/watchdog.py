@@ -91,7 +91,7 @@ class Watch:
             raise ValueError(f"Watch: silence_s must be positive, got {silence_s}")
         self.rank, self.world = collectives.rank_and_size(self.group)
         self.silence_s, self.lost = silence_s, ""
-        self._word, self._leaving, self._lock = _HERE, threading.Event(), threading.Lock()
+        self._status, self._leaving, self._lock = _HERE, threading.Event(), threading.Lock()
         self._failed = ""
         self._thread: threading.Thread | None = None
 
@@ -106,13 +106,13 @@ class Watch:
         store: Any = dist.distributed_c10d._world.pg_map[self.group][1]
         store = store.clone()
         turn = store.add(f"wyfold/watch/{self.rank}", 1)  # all ranks enter their watches in the same order
-        self._roll = dist.PrefixStore(f"wyfold/watch/{turn}", store)
-        self._roll.set(f"entered/{self.rank}", "")
-        self._roll.wait([f"entered/{rank}" for rank in range(self.world)])
-        channel = dist.ProcessGroupGloo(self._roll, self.rank, self.world, timedelta(seconds=self.silence_s))
+        self._roll_store = dist.PrefixStore(f"wyfold/watch/{turn}", store)
+        self._roll_store.set(f"entered/{self.rank}", "")
+        self._roll_store.wait([f"entered/{rank}" for rank in range(self.world)])
+        channel = dist.ProcessGroupGloo(self._roll_store, self.rank, self.world, timedelta(seconds=self.silence_s))
         self._watched = threading.get_ident()
         name = f"wyfold watch, rank {self.rank}"
-        self._thread = threading.Thread(target=self._listen, args=(channel,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._exchange_heartbeats, args=(channel,), name=name, daemon=True)
         self._thread.start()
         return self
 
@@ -135,63 +135,65 @@ class Watch:
         """Send the other ranks that this one leaves, and wait until they have received it."""
         done = error is None or (isinstance(error, SystemExit) and not error.code)
         with self._lock:  # from here on no exception is raised in this thread
-            self._word = _DONE if done else _FAILED
+            self._status = _DONE if done else _FAILED
             self._leaving.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _listen(self, channel: Any) -> None:
+    def _exchange_heartbeats(self, channel: Any) -> None:
         """Exchange heartbeats in the watch's thread, one each period, until a rank leaves or is lost."""
-        said = torch.empty(self.world, dtype=torch.uint8, device="cpu")
-        heard = torch.empty_like(said)
+        sent = torch.empty(self.world, dtype=torch.uint8, device="cpu")
+        received = torch.empty_like(sent)
         while True:
-            word = self._word
-            said.fill_(word)
+            status = self._status
+            sent.fill_(status)
             try:
                 # Each rank receives from each other one, so all of them notice, whichever rank is lost.
-                channel.alltoall_base(heard, said, [], []).wait()
+                channel.alltoall_base(received, sent, [], []).wait()
             except RuntimeError as error:
-                self._call_the_roll(error)
+                self._find_lost_ranks(error)
                 return
-            words = heard.tolist()
-            if any(words):  # every rank stops after this exchange
+            statuses = received.tolist()
+            if any(statuses):  # every rank stops after this exchange
                 with suppress(RuntimeError):
-                    self._answer()
-                failed = [rank for rank, other in enumerate(words) if other == _FAILED]
+                    self._report_alive()
+                failed = [rank for rank, other in enumerate(statuses) if other == _FAILED]
                 if failed:
-                    who = f"{_named(failed)} of {self.world} left because of an error of its own"
-                    self._failed = "" if self.rank in failed else f"Watch: {who}"
+                    reason = f"{_format_ranks(failed)} of {self.world} left because of an error of its own"
+                    self._failed = "" if self.rank in failed else f"Watch: {reason}"
                     if not self._leaving.wait(GRACE_S):
-                        self._lose(who)
+                        self._raise_lost(reason)
                 return
             self._leaving.wait(PERIOD_S)
 
-    def _answer(self) -> None:
-        self._roll.set(f"answered/{self.rank}", "")
+    def _report_alive(self) -> None:
+        self._roll_store.set(f"answered/{self.rank}", "")
 
-    def _call_the_roll(self, error: RuntimeError) -> None:
+    def _find_lost_ranks(self, error: RuntimeError) -> None:
         """Determine which ranks are lost: a broken connection shows only that there is one."""
         absent, step_s = list(range(self.world)), PERIOD_S / 10
         try:
-            self._answer()
+            self._report_alive()
             for _ in range(round(ROLL_S / step_s)):
-                absent = [rank for rank in absent if not self._roll.check([f"answered/{rank}"])]
+                absent = [rank for rank in absent if not self._roll_store.check([f"answered/{rank}"])]
                 if not absent:
                     break
                 threading.Event().wait(step_s)
         except RuntimeError:
-            who = "a rank of the group is gone, and the store that knew which one: likely the one that kept it, rank 0"
+            reason = (
+                "a rank of the group is gone, and the store that knew which one: likely the one that kept it, rank 0"
+            )
         else:
             if not absent:
                 # All ranks are alive, so none is stopped; only the watching ends.
                 warnings.warn(f"Watch: its own connection failed, all ranks are here; it ends. {error}", stacklevel=1)
                 return
-            who = f"{_named(absent)} of {self.world} is gone: ended, or silent for {self.silence_s:g} s"
-        self._lose(f"{who} ({str(error).partition('. ')[0]})")
+            reason = f"{_format_ranks(absent)} of {self.world} is gone: ended, or silent for {self.silence_s:g} s"
+        self._raise_lost(f"{reason} ({str(error).partition('. ')[0]})")
 
-    def _lose(self, who: str) -> None:
+    def _raise_lost(self, reason: str) -> None:
         """Raise RankLost in the watched thread, and abort the collective that it may be waiting for."""
-        self.lost = f"Watch: {who}"
+        self.lost = f"Watch: {reason}"
         with self._lock:
             if not self._leaving.is_set():
                 thread, text = ctypes.c_ulong(self._watched), self.lost
@@ -208,7 +210,7 @@ def _disconnected(error: BaseException | None) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks: 'rank 1', 'rank 1 and rank 3'."""
     return " and ".join(f"rank {rank}" for rank in ranks)
 

@@ -360,7 +360,7 @@ def _memory_and_traffic(
     """Peak memory above inputs of the worst rank (on a GPU), and bytes that Wyfold sends."""
     held, sent = 0.0, list[int]()
     if run_ is not None:
-        with collectives.counted() as sent:
+        with collectives.count_sent_bytes() as sent:
             if case.on_gpu:
                 held = timing.Gpu.peak_mib(run_)
             else:
