@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wyfold
 from wyfold import SequenceLayout, layers
-from wyfold.cli.distributed import Ranks
+from wyfold.cli.distributed import DistributedWorld
 from wyfold.context_parallel import collectives
 from wyfold.cp import ContextParallel, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
@@ -436,13 +436,13 @@ def sharded(given: Any, group: dist.ProcessGroup) -> None:
         return
     warnings.simplefilter("ignore")  # PyTorch's own, of FSDP
     module, ids, truth = given
-    team = Ranks(torch.device("cpu"), cp=2)
-    team.spread(module, module.blocks)
-    rows = ids[team.replica :: team.replicas]
-    mine, labels, where = team.share(rows[:, :-1], rows[:, 1:], None)
-    team.backward(module(mine, labels, **where)[1])
+    world = DistributedWorld(torch.device("cpu"), cp=2)
+    world.shard_model(module, module.blocks)
+    rows = ids[world.replica :: world.replicas]
+    mine, labels, where = world.local_batch(rows[:, :-1], rows[:, 1:], None)
+    world.backward(module(mine, labels, **where)[1])
     for name, parameter in module.named_parameters():
-        bounds.gradient(name, team.whole(parameter.grad), truth[name])
+        bounds.gradient(name, world.full_tensor(parameter.grad), truth[name])
     warnings.simplefilter("error")
 
 
