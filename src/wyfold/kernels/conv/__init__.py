@@ -2,14 +2,14 @@
 
     p[t] = bias + sum_{i < W} weight[:, i] x[t - W + 1 + i]        y[t] = act(p[t]) + residual[t]
 
-Inputs before a sequence's first token come from its state, or are zero; the state that leaves is the latest S inputs.
+Inputs before a sequence's first token come from its state, or are zero. The final state holds the latest S inputs.
 Backward, with dp = dy act'(p):
 
     dx[t] = sum_{i < W} weight[:, i] dp[t + W - 1 - i]
     dweight[:, i] = sum_t dp[t] x[t - W + 1 + i]        dbias = sum_t dp[t]
 
 x before the first token is the state, so dstate is the same sum. All tokens of a batch lie in one row, sequence after
-sequence. A token's bits depend on the W - 1 inputs before it in its sequence and on nothing else.
+sequence. A token's bits depend only on the W - 1 inputs before it in its sequence.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 
 class ConvGradients(NamedTuple):
-    """Where `conv_bwd` writes; None: not wanted.
+    """Buffers that `conv_bwd` writes; None where a gradient is not wanted.
 
     Attributes:
         x: [T, D].
-        weight, bias: [W, D] and [D], added to; wide where that happens more than once, which is on eager.
+        weight, bias: [W, D] and [D], added to. In the wide dtype if there are several additions, as on eager.
         state: [N, D, S], wide.
     """
 

@@ -1,4 +1,4 @@
-"""`conv` in PyTorch: the same few taps over every window."""
+"""`conv` in PyTorch: the same taps over every window."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def conv_bwd(
     """Gradients of `conv`.
 
     Args:
-        x, weight, bias, state, cu_seqlens, activated: As there.
+        x, weight, bias, state, cu_seqlens, activated: As in `conv`.
         dy: [T, D] or None (zeros).
         dfinal: [N, D, S] or None (zeros).
-        dtype: Of the arithmetic.
-        out: What is wanted.
+        dtype: Dtype of the arithmetic.
+        out: Wanted gradients.
     """
     w, b = _filter(weight, bias, dtype)
     windows = Windows(cu_seqlens, weight.shape[1] - 1, weight.shape[0], x.device)
@@ -98,12 +98,12 @@ def conv_bwd(
 
 
 def _filter(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Taps [W, D], and the bias, in the dtype of the arithmetic."""
+    """Taps [W, D] and the bias, in the dtype of the arithmetic."""
     return weight.to(dtype).t().contiguous(), None if bias is None else bias.to(dtype)
 
 
 def _inputs_bwd(windows: Windows, dp: Tensor, dfinal: Tensor | None, w: Tensor, dx: Tensor) -> None:
-    """dx through every tap, and through the state that left."""
+    """Compute dx: through every tap, and through the final state."""
     for window in windows.after(dp, w.dtype, 0 if dfinal is None else dfinal.shape[2]):
         d = taps(window.values, w.flip(0))
         if dfinal is not None and window.sequences is not None:
@@ -113,7 +113,7 @@ def _inputs_bwd(windows: Windows, dp: Tensor, dfinal: Tensor | None, w: Tensor, 
 
 
 def _state_bwd(windows: Windows, dp: Tensor, dfinal: Tensor | None, w: Tensor, dstate: Tensor) -> None:
-    """Gradient of the state that entered: through the taps of the first tokens, and where it was never pushed out."""
+    """Gradient of the initial state: through the taps of the first tokens, and where it is still in the final state."""
     reach, S = windows.reach, dstate.shape[2]
     dstate.zero_()
     for edge in windows.heads():
@@ -122,6 +122,6 @@ def _state_bwd(windows: Windows, dp: Tensor, dfinal: Tensor | None, w: Tensor, d
         around = torch.nn.functional.pad(d, (0, 0, reach, reach - d.shape[1]))
         dstate[edge.sequences, :, S - reach :] = taps(around, w.flip(0)).transpose(1, 2)
     if dfinal is not None:
-        source = torch.arange(S) - windows.lengths[:, None]  # entry c entered where entry c - length left
+        source = torch.arange(S) - windows.lengths[:, None]  # initial entry c is final entry c - length
         moved = dfinal.gather(2, source.clamp(min=0).to(dfinal.device)[:, None].expand(dfinal.shape)).to(w.dtype)
         dstate += moved.masked_fill_((source < 0).to(dfinal.device)[:, None], 0)

@@ -1,11 +1,11 @@
-"""`conv` in Triton: a program walks along a span of tokens with a block of channels.
+"""`conv` in Triton: a program processes a span of tokens serially, for a block of channels.
 
-The last W - 1 inputs stay in registers, so that each is loaded once. Where a sequence begins they are replaced by what
-its state holds, or by zeros. Backward walks the same way, W - 1 tokens further: the gradients of the last W - 1 inputs
-stay in registers until the last tap has given to them. What a sequence's state gives or gets is the work of programs of
-its own, behind the others in the same launch.
+The last W - 1 inputs stay in registers, so each is loaded once. At the beginning of a sequence they are replaced by its
+state, or by zeros. Backward proceeds in the same direction and covers W - 1 more tokens: gradients of the last W - 1
+inputs stay in registers until the last tap has contributed. Separate programs, last in the same launch, read and write
+the states of sequences.
 
-Boundaries are read on the device and clamped there, so that no contents lead outside a tensor.
+Boundaries are read on the device and clamped there, so no contents cause an access outside a tensor.
 
 Gradients of the taps and the bias are summed over a few tokens, then over a span, then over spans, always in one order.
 """
@@ -83,11 +83,11 @@ def conv_bwd(
     """Gradients of `conv`.
 
     Args:
-        x, weight, bias, state, cu_seqlens, activated: As there.
+        x, weight, bias, state, cu_seqlens, activated: As in `conv`.
         dy: [T, D] or None (zeros).
         dfinal: [N, D, S] or None (zeros).
-        dtype: Of the arithmetic, float32.
-        out: What is wanted.
+        dtype: Dtype of the arithmetic, float32.
+        out: Wanted gradients.
     """
     D, W = weight.shape
     spans = _spans("conv_bwd", x, W, W - 1)
@@ -116,7 +116,16 @@ def conv_bwd(
 
 
 class _Spans(NamedTuple):
-    """`programs` spans of `groups` groups of BT tokens each, in `blocks` blocks of BD channels."""
+    """Partition of a launch into programs.
+
+    Attributes:
+        programs: Number of spans.
+        groups: Groups of BT tokens per span.
+        blocks: Number of blocks of BD channels.
+        BD: Channels per block.
+        BT: Tokens per group.
+        options: Launch options of the kernel.
+    """
 
     programs: int
     groups: int
@@ -130,7 +139,10 @@ class _Spans(NamedTuple):
 
 
 def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
-    """Spans, by shapes alone: as long as leaves a GPU enough of them. Each walks `overlap` tokens into the next."""
+    """Spans of x, chosen by shapes alone: as long as possible while the GPU still gets enough programs.
+
+    `overlap`: tokens of the next span that each span also processes.
+    """
     T, D = x.shape
     config = tuned("conv.triton", f"{launch} W{W}", x.device)
     BT, BD = config.blocks["BT"], min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
@@ -143,7 +155,7 @@ def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
 
 
 def _sequences(cu_seqlens: Tensor | int, *states: Tensor | None) -> int:
-    """N, which of sequences of one length only their states know."""
+    """Number of sequences; for one common length, the first dimension of the states."""
     if isinstance(cu_seqlens, Tensor):
         return cu_seqlens.shape[0] - 1
     return max((state.shape[0] for state in states if state is not None), default=0)
@@ -167,7 +179,7 @@ def _vector(bias: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def _boundary(p_cu, n, T, length):
-    """Where sequence n begins, within the row of tokens."""
+    """First token of sequence n in the row of tokens."""
     if p_cu is None:
         return n.to(tl.int64) * length
     else:
@@ -176,7 +188,7 @@ def _boundary(p_cu, n, T, length):
 
 @triton.jit
 def _last_boundary(p_cu, N, T):
-    """Tokens from here on belong to no sequence."""
+    """First token that belongs to no sequence."""
     if p_cu is None:
         return T
     else:
@@ -185,10 +197,10 @@ def _last_boundary(p_cu, N, T):
 
 @triton.jit
 def _sequence(p_cu, t, n, N, T, last, length):
-    """The sequence from n on that holds token t: its number, where it begins and where it ends.
+    """Sequence n or a later one that holds token t: its number, first token and end.
 
-    Tokens from `last` on are sequence N, which never ends. Strides that double, then halve: it is mostly the next one,
-    but any number of empty ones may lie between.
+    Tokens from `last` on are sequence N, which has no end. The search doubles its step, then halves it: the result is
+    usually the next sequence, but any number of empty ones may lie between.
     """
     if p_cu is None:
         n = t // tl.maximum(length, 1)
@@ -210,7 +222,7 @@ def _sequence(p_cu, t, n, N, T, last, length):
                 n = middle
             else:
                 high = middle
-        # Whatever the contents, t is inside.
+        # Clamped, so that t is inside the sequence for any contents.
         start = tl.minimum(_boundary(p_cu, n, T, length), t)
         end = tl.maximum(_boundary(p_cu, n + 1, T, length), t + 1)
     return n, start, end
@@ -218,7 +230,7 @@ def _sequence(p_cu, t, n, N, T, last, length):
 
 @triton.jit
 def _input(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d):
-    """Input at token t of sequence n, from the state it came with if that is before its start."""
+    """Input at token t of sequence n; from its initial state if t is before its start."""
     b_x = load_row(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
     if p_state is not None:
         o_state = n * s_state[0] + o_d * s_state[1] + (S + t - start) * s_state[2]
@@ -238,7 +250,7 @@ def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl
 
 @triton.jit
 def _rows(p, s_rows, t, limit, o_d, m_d, BT: tl.constexpr):
-    """BT neighbouring tokens, each a row, zeros from `limit` on."""
+    """BT neighbouring tokens, each a row; zeros from `limit` on."""
     rows: tl.tuple = ()
     for i in tl.static_range(BT):
         if p is not None:
@@ -252,7 +264,7 @@ def _rows(p, s_rows, t, limit, o_d, m_d, BT: tl.constexpr):
 def _output(
     window, w, b_bias, b_residual, exists, p_bias, p_residual, ACTIVATED: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """y of the token whose window this is; zeros where no sequence has one."""
+    """y of the token at the end of this window; zeros outside sequences."""
     b_y = taps(window, w, W)
     if p_bias is not None:
         b_y += b_bias
@@ -265,7 +277,7 @@ def _output(
 
 @triton.jit
 def _through(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.constexpr, W: tl.constexpr):
-    """dp = dy act'(p) of the token whose window this is; zeros where no sequence has one."""
+    """dp = dy act'(p) of the token at the end of this window; zeros outside sequences."""
     b_d = b_dy
     if ACTIVATED:
         b_p = taps(window, w, W)
@@ -303,7 +315,7 @@ def wyfold_conv_triton(
                     )
                     window = full[1:]
             else:
-                # A sequence ends among these tokens, which go one by one.
+                # A sequence ends among these tokens, so they are processed one by one.
                 for i in range(BT):
                     if t + i >= end:
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
@@ -330,7 +342,7 @@ def wyfold_conv_triton(
 
 @triton.jit
 def _left(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
-    """Gradient of the input at t of sequence n through the state that left, of which it is entry S - (end - t)."""
+    """Gradient of the input at t of sequence n through the final state, of which it is entry S - (end - t)."""
     c = S - (end - t)
     return load_row(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
 
@@ -359,8 +371,8 @@ def wyfold_conv_bwd_triton(
         for _ in range(groups):
             dw = zeros(W, BD)
             b_dbias = tl.zeros((BD,), tl.float32)
-            # The row that is complete with t + i is that of W - 1 tokens before. Near a sequence's end the state that
-            # left gives to it as well.
+            # Token t + i completes the row W - 1 tokens before it. Near a sequence's end the final state contributes
+            # to it as well.
             if (t + BT <= end) & (t + BT <= limit) & ((p_dfinal is None) | (end - (t + BT - W) > S_final)):
                 rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
                 d_rows = _rows(p_dy, s_dy, t, last, o_d, m_d, BT)
@@ -379,7 +391,7 @@ def wyfold_conv_bwd_triton(
             else:
                 for i in range(BT):
                     if t + i >= end:
-                        # What is pending belongs to a sequence that is over: no later token gives to it.
+                        # Pending gradients belong to a finished sequence: no later token contributes.
                         if p_dx is not None:
                             for k in tl.static_range(W - 1):
                                 at = t + i - (W - 1) + k

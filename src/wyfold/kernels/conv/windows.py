@@ -1,8 +1,8 @@
-"""Which values a filter meets at each token of a packed row.
+"""Windows of a filter over a packed row: each token with the values its taps read.
 
-Tokens are taken a cacheful at a time as if all were one sequence. Where that is wrong, near a sequence's border, the
-tokens are taken again: the edges of many sequences side by side, each beside what really stands there, its state or
-zeros.
+Tokens are processed in blocks that fit the cache, as if all belonged to one sequence. Near a border between sequences
+the result is wrong, so the edges of many sequences are processed again side by side, each next to its true neighbours:
+its state or zeros.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from wyfold.tile.rows.eager import row_blocks
 
 
 class Window(NamedTuple):
-    """n neighbouring tokens, or m edges of n tokens, and the values around them.
+    """n neighbouring tokens, or m edges of n tokens each, with the values around them.
 
     Attributes:
         values: [n + reach, D], or [m, n + reach, D] for edges.
         tokens: Slice of the row, or [m * n] indices for edges.
-        foreign: Places among the tokens, flat, that another window owns or that a shorter sequence lacks. A slice may
-            write there: edges come later. None: none.
-        own: The other places.
-        sequences: Of the edges; None for a slice.
+        foreign: Flat positions in the window that another window owns or that a shorter sequence lacks; None if there
+            are none. A slice may write there, because edges are written later.
+        own: The other positions.
+        sequences: Sequences of the edges; None for a slice.
     """
 
     values: Tensor
@@ -35,7 +35,7 @@ class Window(NamedTuple):
     sequences: slice | None = None
 
     def read(self, x: Tensor) -> Tensor:
-        """x [T, D] at the tokens, shaped [..., n, D]; anything at foreign ones."""
+        """x [T, D] at the tokens, shaped [..., n, D]; arbitrary values at foreign positions."""
         if isinstance(self.tokens, slice):
             return x[self.tokens]
         return x.index_select(0, self.tokens).unflatten(0, (self.values.shape[0], -1))
@@ -51,22 +51,22 @@ class Window(NamedTuple):
             out.index_copy_(0, self.tokens[self.own], results.flatten(0, 1).index_select(0, self.own))
 
     def total(self, terms: Tensor) -> Tensor:
-        """Sum over the tokens it owns of terms [..., n, D]; overwrites terms.
+        """Sum of terms [..., n, D] over the tokens that the window owns; overwrites terms.
 
-        The others are dropped, not multiplied by zero: what they hold may be infinite. In one layout: a sum's order
-        follows it.
+        Foreign terms are set to zero, not multiplied by it, since they may be infinite. The layout is fixed, because
+        the order of a sum follows it.
         """
         rows = terms.flatten(0, -2).contiguous()
         return (rows if self.foreign is None else rows.index_fill_(0, self.foreign, 0)).sum(0)
 
 
 class Edge(NamedTuple):
-    """The first or last n tokens of some sequences.
+    """First or last n tokens of some sequences.
 
     Attributes:
-        sequences: m of them.
-        tokens: [m * n] indices.
-        missing: [m * n] mask of those that a shorter sequence lacks; their index is 0.
+        sequences: [m] their numbers.
+        tokens: [m * n] indices of the tokens.
+        missing: [m * n] mask of tokens that a shorter sequence lacks; their index is 0.
     """
 
     sequences: slice
@@ -84,9 +84,9 @@ class Windows:
 
     Args:
         cu_seqlens: [N+1] legal boundaries, int64 on the CPU.
-        reach: Neighbours a token's filter meets besides itself, W - 1.
+        reach: Number of neighbours that a token's filter reads besides the token, W - 1.
         width: D.
-        device: Of the tensors.
+        device: Device of the tensors.
     """
 
     def __init__(self, cu_seqlens: Tensor, reach: int, width: int, device: torch.device):
@@ -98,7 +98,8 @@ class Windows:
         self.longest, self.shortest = (int(self.lengths.max()), int(self.lengths.min())) if self.sequences else (0, 0)
 
     def before(self, x: Tensor, state: Tensor | None, dtype: torch.dtype) -> Iterator[Window]:
-        """Every token of x [T, D] after its `reach` predecessors, which begin in the state [N, D, S] or in zeros."""
+        """Windows of x [T, D]: every token after its `reach` predecessors, which start with the state [N, D, S] or
+        zeros."""
         if self.longest > self.reach:
             at_edge = torch.zeros(self.end, dtype=torch.bool)
             for edge in self.heads():
@@ -113,7 +114,8 @@ class Windows:
             yield self._window(torch.cat([self._entering(state, edge.sequences, inside), inside], dim=1), edge)
 
     def after(self, dy: Tensor, dtype: torch.dtype, rows: int) -> Iterator[Window]:
-        """Tokens of dy [T, D] before its `reach` successors, which end in zeros; edges of at least `rows` tokens."""
+        """Windows of dy [T, D]: every token before its `reach` successors, which end in zeros; edges have at least
+        `rows` tokens."""
         if self.longest > self.reach:
             for block in row_blocks(self.end - self.reach, self.width):
                 yield Window(dy[block.start : block.stop + self.reach].to(dtype), block, None)
@@ -133,9 +135,9 @@ class Windows:
             yield _edge(group, self.ends[group, None] + place, -place > self.lengths[group, None])
 
     def latest(self, x: Tensor, state: Tensor | None, out: Tensor) -> None:
-        """Write the latest S inputs of every sequence to out [N, D, S], from the state where a sequence is shorter."""
+        """Write the latest S inputs of every sequence to out [N, D, S]; a shorter sequence also uses its state."""
         S = out.shape[2]
-        position = self.lengths[:, None] + torch.arange(-S, 0)  # [N, S] of the inputs wanted; negative in the state
+        position = self.lengths[:, None] + torch.arange(-S, 0)  # [N, S] positions; negative: in the state
         if self.longest:
             tokens = (position + self.begins[:, None]).clamp(min=0).flatten().to(self.device)
             out.copy_(x.index_select(0, tokens).unflatten(0, position.shape).transpose(1, 2))

@@ -1,10 +1,10 @@
-"""Log gates and write strengths from what a layer projects, elementwise, each in one launch, forward and backward.
+"""Log gates and write strengths from a layer's projections, elementwise, each in one launch, forward and backward.
 
     gate            u = x + dt_bias;   -exp(A_log) softplus(u)                    "softplus"
                                        lower_bound sigmoid(exp(A_log) u)          "bounded"
     beta_sigmoid    scale sigmoid(x)
 
-Nothing is floored here: an infinite x gives -inf, which the delta operators read as a full reset.
+The results are not clamped: an infinite x gives -inf, which the delta operators read as a full reset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor
 
 
 class GateGradients(NamedTuple):
-    """Where `gate_bwd` writes: x like x, A_log [HV] and dt_bias [HV, 1 or K] added to; None: not wanted."""
+    """Buffers that `gate_bwd` writes; None where a gradient is not wanted.
+
+    Attributes:
+        x: Shape of x.
+        A_log: [HV], added to.
+        dt_bias: [HV, 1 or K], added to.
+    """
 
     x: Tensor | None
     A_log: Tensor | None

@@ -1,4 +1,4 @@
-"""Gates in PyTorch, a cacheful of tokens at a time."""
+"""Gates in PyTorch, in blocks of tokens that fit the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gate(
         A_log: [HV] or None (rate 1).
         dt_bias: [HV * (1 or K)] or None (0).
         activation: "softplus" or "bounded".
-        lower_bound: Of the bounded activation.
+        lower_bound: Lower bound of the "bounded" activation.
         out: Shape of x.
     """
     dtype = widest(x, A_log, dt_bias)
@@ -42,10 +42,10 @@ def gate_bwd(
     dg: Tensor,
     out: GateGradients,
 ) -> None:
-    """Gradients of `gate`; arguments as there, dg like x."""
+    """Gradients of `gate`; arguments as in `gate`, and dg like x."""
     dtype = widest(x, A_log, dt_bias)
     for tokens in row_blocks(x.shape[0], x[:1].numel()):
-        # In one layout: the order of the parameters' sums follows it.
+        # A fixed layout, because the order of the parameters' sums follows it.
         tile, d = (contiguous_rows(t[tokens], dtype).unsqueeze(2) for t in (x, dg))
         dx, dA_log, ddt_bias = log_gate_bwd(tile, d, A_log, dt_bias, activation, lower_bound, NO_FLOOR)
         if out.x is not None:

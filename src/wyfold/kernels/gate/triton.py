@@ -1,7 +1,7 @@
-"""Gates in Triton: a tile of tokens and columns per program, elementwise; a column is a channel of a head.
+"""Gates in Triton: one tile of tokens and columns per program, elementwise; a column is a channel of a head.
 
-Sums over tokens are taken as in the norms: a bounded number of programs, each every so-manieth tile of its columns, and
-their partial sums in one order.
+Sums over tokens are taken as in the norms. Of a bounded number P of programs, each takes every P-th tile of its
+columns, and their partial sums are added in one order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gate(
         A_log: [HV] or None (rate 1).
         dt_bias: [HV * (1 or K)] or None (0).
         activation: "softplus" or "bounded".
-        lower_bound: Of the bounded activation.
+        lower_bound: Lower bound of the "bounded" activation.
         out: Shape of x.
     """
     tile = _tiles("gate", x, out)
@@ -53,7 +53,7 @@ def gate_bwd(
     dg: Tensor,
     out: GateGradients,
 ) -> None:
-    """Gradients of `gate`; arguments as there, dg like x."""
+    """Gradients of `gate`; arguments as in `gate`, and dg like x."""
     tile = _tiles("gate_bwd", x, dg, out.x)
     if not tile.tiles:
         return
@@ -95,7 +95,20 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
 
 
 class _Tiles(NamedTuple):
-    """`tiles` of BR tokens, each in `blocks` blocks of BW of the W columns, C to a head."""
+    """Partition of [n, W] numbers into tiles.
+
+    Attributes:
+        tiles: Number of tiles of tokens.
+        blocks: Number of blocks of columns.
+        W: Columns, HV * C.
+        C: Columns per head.
+        BR: Tokens per tile.
+        BW: Columns per block.
+        unit: Common divisor of the token strides of all tensors.
+        evenly: All columns of all tensors have one stride, across heads too.
+        programs: Number of programs.
+        options: Launch options of the kernel.
+    """
 
     tiles: int
     blocks: int
@@ -109,7 +122,7 @@ class _Tiles(NamedTuple):
     options: dict[str, Any]
 
     def steps(self, x: Tensor | None) -> tuple[int, int, int]:
-        """Distances between tokens, in units, between heads, and between columns."""
+        """Token stride in units, head stride, and column stride."""
         if x is None:
             return 0, 0, 0
         token, head, channel = x.stride()
@@ -143,7 +156,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
 
 
 def _elements(*tensors: Tensor) -> list[Tensor]:
-    """[n, W] tensors as [n, W, 1]; contiguous ones in rows of up to 16 elements, which load many at a time."""
+    """View [n, W] tensors as [n, W, 1]; contiguous ones in rows of up to 16 elements, so that loads are wide."""
     if all(t.is_contiguous() for t in tensors):
         tensors = tuple([t.view(-1, math.gcd(t.numel(), 16)) for t in tensors])
     return [t.unsqueeze(-1) for t in tensors]
@@ -155,14 +168,14 @@ def _vector(parameter: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def _columns(i_block, W: tl.constexpr, BW: tl.constexpr):
-    """Columns of a block, [1, BW], and which of them exist."""
+    """Columns of a block, [1, BW], and the mask of those that exist."""
     o_c = i_block * BW + tl.arange(0, BW)[None, :]
     return o_c, o_c < W
 
 
 @triton.jit
 def _at(o_c, s, C: tl.constexpr, EVENLY: tl.constexpr):
-    """Where columns are, by the strides s; EVENLY if heads follow each other as channels do."""
+    """Offsets of columns under strides s; EVENLY: the step between heads continues that between channels."""
     if EVENLY:
         return o_c * s[2]
     else:
@@ -171,7 +184,7 @@ def _at(o_c, s, C: tl.constexpr, EVENLY: tl.constexpr):
 
 @triton.jit
 def _parameters(p_A_log, p_dt_bias, o_c, W: tl.constexpr, C: tl.constexpr):
-    """exp(A_log) and dt_bias of the columns; 1 and 0 where there is none."""
+    """exp(A_log) and dt_bias of the columns; 1 and 0 if they are None."""
     b_rate = exp(load_columns(p_A_log, o_c // C, W // C))
     return b_rate, load_columns(p_dt_bias, o_c, W)
 
@@ -216,7 +229,7 @@ def wyfold_gate_bwd_triton(
             b_dx = b_dg * sigmoid(b_u) * (b_rate * -1.0)
         if p_dx is not None:
             store_rows(p_dx, s_dx[0], o_r, _at(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)
-        # The gate is not floored: after a reset its gradient is zero, and -inf * 0 would be no number.
+        # The gate is not clamped: after a reset its gradient is zero, and -inf * 0 would be NaN.
         if DRATE and BOUNDED:
             b_drate += tl.where(b_dx == 0, 0.0, b_u * b_dx)
         elif DRATE:

@@ -1,11 +1,11 @@
-"""Norms of rows, each in one launch, forward and backward; the last axis is a row.
+"""Row norms, each in one launch, forward and backward; the last axis is a row.
 
     l2norm           y = x (sum x^2 + eps)^(-1/2)
     rms_norm_gated   y = (rms(x) weight + bias) act(z)        norm_before_gate
                      y = rms(x act(z)) weight + bias          otherwise,    rms(x) = x (mean x^2 + eps)^(-1/2)
 
-z is the gate before its activation. Sums are float32 or wider and exact about eps; a result is rounded once. A row's
-bits do not depend on the rows around it.
+z is the gate before its activation. Sums are float32 or wider and include eps exactly. A result is rounded once. A
+row's bits do not depend on the rows around it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RmsNormOptions:
-    """One call of `rms_norm_gated`; scalars of the registered operators' schema, in this order.
+    """Options of one call of `rms_norm_gated`: the scalars of the registered operators' schema, in this order.
 
     Attributes:
-        activation: "swish" and "silu" are one, x sigmoid(x); "sigmoid".
+        activation: "swish" or "silu", both x sigmoid(x), or "sigmoid".
         eps: Added to the mean square.
-        norm_before_gate: Which of the two comes first.
-        round_before_weight: The normed row is rounded to x's dtype before the weight multiplies it; the gradient passes
-            through the rounding unchanged.
+        norm_before_gate: Normalise first, then gate; else gate first.
+        round_before_weight: Round the normalised row to x's dtype before the multiplication by the weight. The gradient
+            passes through the rounding unchanged.
     """
 
     activation: str
@@ -42,7 +42,12 @@ class RmsNormOptions:
 
 
 class RmsNormGradients(NamedTuple):
-    """Where `rms_norm_gated_bwd` writes: [n, W] of the inputs' dtypes, and sums [W], added to; None: not wanted."""
+    """Buffers that `rms_norm_gated_bwd` writes; None where a gradient is not wanted.
+
+    Attributes:
+        x, z: [n, W], in the inputs' dtypes.
+        weight, bias: [W] sums, added to.
+    """
 
     x: Tensor | None
     z: Tensor | None

@@ -1,4 +1,4 @@
-"""Norms in PyTorch, a cacheful of rows at a time."""
+"""Norms in PyTorch, in blocks of rows that fit the cache."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, out: Tensor
 ) -> None:
-    """Write the normed and gated rows to out.
+    """Write the normalised and gated rows to out.
 
     Args:
         x, z: [n, W], any float.
-        weight, bias: [W], any float; no bias: None.
-        options: The whole record.
+        weight, bias: [W], any float; bias may be None.
+        options: Options of the call.
         out: [n, W], dtype of x.
     """
     dtype = widest(x, z, weight, bias)
@@ -62,7 +62,7 @@ def rms_norm_gated_bwd(
     options: RmsNormOptions,
     out: RmsNormGradients,
 ) -> None:
-    """Gradients of `rms_norm_gated`; arguments as there, dy [n, W]."""
+    """Gradients of `rms_norm_gated`; arguments as in `rms_norm_gated`, and dy [n, W]."""
     dtype = widest(x, z, weight, bias)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     activation_bwd = ACTIVATIONS[options.activation][1]
@@ -82,7 +82,15 @@ def rms_norm_gated_bwd(
 
 
 class _Rows(NamedTuple):
-    """act(z); the normed row and its reciprocal root mean square; as the weight meets it; times weight, plus bias."""
+    """Intermediate results of a block of rows.
+
+    Attributes:
+        gate: act(z).
+        normed: Normalised row.
+        r: Reciprocal root mean square.
+        rounded: Normalised row as the weight multiplies it.
+        affine: `rounded` times weight, plus bias.
+    """
 
     gate: Tensor
     normed: Tensor

@@ -1,10 +1,10 @@
-"""Norms in Triton: a tile of whole rows per program, one pass over memory.
+"""Norms in Triton: one tile of whole rows per program, one pass over memory.
 
-A row's bits are those of the formula, whatever stands around the row and however its tensor is aligned: sums run in one
-order (tile/norm), and no multiplication fuses with an addition that the source does not fuse.
+A row's bits do not depend on the rows around it or on the alignment of its tensor. Sums run in one order (tile/norm),
+and multiplications fuse with additions only where the source says so.
 
-Gradients of the weight and the bias are sums over all rows. A bounded number of programs takes every so-manieth tile
-each, and their partial sums are added in one order.
+Gradients of the weight and the bias are sums over all rows. Of a bounded number P of programs, each takes every P-th
+tile, and their partial sums are added in one order.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, out: Tensor
 ) -> None:
-    """Write the normed and gated rows to out.
+    """Write the normalised and gated rows to out.
 
     Args:
         x, z: [n, W], float32 or narrower, any strides.
-        weight, bias: [W], float32 or narrower; no bias: None.
-        options: The whole record.
+        weight, bias: [W], float32 or narrower; bias may be None.
+        options: Options of the call.
         out: [n, W], dtype of x.
     """
     tile = _tiles("rms_norm_gated", x, z, out)
@@ -81,7 +81,7 @@ def rms_norm_gated_bwd(
     options: RmsNormOptions,
     out: RmsNormGradients,
 ) -> None:
-    """Gradients of `rms_norm_gated`; arguments as there, dy [n, W]."""
+    """Gradients of `rms_norm_gated`; arguments as in `rms_norm_gated`, and dy [n, W]."""
     tile = _tiles("rms_norm_gated_bwd", x, z, dy, out.x, out.z)
     if not tile.tiles:
         return
@@ -102,7 +102,17 @@ def rms_norm_gated_bwd(
 
 
 class _Tiles(NamedTuple):
-    """BR rows of W <= BW columns each, `tiles` of them; `unit` divides the distance between rows of every tensor."""
+    """Partition of [n, W] rows into tiles.
+
+    Attributes:
+        tiles: Number of tiles.
+        W: Columns.
+        BR: Rows per tile.
+        BW: Columns per tile, at least W.
+        unit: Common divisor of the row strides of all tensors.
+        programs: Number of programs.
+        options: Launch options of the kernel.
+    """
 
     tiles: int
     W: int
@@ -113,7 +123,7 @@ class _Tiles(NamedTuple):
     options: dict[str, Any]
 
     def steps(self, x: Tensor | None) -> tuple[int, int]:
-        """Distances between rows, in units, and between columns."""
+        """Row stride in units, and column stride."""
         return (0, 0) if x is None else (x.stride(0) // self.unit, x.stride(1))
 
     def launch(self) -> dict[str, Any]:
@@ -121,7 +131,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
-    """Tiles of x [n, W]; rows per tile follow from W alone.
+    """Tiles of x [n, W]; the number of rows per tile follows from W alone.
 
     Raises:
         UnsupportedError: rows wider than `WIDEST`.
@@ -147,7 +157,7 @@ def _choices(options: RmsNormOptions) -> dict[str, bool]:
 
 @triton.jit
 def _offsets(tile, n, W: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
-    """Rows [BR, 1] and columns [1, BW] of a tile, and which of them exist."""
+    """Rows [BR, 1] and columns [1, BW] of a tile, and the mask of those that exist."""
     o_r = row_offsets(tile, BR)
     o_c = tl.arange(0, BW)[None, :]
     return o_r, o_c, (o_r < n) & (o_c < W)
@@ -182,7 +192,7 @@ def _activated(b_z, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _affine(b_normed, b_w, p_bias, b_bias, STORAGE: tl.constexpr, ROUND: tl.constexpr):
-    """The normed row as the weight meets it; times the weight, plus the bias."""
+    """The normalised row as the weight multiplies it; and that times the weight, plus the bias."""
     b_rounded = b_normed.to(STORAGE).to(tl.float32) if ROUND else b_normed
     b_affine = b_rounded * b_w
     if p_bias is not None:
