@@ -1,4 +1,4 @@
-"""`scan` in PyTorch: a loop over columns, batched over the sequences that still run and the value heads."""
+"""`scan` in PyTorch: a loop over columns, batched over value heads and the sequences that have a chunk there."""
 
 from __future__ import annotations
 

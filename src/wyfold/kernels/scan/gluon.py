@@ -1,26 +1,26 @@
-"""`scan` in Gluon, for Hopper: one warp brings tiles ahead of the warpgroups that hold the state.
+"""`scan` in Gluon, for Hopper: a producer warp loads tiles for the consumer warpgroups that hold the state.
 
-The products are those of the Triton kernel beside it, in the same order and with the same roundings:
+The products are those of `scan` in Triton, in the same order and with the same roundings:
 
     R^T = V^T - (S^T k^T) in          Y^T = R^T beta
     o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
     o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
 
-F beta and beta out come from `prepare`. Below, y is what both products begin with: Y, or R.
+F beta and beta out come from `prepare`. In the code, y is the left operand of both later products: Y, or R.
 
-S^T [value rows, K] is a float32 accumulator of the matrix units. Every left operand is one, rounded, which is where it
-has to be already; every right operand is a tile in shared memory, read as it lies or transposed on the way. What a
-chunk's state waits for is its products and three conversions: the output's products run in their shadow, and its store
-under the last one.
+S^T [value rows, K] is a float32 accumulator in registers. Every left operand is a rounded accumulator, which is already
+in the register layout that WGMMA reads. Every right operand is a tile in shared memory, read directly or transposed.
+The critical path of a chunk's state is its products and three conversions. The output's products run in their shadow,
+and its store overlaps the last product.
 
-A program's value rows are halved among warpgroups that share the tiles (PARTS 2), or taken by all of them in step
-(PARTS 1). Tiles are handed over by barriers in shared memory: `full` when the copy engine has written a stage, `free`
-when every part has read it, which a part says after it has issued the next chunk's first products. Then, too, output is
-given to the copy engine, from shared memory of its own (OUT buffers a part) or, with OUT 0, from that of the chunk's v,
-which is freed by a barrier of its own, `out_free`.
+A program's value rows are split between two parts that share the tiles (PARTS 2), or all its warpgroups work on them
+together (PARTS 1). Stages are handed over by mbarriers in shared memory. `full`: TMA has written the stage. `free`:
+every part has read it; a part arrives after it has issued the first products of the next chunk. At the same point the
+part issues the TMA store of its output. The output waits in OUT buffers per part, or with OUT 0 in the chunk's v
+buffer, for which `out_free` signals that TMA has read it.
 
-The chunk that a sequence does not fill is a step of its own after the loop: its rows that are no tokens are selected
-away, its output goes by address.
+A partial last chunk is a separate step after the loop. Its rows past the last token are masked, and its output is
+stored through pointers.
 """
 
 from __future__ import annotations
@@ -90,24 +90,27 @@ def scan(
     behind: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
-    """Run every sequence from its entering state. Arguments as of the Triton launch, which serves calls that want
-    states on the way (`table.selected_backend`). Tokens that the copy engine cannot read are copied first.
+    """Run every sequence from its entering state, with the arguments of the Triton launch.
+
+    Calls that want intermediate states use the Triton launch (`table.selected_backend`). Tokens that TMA cannot read
+    are copied first.
 
     Args:
         q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
         v: [B, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: The call's chunk grid, or that of its segments, of chunks of 64.
+        grid: Chunk grid of the call, or of its segments, with chunks of 64.
         options: Uses `scale`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
-        states, first_state: None: states on the way are the Triton launch's.
-        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
-        borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
-        behind: Whether to run those segments, or the others; None where there are no segments.
-        slots: Where in a pool, which is then both `initial_state` and `final_state`, states lie; None: by sequence.
+        states, first_state: Always None; only the Triton launch stores intermediate states.
+        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
+        borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
+        behind: Whether to run only those segments, or only the others; None if no sequence is cut.
+        slots: Slots of a pool, which then is both `initial_state` and `final_state`; None: states are indexed by
+            sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.expected
@@ -163,7 +166,7 @@ def scan(
 
 
 def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
-    """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
+    """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
     rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
     K, channel = q.shape[3], q_tiles is not None
     write, F = (W, FB) if E is None else (E, F)
@@ -183,8 +186,20 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor,
 
 
 class Smem(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; F: with beta beside W; v: by parts. out: where
-    output waits."""
+    """Shared-memory buffers, [STAGES, ..] unless noted.
+
+    Attributes:
+        q, k: Tiles [BT, K].
+        v: Value tiles [BT, BW], [STAGES * PARTS, ..].
+        rows: Row factors of a chunk, 4 BT numbers.
+        total: Decay of the chunk, [K], with a channel gate.
+        write: E [BT, K], or W [BT, BT].
+        F: [BT, BT]; F beta beside W.
+        out: Output tiles until their TMA store has read them: OUT * PARTS buffers, or v with OUT 0.
+        full: Barrier: the producer's loads of the stage have arrived.
+        free: Barrier: every part has read the stage.
+        out_free: Barrier, with OUT 0: the output stored from the stage's v has been read.
+    """
 
     q: Any
     k: Any
@@ -200,7 +215,14 @@ class Smem(NamedTuple):
 
 
 class TmaInputs(NamedTuple):
-    """Boxes of what is brought, and where the next chunk's are: its tile, its first token, columns of its tokens."""
+    """TMA descriptors of the tiles that the producer loads, and coordinates of the first chunk.
+
+    Attributes:
+        q, k, v, rows, total, write, F: Descriptors.
+        tile: Number of the chunk's tile.
+        token: Row of its first token.
+        column_q, column_k, column_v: First column of the program's head in the tokens.
+    """
 
     q: Any
     k: Any
@@ -217,7 +239,16 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """What the parts reach by themselves: decays of a scalar gate, output by boxes and by address, states."""
+    """Global memory that the consumers access themselves; `s_` are the strides.
+
+    Attributes:
+        total: Decays of a scalar gate.
+        x_o: TMA descriptor of the output.
+        S0: Initial states, or None.
+        borders: States at the borders of segments, or None.
+        o: Output pointer, for the partial chunk.
+        ST: Final states, or None.
+    """
 
     total: Any
     x_o: Any
@@ -232,17 +263,31 @@ class Globals(NamedTuple):
 
 
 class Coords(NamedTuple):
-    """Of a program: first tile, number of the state that enters, and of the one that leaves (None: the same), border
-    before a segment, whether the sequence begins in it, whether it has one, and whether it ends in it, value head,
-    buffer row, first token there and in all rows, first value row, chunks that are full, and tokens of one that is
-    not. Of a pool, a state is there to begin with, and there is a slot to end in."""
+    """Coordinates of a program.
+
+    Attributes:
+        tile: First tile.
+        n: Index of the entering state.
+        to: Slot of the leaving state; None: n.
+        border: Border in front of the segment.
+        begins: The sequence begins in this segment; of a pool, its slot holds a state.
+        exists: The segment belongs to a sequence.
+        ends: The sequence ends in this segment; of a pool, there is a slot to write.
+        hv: Value head.
+        b: Buffer row.
+        t: First token in the buffer row.
+        token: First token in all rows.
+        column: First value row.
+        steps: Number of full chunks.
+        tail_rows: Tokens of the partial last chunk, or 0.
+    """
 
     tile: Any
     n: Any
     to: Any
     border: Any
     begins: Any
-    here: Any
+    exists: Any
     ends: Any
     hv: Any
     b: Any
@@ -304,10 +349,11 @@ def wyfold_scan_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
+    """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
+    L2.
 
-    Sequence i_n is a segment where p_sequence says of which one, so many behind one that p_named names; states that
-    come and go have that one's number. Where there are slots, they have the numbers of these.
+    With p_sequence, i_n is a segment of the sequence it gives, `shift` after the segment that p_named gives. States are
+    then indexed by that sequence, or with slots by its slots.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
@@ -326,7 +372,7 @@ def wyfold_scan_gluon(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
         if not live:
-            # Zeroed here, by the first tile's program; to all that follows there are none.
+            # The program of the first tile zeroes the output; the code below then sees no token.
             if i_v == 0:
                 for row in range(0, length, BT):
                     clear_tokens(p_o, s_o, b, t + row, i_hv, length - row, V, BT, V)
@@ -418,7 +464,7 @@ def _producer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
+    """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
     BYTES: gl.constexpr = (
         inputs.q.block_type.nbytes
         + inputs.k.block_type.nbytes
@@ -477,22 +523,22 @@ def _consumer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows through every chunk."""
+    """Consumer: run BW value rows through all chunks."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    mine = coords.column + part * BW
-    o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    first_row = coords.column + part * BW
+    o_v = first_row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([BW, K], gl.float32, LS)
     if gmem.borders is None:
         if gmem.S0 is not None:
             if coords.to is None:
-                S = _entering(gmem, coords, o_v, o_k)
+                S = _load_state(gmem, coords, o_v, o_k)
             elif coords.begins:
-                S = _entering(gmem, coords, o_v, o_k)
+                S = _load_state(gmem, coords, o_v, o_k)
     elif coords.begins:
         if gmem.S0 is not None:
-            S = _entering(gmem, coords, o_v, o_k)
-    elif coords.here:
+            S = _load_state(gmem, coords, o_v, o_k)
+    elif coords.exists:
         S = gl.load(gmem.borders + state_offsets(gmem.s_borders, coords.border, coords.hv, o_v, o_k))
     opaque_zero = gl.minimum(coords.steps, 0)
     total = 0.0
@@ -503,8 +549,8 @@ def _consumer(
     for i in range(coords.steps):
         next_total = total
         if not CHANNEL:
-            there = (i + 1) * BT < coords.steps * BT + coords.tail_rows
-            next_total = chunk_decay(gmem.total, coords.tile + (i + 1) * HV, there, opaque_zero, BW, LS)
+            has_next = (i + 1) * BT < coords.steps * BT + coords.tail_rows
+            next_total = chunk_decay(gmem.total, coords.tile + (i + 1) * HV, has_next, opaque_zero, BW, LS)
         mbarrier.wait(smem.full.index(stage), phase)
         S = _step(
             S, total, gmem, smem, coords, scale, part, stage, i,
@@ -523,7 +569,7 @@ def _consumer(
         )  # fmt: skip
     elif coords.steps > 0:
         before = gl.where(stage == 0, STAGES, stage) - 1
-        _leave(gmem, smem, coords, part, before, coords.steps - 1, BT, BW, PARTS, OUT)
+        _release(gmem, smem, coords, part, before, coords.steps - 1, BT, BW, PARTS, OUT)
     if gmem.ST is not None:
         i_to = coords.n
         if coords.to is not None:
@@ -537,8 +583,8 @@ def _consumer(
 
 
 @gluon.jit
-def _entering(gmem, coords, o_v, o_k):
-    """The state that a sequence begins with.   [BW, K]"""
+def _load_state(gmem, coords, o_v, o_k):
+    """Load the state that a sequence begins with.   [BW, K]"""
     return gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
 
 
@@ -563,7 +609,7 @@ def _step(
     STAGES: gl.constexpr,
     FULL: gl.constexpr,
 ):
-    """Write a chunk's output; returns the state leaving it. FULL: all its rows are tokens."""
+    """Write a chunk's output; return the state leaving it. FULL: all its rows are tokens."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -572,20 +618,20 @@ def _step(
     OP: gl.constexpr = smem.k.dtype
     PENDING: gl.constexpr = OUT - 1 if OUT > 0 else 0
     zero_acc = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    key, query, factors = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
     Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     Sq = warpgroup_mma(left, query.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     before = gl.where(stage == 0, STAGES, stage) - 1
-    _leave(gmem, smem, coords, part, before, i - 1, BT, BW, PARTS, OUT)
+    _release(gmem, smem, coords, part, before, i - 1, BT, BW, PARTS, OUT)
     if not FULL:
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
     v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC)
     if not CHANNEL:
-        in_k, in_q = number.slice(0, BT).load(ROW), number.slice(BT, BT).load(ROW)
+        in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
     if FOLDED:
-        beta = number.slice(3 * BT, BT).load(ROW)
+        beta = factors.slice(3 * BT, BT).load(ROW)
     if FULL:
         Sk = warpgroup_mma_wait(1, deps=[Sk])
     if CHANNEL:
@@ -601,7 +647,7 @@ def _step(
     else:
         y = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
         e = warpgroup_mma(y, smem.write.index(stage), zero_acc, use_acc=False, is_async=True)
-        beta_out = number.slice(2 * BT, BT).load(ROW)
+        beta_out = factors.slice(2 * BT, BT).load(ROW)
         if FULL:
             Sq = warpgroup_mma_wait(1, deps=[Sq])
     if not CHANNEL:
@@ -623,23 +669,23 @@ def _step(
     tma.store_wait(pendings=PENDING)
     if OUT == 0:
         mbarrier.arrive(smem.out_free.index(before), count=1, pred=i > 0)
-    place = _place(smem, part, stage, i, PARTS, OUT)
-    place.permute((1, 0)).store(o)
+    buffer = _out_buffer(smem, part, stage, i, PARTS, OUT)
+    buffer.permute((1, 0)).store(o)
     if not FULL:
         L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
         o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
         o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, L))
         first = coords.b * gmem.s_o[0] + (coords.t + i * BT) * gmem.s_o[1] + coords.hv * gmem.s_o[2]
-        # The last stride is 1, since o has boxes; not multiplied by it, for a part does not know it and would store
-        # each number by itself.
+        # o has a descriptor, so its last stride is 1. Multiplying by the runtime stride would split the store into
+        # single numbers.
         offsets = o_t.to(gl.int64)[:, None] * gmem.s_o[1] + o_v[None, :]
-        gl.store(gmem.o + first + offsets, place.load(L), mask=(o_t < coords.tail_rows)[:, None] & (o_v >= 0)[None, :])
+        gl.store(gmem.o + first + offsets, buffer.load(L), mask=(o_t < coords.tail_rows)[:, None] & (o_v >= 0)[None, :])
     return warpgroup_mma_wait(0, deps=[S])
 
 
 @gluon.jit
-def _place(smem, part, stage, i, PARTS: gl.constexpr, OUT: gl.constexpr):
-    """Where a part's output of chunk i waits to be stored."""
+def _out_buffer(smem, part, stage, i, PARTS: gl.constexpr, OUT: gl.constexpr):
+    """Shared-memory buffer of a part's output of chunk i."""
     if OUT == 0:
         return smem.out.index(stage * PARTS + part)
     else:
@@ -647,7 +693,7 @@ def _place(smem, part, stage, i, PARTS: gl.constexpr, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _leave(
+def _release(
     gmem,
     smem,
     coords,
@@ -659,12 +705,12 @@ def _leave(
     PARTS: gl.constexpr,
     OUT: gl.constexpr,
 ):
-    """Hand chunk i's stage back, and its output to the copy engine; of chunk -1 nothing.
+    """Arrive at `free` for chunk i's stage and issue the TMA store of its output; nothing for i = -1.
 
-    Not by a box that lies outside of memory as a whole: storing one is suspected to be an illegal instruction.
+    Never issue a TMA store of a block that is entirely out of bounds: it appears to fault.
     """
     fence_async_shared()
     mbarrier.arrive(smem.free.index(stage), count=1, pred=i >= 0)
     column = (coords.hv * gmem.s_o[2]).to(gl.int32) + coords.column + part * BW
     if i >= 0:
-        tma_store(gmem.x_o, [coords.token + i * BT, column], _place(smem, part, stage, i + OUT, PARTS, OUT))
+        tma_store(gmem.x_o, [coords.token + i * BT, column], _out_buffer(smem, part, stage, i + OUT, PARTS, OUT))

@@ -1,17 +1,18 @@
-"""`scan` in Triton: one program per sequence, value head and tile of value rows; the state stays in its registers.
+"""`scan` in Triton: one program per sequence, value head and tile of value rows, with the state in registers.
 
-The state is held transposed, [V, K], so that every product reads the running value as its left operand and nothing in
-registers is transposed into one:
+The state is held transposed, [V, K], so every product has the running value as its left operand, without a transpose in
+registers:
 
     R^T = V^T - (S^T k^T) in          Y^T = R^T beta
     o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
     o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else: one product more, 128
                                                                                           bytes a token less
-in, out: decay of rows, per token; a channel gate's is in q and k. F beta and beta out come from `prepare`. Of e = W R,
-which it needs, `scan_bwd` makes the same state, bit for bit.
 
-Where memory is laid out for it, tiles come and go as boxes. Then the chunk that a sequence does not fill is a step of
-its own after the loop, the only one that has to tell its tokens from the next sequence's.
+in, out: decay of rows, per token; a channel gate's is in q and k. F beta and beta out come from `prepare`. From e = W
+R, the product more, `scan_bwd` computes the same state, bit for bit.
+
+If the memory layout allows descriptors, TMA loads and stores the tiles. A partial last chunk is then a separate step
+after the loop, the only one that masks rows of the next sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from wyfold.tile.index.triton import (
 from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
 
 SLOT_NUMBERS = ["s_source", "s_target", "slots", "pad"]
-"""Arguments of the kernels that no code is made for."""
+"""Kernel arguments whose values the compiler must not specialise on."""
 
 
 def scan(
@@ -77,19 +78,19 @@ def scan(
         v: [B, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: The call's chunk grid, or that of its segments.
+        grid: Chunk grid of the call, or of its segments.
         options: Uses `scale`, `checkpoint_every`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
         states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
-        first_state: [N] int64 row in `states` of each sequence's first.
-        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
-        borders: [borders, HV, K, V] view, states that enter segments which do not begin a sequence.
-        behind: Whether to run those segments, or the others; None where there are no segments.
-        slots: Uses `source`, `target`, `given`, `pad`. Then `initial_state` and `final_state` are views of the pool,
-            one slot written by each sequence and read by no other, and no sequence is cut; o is zero where there is no
-            live slot. None: states lie by sequence.
+        first_state: [N] int64 first row in `states` of each sequence.
+        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
+        borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
+        behind: Whether to run only those segments, or only the others; None if no sequence is cut.
+        slots: Uses `source`, `target`, `given`, `pad`. If given, `initial_state` and `final_state` are views of the
+            pool and no sequence is cut. Each sequence writes one slot, which no other reads. o is zero for sequences
+            without a live slot. None: states are indexed by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     side_by_side = grid.sequences if segments is None else segments.expected
@@ -100,7 +101,7 @@ def scan(
     folded = prepared.E is not None
     factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
     where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
-    # A box of wider outputs would take shared memory that the tiles have.
+    # The block of a wider output would need shared memory that the tiles occupy.
     descriptors = _descriptors(where, C, BK, BV) if has_tma(q.device) and o.dtype == v.dtype else None
     x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = descriptors or where
     launch_kernel(
@@ -160,7 +161,7 @@ def scan(
 
 
 def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
-    """All of them as boxes, or None if one cannot be."""
+    """The arguments as descriptors, or None if one of them cannot have one."""
     q, k, v, rows, total, E, W, F, o = given
     channel = q.ndim == 3
     found = (
@@ -170,7 +171,7 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
         tile_descriptor(rows, 4, C),
         vector_descriptor(total, BK) if channel else total,
         None if E is None else tile_descriptor(E, C, BK),
-        # Triangular tiles are in quarters, and go by address.
+        # Triangular tiles are stored in quarters and loaded through pointers.
         W,
         F,
         token_descriptor(o, C, BV),
@@ -179,7 +180,17 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
 
 
 class SlotArguments(NamedTuple):
-    """What the kernels are told of a pool's slots, in their order; None throughout where there are none."""
+    """Kernel arguments that describe the slots of a pool, in the kernels' order; all None without slots.
+
+    Attributes:
+        source: [N, columns] slot of each entering state, or None.
+        source_step: Stride of `source`.
+        target: [N] slot of each leaving state, or None.
+        target_step: Stride of `target`.
+        given: [N] False for a sequence that starts from zeros, or None.
+        slots: Number of slots.
+        pad: Live slots are greater than this.
+    """
 
     source: Tensor | None = None
     source_step: int | None = None
@@ -191,7 +202,7 @@ class SlotArguments(NamedTuple):
 
 
 def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
-    """Of a call whose states enter from a pool, where `slots` says."""
+    """Slot arguments of a call whose states enter from `pool`; `slots` selects them."""
     if slots is None or pool is None:
         return SlotArguments()
     source, target = slots.source, slots.target
@@ -200,9 +211,9 @@ def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
 
 
 def scanned(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
-    """Which of the grid's sequences a launch runs: tensor and number as the kernels take them, and their count.
+    """Which of the grid's sequences a launch runs, as a tensor and an offset for the kernels, and their count.
 
-    Of borders that no sequence needs those behind have no token.
+    Unused borders select segments without a token.
     """
     if segments is None:
         return None, 0, grid.sequences
@@ -210,9 +221,10 @@ def scanned(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> 
 
 
 def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
-    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty.
+    """Key of the launch configuration: the call's key, and hints on occupancy and stored states.
 
-    `kept`: states are stored on the way, which takes room beside the tiles that are under way meanwhile.
+    A hint marks launches whose programs of 128 value rows leave the GPU half empty. `kept`: states are stored on the
+    way, which needs memory next to the tiles in flight.
     """
     HV, V = v.shape[2:]
     return with_occupancy_hint(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
@@ -276,10 +288,11 @@ def wyfold_scan_triton(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state; a head's tiles are neighbours, so that they share k and q in L2.
+    """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
+    L2.
 
-    Sequence i_n is a segment where p_sequence says of which one, so many behind one that p_named names; states that
-    come and go have that one's number. Where there are slots, they have the numbers of these.
+    With p_sequence, i_n is a segment of the sequence it gives, `shift` after the segment that p_named gives. States are
+    then indexed by that sequence, or with slots by its slots.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -296,7 +309,7 @@ def wyfold_scan_triton(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
         if not live:
-            # Zeroed here; to all that follows there are none.
+            # Zero the output here; the code below then sees no token.
             for row in range(0, length, BT):
                 rows = tl.minimum(length - row, BT).to(tl.int32)
                 store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
@@ -379,7 +392,7 @@ def _step(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write a chunk's output; returns the state leaving it. FULL: all its rows are tokens."""
+    """Write a chunk's output; return the state leaving it. FULL: all its rows are tokens."""
     if CHANNEL:
         total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
         b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
@@ -391,7 +404,7 @@ def _step(
     b_FT = load_upper(p_F, i_tile, BT)
 
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
-    # After the product, which needs the most registers: these numbers would be as many again.
+    # Loaded after the product with the most live registers, which these numbers would double.
     b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:

@@ -1,4 +1,4 @@
-"""Two scans of a part that do not depend on each other: states forward, their gradients backward.
+"""Two independent scans of a part: states forward, and their gradients backward.
 
     forward half:  store S, then as `scan` without output; keeps R
     reverse half:  store dS (of the state leaving the chunk), then

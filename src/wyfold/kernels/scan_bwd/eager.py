@@ -25,7 +25,7 @@ def scan_bwd(
         table: The part's chunk grid.
 
     Returns:
-        Borders, and dS0 [n, HV, K, V].
+        The border tensors, and dS0 [n, HV, K, V].
     """
     HV, (n, _, K), V = S0.shape[1], inputs.k.shape, inputs.v.shape[-1]
     q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.k, factors.G), across(factors.G)

@@ -1,7 +1,7 @@
-"""`scan_bwd` in Gluon, for Hopper: one warp brings tiles ahead of the warpgroups that hold a state, or its gradient.
+"""`scan_bwd` in Gluon, for Hopper: a producer warp loads tiles for the consumer warpgroups.
 
-The products are those of the Triton kernel beside it, in the same order and with the same roundings. A chunk leaves S
-and e, or dS and X; how it is read and handed over is as in `scan` in Gluon:
+A consumer holds a state, or its gradient. The products are those of `scan_bwd` in Triton, in the same order and with
+the same roundings. A chunk stores S and e, or dS and X. Loads and barriers are as in `scan` in Gluon:
 
     forward half                                reverse half
     R^T = v^T - (S^T k^T) in                    X^T  = s do^T F + dS^T E^T                            folded
@@ -9,18 +9,19 @@ and e, or dS and X; how it is read and handed over is as in `scan` in Gluon:
     S^T <- total S^T + (R^T beta) E   folded    dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
     S^T <- total S^T + (e^T beta out) k   else
 
-A state leaves as its rounded copy, which is the left operand of the chunk's first product: it is put into shared memory
-under that product, and given to the copy engine together with what the chunk before left of its own, e or X, which was
-put there under that chunk's last product. The engine has the rest of the chunk to read both, or with OUT 2, which is
-room for two states, a chunk more for the state.
+The stored state is its rounded copy, the left operand of the chunk's first product, written to shared memory under that
+product. Its TMA store is issued together with that of e or X of the preceding chunk, which was written under that
+chunk's last product. TMA has the rest of the chunk to read both. With OUT 2, two state buffers, it has one chunk more
+for the state.
 
-dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1, and then multiplies nothing; a product
-with W starts from what was rounded off its operand, but e does not where it is written into the state. In the reverse
-half do^T q does not wait for the gradient's products and fills the matrix units between two that do.
+dS and X are in units of `DeltaOptions.unit`, relative to which s, otherwise the scale, is 1 and needs no
+multiplication. A product with W starts from the rounding error of its operand, except that of e where it enters the
+state. In the reverse half do^T q does not depend on the gradient's products and fills the matrix units between two that
+do.
 
-A half that needs fewer tiles leaves its stages partly empty: x holds v or do, square W or F. The chunk that a sequence
-does not fill is a step of its own, at the end going forward and at the beginning going back: its rows that are no
-tokens are cleared in shared memory first.
+A half that needs fewer tiles leaves its stages partly unused: x holds v or do, square W or F. A partial chunk is a
+separate step, last in the forward half and first in the reverse half. Its rows past the last token are cleared in
+shared memory first.
 """
 
 from __future__ import annotations
@@ -88,23 +89,24 @@ def scan_bwd(
     leaving: Tensor | None = None,
     half: Half = "both",
 ) -> None:
-    """States and their gradients at the borders of every chunk. Arguments as of the Triton launch, to which calls are
-    left whose memory the copy engine cannot read.
+    """States and their gradients at the borders of every chunk, with the arguments of the Triton launch.
+
+    Tokens that TMA cannot read are copied first.
 
     Args:
         q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
         v, do: [B, T, HV, V].
-        prepared: From `prepare`, W among it.
+        prepared: From `prepare`, including W.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        grid: The call's chunk grid, or that of its segments, of chunks of 64.
+        grid: Chunk grid of the call, or of its segments, with chunks of 64.
         options: Uses `scale`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
         found: From `token_borders`, written.
-        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
-        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
+        half: Half to run: "forward" reads no gradient of a state, "reverse" no state.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)
@@ -161,7 +163,7 @@ def scan_bwd(
 def _descriptors(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, found: TokenBorders, C: int, BW: int
 ) -> list[Any] | None:
-    """The kernel's first arguments, each as boxes where it is read or written by them; None if one cannot be."""
+    """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     if W is None:
@@ -189,8 +191,20 @@ def _descriptors(
 
 
 class Smem(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; x: v or do, by parts; square: W or F; write: E, or W going
-    back. state, tokens: where S and e, or dS and X, wait to be stored."""
+    """Shared-memory buffers, [STAGES, ..] unless noted.
+
+    Attributes:
+        q, k: Tiles [BT, K].
+        x: Tiles [BT, BW] of v, or of do in the reverse half, [STAGES * PARTS, ..].
+        rows: Row factors of a chunk, 4 BT numbers.
+        total: Decay of the chunk, [K], with a channel gate.
+        square: [BT, BT]: W, or F in the reverse half.
+        write: E [BT, K], or W [BT, BT] in the reverse half.
+        state: [OUT * PARTS, BW, K] S or dS until their TMA store has read them.
+        tokens: [PARTS, BT, BW] e or X, likewise.
+        full: Barrier: the producer's loads of the stage have arrived.
+        free: Barrier: every part has read the stage.
+    """
 
     q: Any
     k: Any
@@ -206,7 +220,14 @@ class Smem(NamedTuple):
 
 
 class TmaInputs(NamedTuple):
-    """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
+    """TMA descriptors of the tiles that the producer loads, and coordinates of the first chunk.
+
+    Attributes:
+        q, k, v, do, rows, total, E, F, W: Descriptors.
+        tile: Number of the chunk's tile.
+        token: Row of its first token.
+        column_q, column_k, column_v, column_do: First column of the program's head in the tokens.
+    """
 
     q: Any
     k: Any
@@ -226,8 +247,16 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """What the parts reach by themselves: decays of a scalar gate, what a chunk leaves, by boxes, states, and those at
-    the borders of segments."""
+    """Global memory that the consumers access themselves; `s_` are the strides.
+
+    Attributes:
+        total: Decays of a scalar gate.
+        S, dS, e, X: TMA descriptors of a chunk's results.
+        S0: Initial states, or None.
+        dST: Gradients of the final states, or None.
+        dS0: Gradients of the initial states, or None.
+        entering, leaving: States at the borders of segments and their gradients, or None.
+    """
 
     total: Any
     S: Any
@@ -247,16 +276,28 @@ class Globals(NamedTuple):
 
 
 class Coords(NamedTuple):
-    """Of a program: whether it goes back, first tile, sequence, border behind a segment, whether the sequence begins in
-    it, whether it has one, and whether it ends in it, value head, first value row, chunks that are full, and tokens of
-    one that is not."""
+    """Coordinates of a program.
+
+    Attributes:
+        back: 1 in the reverse half, else 0.
+        tile: First tile.
+        n: Sequence.
+        border: Border behind the segment.
+        begins: The sequence begins in this segment.
+        exists: The segment belongs to a sequence.
+        ends: The sequence ends in this segment.
+        hv: Value head.
+        column: First value row.
+        steps: Number of full chunks.
+        tail_rows: Tokens of the partial last chunk, or 0.
+    """
 
     back: Any
     tile: Any
     n: Any
     border: Any
     begins: Any
-    here: Any
+    exists: Any
     ends: Any
     hv: Any
     column: Any
@@ -316,10 +357,10 @@ def wyfold_scan_bwd_gluon(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program owns BV value rows of one state or of its gradient; those that go back take longer and come first.
+    """One program owns BV value rows of one state or of its gradient; the latter take longer and come first.
 
-    So many sequences are gone back through, or segments, of sequences that p_sequence names; states that come and go
-    have theirs.
+    `going_back` sequences, or segments, are run backward. With p_sequence, states are indexed by the sequence of a
+    segment.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
@@ -339,7 +380,7 @@ def wyfold_scan_bwd_gluon(
     steps = (length // BT).to(gl.int32)
     tail_rows = (length - steps.to(gl.int64) * BT).to(gl.int32)
     count = steps + (tail_rows > 0).to(gl.int32)
-    ahead = back * (count - 1)  # the first chunk's number
+    ahead = back * (count - 1)  # number of the first chunk
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
@@ -447,7 +488,7 @@ def _producer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
+    """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
     BYTES: gl.constexpr = (
         inputs.k.block_type.nbytes
         + inputs.rows.block_type.nbytes
@@ -521,7 +562,7 @@ def _consumer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows through every chunk, one way or the other."""
+    """Consumer: run BW value rows through all chunks, in either direction."""
     if coords.back != 0:
         _reverse(gmem, smem, coords, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
     else:
@@ -548,10 +589,13 @@ def _reverse(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The last chunk first, which may be the one that is not full."""
-    mine = coords.column + part * BW
-    dS = _entering(gmem.dST, gmem.s_dST, coords.ends, gmem.leaving, gmem.s_leaving, coords.border, coords, mine, K, BW)
-    unit = gl.where(coords.steps + coords.tail_rows > 0, unit, 1.0)  # through no token a gradient passes as it is
+    """Reverse half: from the last chunk, which may be partial, to the first."""
+    first_row = coords.column + part * BW
+    dS = _load_state(
+        gmem.dST, gmem.s_dST, coords.ends, gmem.leaving, gmem.s_leaving, coords.border, coords, first_row, K, BW
+    )
+    # Without a token the gradient passes through unchanged.
+    unit = gl.where(coords.steps + coords.tail_rows > 0, unit, 1.0)
     dS = dS * (1.0 / unit)
     total = 0.0
     if not CHANNEL:
@@ -569,7 +613,7 @@ def _reverse(
             HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
         )  # fmt: skip
         done += 1
-        stage += 1  # of two or more
+        stage += 1  # no wrap: there are at least two stages
     for j in range(coords.steps):
         i = coords.steps - 1 - j
         next_total = total
@@ -588,12 +632,12 @@ def _reverse(
             phase ^= 1
     if done > 0:
         fence_async_shared()
-        tma_store(gmem.X, [coords.tile * BT, mine], smem.tokens.index(part))
+        tma_store(gmem.X, [coords.tile * BT, first_row], smem.tokens.index(part))
     dS = dS * unit
     if gmem.leaving is None:
-        _leaving(gmem.dS0, gmem.s_dS0, coords, mine, dS, K, BW)
+        _store_state(gmem.dS0, gmem.s_dS0, coords, first_row, dS, K, BW)
     elif coords.begins:
-        _leaving(gmem.dS0, gmem.s_dS0, coords, mine, dS, K, BW)
+        _store_state(gmem.dS0, gmem.s_dS0, coords, first_row, dS, K, BW)
 
 
 @gluon.jit
@@ -613,10 +657,10 @@ def _forward(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The first chunk first; the state that leaves the last one is nobody's."""
-    mine = coords.column + part * BW
+    """Forward half: from the first chunk to the last. The state leaving the last chunk is not stored."""
+    first_row = coords.column + part * BW
     before = coords.border - 1
-    S = _entering(gmem.S0, gmem.s_S0, coords.begins, gmem.entering, gmem.s_entering, before, coords, mine, K, BW)
+    S = _load_state(gmem.S0, gmem.s_S0, coords.begins, gmem.entering, gmem.s_entering, before, coords, first_row, K, BW)
     total = 0.0
     if not CHANNEL:
         total = gl.load(gmem.total + coords.tile, mask=coords.steps + coords.tail_rows > 0, other=0.0)
@@ -650,7 +694,7 @@ def _forward(
         last = coords.steps
     if last >= 0:
         fence_async_shared()
-        tma_store(gmem.e, [(coords.tile + last * HV) * BT, mine], smem.tokens.index(part))
+        tma_store(gmem.e, [(coords.tile + last * HV) * BT, first_row], smem.tokens.index(part))
 
 
 @gluon.jit
@@ -677,9 +721,9 @@ def _reverse_step(
     STAGES: gl.constexpr,
     FULL: gl.constexpr,
 ):
-    """Write dS and X of chunk i, before which so many were done; returns the gradient of the state entering it.
+    """Write dS and X of chunk i; return the gradient of the state entering it.
 
-    FULL: all its rows are tokens.
+    `done`: number of chunks before it in this direction. FULL: all its rows are tokens.
     """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
@@ -688,7 +732,7 @@ def _reverse_step(
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = smem.k.dtype
     zero_acc = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    key, query, factors = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
     x, square, write = smem.x.index(stage * PARTS + part), smem.square.index(stage), smem.write.index(stage)
     if not FULL:
         if not CHANNEL:
@@ -703,7 +747,7 @@ def _reverse_step(
     else:
         dY = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     tile = coords.tile + i * HV
-    _leave(
+    _release(
         gmem.dS, gmem.X, rounded, smem, part, tile, tile + HV, coords.column + part * BW, stage, done,
         V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
@@ -711,7 +755,7 @@ def _reverse_step(
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True), square.permute((1, 0)), zero_acc, use_acc=False, is_async=True
     )
-    in_q = number.slice(BT, BT).load(ROW)
+    in_q = factors.slice(BT, BT).load(ROW)
     if scale is not None:
         in_q *= scale
     doT = gl.convert_layout((doT.to(gl.float32) * in_q[None, :]).to(OP), AC, assert_trivial=True)
@@ -719,15 +763,15 @@ def _reverse_step(
         total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
     if not FOLDED:
-        out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
+        out = factors.slice(2 * BT, BT).load(ROW) * divisor(factors.slice(3 * BT, BT).load(ROW))
         dY = warpgroup_mma_wait(1, deps=[dY])
         d, d_wide = in_bfloat16(dY * out[None, :])
         less = gl.fma(dY, out[None, :], -d_wide)
         d = gl.convert_layout(d, AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), less, is_async=True)
     dS = warpgroup_mma(doT, query, dS, is_async=True)
-    # Numbers of rows are read where they are wanted, again if need be: registers are short here.
-    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    # Row factors are loaded where they are used, some twice, because registers are scarce here.
+    in_k, beta = factors.slice(0, BT).load(ROW), factors.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
     if scale is not None:
         X *= scale
@@ -764,7 +808,7 @@ def _forward_step(
     STAGES: gl.constexpr,
     FULL: gl.constexpr,
 ):
-    """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
+    """Write S and e of a chunk; return the state leaving it. FULL: all its rows are tokens."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -772,7 +816,7 @@ def _forward_step(
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = smem.k.dtype
     zero_acc = gl.zeros([BW, BT], gl.float32, LC)
-    key, number, x = smem.k.index(stage), smem.rows.index(stage), smem.x.index(stage * PARTS + part)
+    key, factors, x = smem.k.index(stage), smem.rows.index(stage), smem.x.index(stage * PARTS + part)
     if not FULL:
         if not CHANNEL:
             clear_rows(key, coords.tail_rows, BT, K)
@@ -782,12 +826,12 @@ def _forward_step(
     left = gl.convert_layout(rounded, AS, assert_trivial=True)
     Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     tile = coords.tile + i * HV
-    _leave(
+    _release(
         gmem.S, gmem.e, rounded, smem, part, tile, tile - HV, coords.column + part * BW, stage, i,
         V, BT, BW, PARTS, OUT, STAGES,
     )  # fmt: skip
     v = x.permute((1, 0)).load(LC)
-    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    in_k, beta = factors.slice(0, BT).load(ROW), factors.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
         total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     S = S * total
@@ -804,7 +848,7 @@ def _forward_step(
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
         e = warpgroup_mma(r, smem.square.index(stage), zero_acc, use_acc=False, is_async=True)
-        beta_out = beta * number.slice(2 * BT, BT).load(ROW)
+        beta_out = beta * factors.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
@@ -814,7 +858,7 @@ def _forward_step(
 
 
 @gluon.jit
-def _leave(
+def _release(
     x_state,
     x_tokens,
     rounded,
@@ -822,7 +866,7 @@ def _leave(
     part,
     tile,
     tile_before,
-    mine,
+    first_row,
     stage,
     done,
     V: gl.constexpr,
@@ -832,10 +876,10 @@ def _leave(
     OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Give the copy engine a chunk's state and what waits of the chunk before; hand back that one's stage.
+    """Issue the TMA stores of a chunk's state and of the preceding chunk's tokens, and release that chunk's stage.
 
-    Of what is before the first chunk nothing: there is no box. There is room for the state: the end of every chunk
-    waits until the engine has read all but the last OUT - 1 states.
+    Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
+    chunk ends by waiting until TMA has read all but the last OUT - 1 states.
     """
     state = smem.state.index((done % OUT) * PARTS + part)
     state.store(rounded)
@@ -843,38 +887,40 @@ def _leave(
     before = gl.where(stage == 0, STAGES, stage) - 1
     mbarrier.arrive(smem.free.index(before), count=1, pred=done > 0)
     if done > 0:
-        tma_store(x_tokens, [tile_before * BT, mine], smem.tokens.index(part))
-    tma_store(x_state, [tile * V + mine, 0], state)
+        tma_store(x_tokens, [tile_before * BT, first_row], smem.tokens.index(part))
+    tma_store(x_state, [tile * V + first_row, 0], state)
 
 
 @gluon.jit
-def _entering(p, strides, outer, p_border, s_border, border, coords, mine, K: gl.constexpr, BW: gl.constexpr):
-    """Value rows from `mine` on of a state in [N, HV, K, V], float32: the sequence's own where `outer`, or a border's;
-    zeros where there is none."""
+def _load_state(p, strides, outer, p_border, s_border, border, coords, first_row, K: gl.constexpr, BW: gl.constexpr):
+    """Load value rows first_row.. of a state in [N, HV, K, V] as float32.
+
+    The sequence's own state if `outer`, else the border's; zeros if there is none.
+    """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     S = gl.zeros([BW, K], gl.float32, LS)
     if p_border is None:
         if p is not None:
-            S = gl.load(p + _offsets(strides, coords.n, coords, mine, K, BW)).to(gl.float32)
+            S = gl.load(p + _offsets(strides, coords.n, coords, first_row, K, BW)).to(gl.float32)
     elif outer:
         if p is not None:
-            S = gl.load(p + _offsets(strides, coords.n, coords, mine, K, BW)).to(gl.float32)
-    elif coords.here:
-        S = gl.load(p_border + _offsets(s_border, border, coords, mine, K, BW))
+            S = gl.load(p + _offsets(strides, coords.n, coords, first_row, K, BW)).to(gl.float32)
+    elif coords.exists:
+        S = gl.load(p_border + _offsets(s_border, border, coords, first_row, K, BW))
     return S
 
 
 @gluon.jit
-def _leaving(p, strides, coords, mine, S, K: gl.constexpr, BW: gl.constexpr):
-    """Write them, rounding once to the storage dtype, where they are wanted."""
+def _store_state(p, strides, coords, first_row, S, K: gl.constexpr, BW: gl.constexpr):
+    """Store value rows first_row.. of a state, rounding once to the storage dtype, if it is wanted."""
     if p is not None:
-        gl.store(p + _offsets(strides, coords.n, coords, mine, K, BW), S.to(p.dtype.element_ty))
+        gl.store(p + _offsets(strides, coords.n, coords, first_row, K, BW), S.to(p.dtype.element_ty))
 
 
 @gluon.jit
-def _offsets(strides, row, coords, mine, K: gl.constexpr, BW: gl.constexpr):
+def _offsets(strides, row, coords, first_row, K: gl.constexpr, BW: gl.constexpr):
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    o_v = mine + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
+    o_v = first_row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     first = row * strides[0] + coords.hv * strides[1]
     return first + o_v.to(gl.int64)[:, None] * strides[3] + o_k.to(gl.int64)[None, :] * strides[2]

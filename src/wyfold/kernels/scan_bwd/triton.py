@@ -1,16 +1,16 @@
-"""`scan_bwd` in Triton: two halves of one grid, each program with a state, or its gradient, in its registers.
+"""`scan_bwd` in Triton: two halves of one grid; each program holds a state, or its gradient, in registers.
 
-forward half:  store S, then as `scan` without output; stores e = W R, which starts from what was rounded off R if
-               nothing is written with it
+forward half:  store S, then as `scan` without output; store e = W R, whose sum starts from the rounding error of R if
+               e does not enter the state
 reverse half:  store dS (of the state leaving the chunk), then
                X^T  = s do^T F + dS^T E^T                    folded
                X^T  = s do^T F + ((dS^T k^T) out beta) W / beta    else: A = diag(beta) W / diag(beta)
                dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
 
-dS and X are counted in `DeltaOptions.unit`, in which s, else the scale, is 1. W has a unit diagonal, so what rounding
-takes from its operand is left in the sum: it starts from that.
+dS and X are in units of `DeltaOptions.unit`, relative to which s, otherwise the scale, is 1. W has a unit diagonal, so
+a product with it starts from the rounding error of its operand, which the diagonal passes through unchanged.
 
-Boxes, and the chunk that a sequence does not fill, as in `scan`.
+Descriptors and the partial last chunk are as in `scan`.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def scan_bwd(
     Args:
         q, k: [B, T, H, K] tokens, any strides.
         v, do: [B, T, HV, V].
-        prepared: From `prepare`, W among it.
+        prepared: From `prepare`, including W.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        grid: The call's chunk grid, or that of its segments.
+        grid: Chunk grid of the call, or of its segments.
         options: Uses `scale`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
         found: From `token_borders`, written.
-        segments: Where the segments lie, whose sequences are those of the states; None if there are none.
+        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
-        half: Which one runs: "forward" reads no gradient of a state, "reverse" no state.
+        half: Half to run: "forward" reads no gradient of a state, "reverse" no state.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     halves, going_back = programs(half, grid.sequences)
@@ -144,12 +144,12 @@ def scan_bwd(
 
 
 def token_borders(q: Tensor, v: Tensor, grid: ChunkGrid) -> TokenBorders:
-    """What `scan_bwd` leaves, unwritten."""
+    """Uninitialised border tensors, which `scan_bwd` writes."""
     return TokenBorders.of(*border_pairs(q, v, grid))
 
 
 def border_pairs(q: Tensor, v: Tensor, grid: ChunkGrid) -> tuple[Tensor, Tensor]:
-    """The same as it lies in memory, for `TokenBorders.of`."""
+    """The memory of the border tensors, for `TokenBorders.of`."""
     K, V, tiles = q.shape[3], v.shape[3], grid.chunks * v.shape[2]
     states = v.new_empty(2, tiles, V, K, dtype=workspace(q.dtype))
     tokens = v.new_empty(2, tiles, grid.chunk_size, V, dtype=workspace(q.dtype))
@@ -157,19 +157,23 @@ def border_pairs(q: Tensor, v: Tensor, grid: ChunkGrid) -> tuple[Tensor, Tensor]
 
 
 def programs(half: Half, sequences: int) -> tuple[int, int]:
-    """How many programs a launch has for a tile of value rows and head of each sequence, and for how many sequences
-    the first of them go back."""
+    """Size of a launch.
+
+    Returns:
+        Number of programs per sequence, head and tile of value rows, and how many sequences the reverse half runs.
+    """
     return (2 if half == "both" else 1), (0 if half == "forward" else sequences)
 
 
 def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
-    """What a launch depends on: the call's key, and whether programs of 128 value rows leave the card half empty."""
+    """Key of the launch configuration: the call's key, and whether programs of 128 value rows leave the GPU half
+    empty."""
     HV, V = v.shape[2:]
     return with_occupancy_hint(key, 2 * sequences * HV * -(-V // 128), v.device)
 
 
 def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
-    """All of them as boxes, or None if one cannot be."""
+    """The arguments as descriptors, or None if one of them cannot have one."""
     q, k, v, do, rows, total, E, F, W, S, dS, e, X = given
     channel = q.ndim == 3
     found = (
@@ -180,7 +184,7 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
         tile_descriptor(rows, 4, C),
         vector_descriptor(total, BK) if channel else total,
         None if E is None else tile_descriptor(E, C, BK),
-        # Triangular tiles are in quarters, and go by address.
+        # Triangular tiles are stored in quarters and loaded through pointers.
         F,
         W,
         tile_descriptor(S, BV, BK),
@@ -245,7 +249,8 @@ def wyfold_scan_bwd_triton(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns BV value rows of one state, or of its gradient: the latter of so many sequences, or segments."""
+    """One program owns BV value rows of one state, or of its gradient; `going_back` sequences or segments have the
+    latter."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     half = going_back * HV * NV
@@ -268,7 +273,7 @@ def wyfold_scan_bwd_triton(
         b_dS = load_end(
             p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
         )  # fmt: skip
-        unit = tl.where(length > 0, unit, 1.0)  # through no token a gradient passes as it is
+        unit = tl.where(length > 0, unit, 1.0)  # without a token the gradient passes through unchanged
         b_dS *= 1.0 / unit
         if USE_TMA:
             if steps * BT < length:
@@ -361,9 +366,9 @@ def _reverse_step(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dS and X of a chunk; returns the gradient of the state entering it. FULL: all its rows are tokens.
+    """Write dS and X of a chunk; return the gradient of the state entering it. FULL: all its rows are tokens.
 
-    scale: Of what do brings, in units.
+    scale: Factor of do, in units.
     """
     if CHANNEL:
         b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
@@ -381,7 +386,7 @@ def _reverse_step(
     else:
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
     b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
-    # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
+    # Never taken. It puts do^T into the accumulator's layout, which the next products read as their left operand.
     b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
     if FOLDED:
@@ -432,7 +437,7 @@ def _forward_step(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write S and e of a chunk; returns the state leaving it. FULL: all its rows are tokens."""
+    """Write S and e of a chunk; return the state leaving it. FULL: all its rows are tokens."""
     if CHANNEL:
         b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]

@@ -1,4 +1,4 @@
-"""`segment_summary` in PyTorch: the loops of `scan` and `scan_bwd` without what they write on the way."""
+"""`segment_summary` in PyTorch: the loops of `scan` and `scan_bwd` without their per-chunk results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from wyfold.tile.state.eager import advance_, residual, retreat_
 
 
 def segment_summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: ChunkTable) -> Tensor:
-    """Both halves of the map of each sequence of a part, which are segments, or parts of them.
+    """Affine maps [H | M] of the sequences of a part, which are segments or parts of segments.
 
     Args:
         inputs, factors: From `prepare`.
-        S0: [n, HV, K, V + K] what enters.
+        S0: [n, HV, K, V + K] entering [S | M].
         table: The part's chunk grid.
 
     Returns:
-        [n, HV, K, V + K] what leaves.
+        [n, HV, K, V + K] leaving [S | M].
     """
     HV, K = S0.shape[1:3]
     k, decay = from_start(inputs.k, factors.G), across(factors.G)
@@ -41,7 +41,7 @@ def segment_summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: 
     Args:
         inputs, factors: From `prepare`.
         do: [n, C, V] tiles of the output's gradient, times scale.
-        dST: [n, HV, K, V] gradient of the state that leaves.
+        dST: [n, HV, K, V] gradient of the leaving state.
         table: The part's chunk grid.
 
     Returns:

@@ -3,9 +3,9 @@
 Forward, H and M belong to the segment that ends at the border; backward, c belongs to the one that begins there. The
 last segment of a sequence (forward) and the first (backward) need no summary.
 
-As in the scans the state is held transposed. M is what becomes of the identity with values of zero, so its tiles are K
-value rows more. What the scans store on the way is not, and what they need for it alone is not loaded. A segment is
-made of whole chunks but where its sequence ends, and only c is asked of the one there.
+As in the scans the state is held transposed. M is the identity run through the scan with values of zero, so its tiles
+are K further value rows. Results that the scans store per chunk, and inputs that only those need, are omitted. Only the
+last segment of a sequence can have a partial chunk, and only c covers it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def segment_summary(
         v: [1, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        segments: Where they lie.
-        key: Of the launch configuration.
+        segments: Layout of the segments.
+        key: Key of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
-        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
-            only among rows of nothing else.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
+            holds negative zeros.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key, k.device)
@@ -111,7 +111,7 @@ def segment_summary(
 
 
 def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
-    """All of them as boxes, or None if one cannot be."""
+    """The arguments as descriptors, or None if one of them cannot have one."""
     k, v, rows, total, E, W = given
     channel = k.ndim == 3
     found = (
@@ -136,16 +136,16 @@ def segment_summary_bwd(
     key: str,
     c: Tensor,
 ) -> None:
-    """Gradients of the states that enter the segments which begin at borders.
+    """Gradients of the states entering the segments that begin at borders.
 
     Args:
         q, k: [1, T, H, K] tokens of all rows, any strides.
-        prepared: From `prepare`, W among it.
+        prepared: From `prepare`, including W.
         do: [1, T, HV, V].
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        segments: Where they lie.
+        segments: Layout of the segments.
         options: Uses `scale`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
@@ -202,7 +202,7 @@ def segment_summary_bwd(
 
 
 def _reverse_descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[Any] | None:
-    """All of them as boxes, or None if one cannot be."""
+    """The arguments as descriptors, or None if one of them cannot have one."""
     q, k, do, rows, total, E, F, W = given
     channel = q.ndim == 3
     found = (
@@ -288,7 +288,7 @@ def wyfold_segment_summary_triton(
             store_state(p_H, s_H, i_border, i_hv, column, b_S, K, V, BK, BV)
         else:
             column = ((i_v - NV) * BV).to(tl.int32)
-            # Of a sequence's first segment nobody asks.
+            # The first segment needs no M: its entering state is known.
             steps = tl.where(begins, 0, steps)
             b_S = (column + tl.arange(0, BV)[:, None] == tl.arange(0, BK)[None, :]).to(tl.float32)
             b_S = tl.where(begins, 0.0, b_S)
@@ -304,7 +304,7 @@ def wyfold_segment_summary_triton(
                     K, V, BT, BK, BV, False, CHANNEL, FOLDED, USE_TMA, OP, PRECISION,
                 )  # fmt: skip
                 total = next_total
-            # For `segment_fold`: rows of zeros all have the other sign, which no other zero has.
+            # Mark for `segment_fold`: rows of zeros get the other sign, which no other zero has.
             zeros = tl.max((b_S != 0.0).to(tl.int32)) == 0
             b_S = tl.where(b_S == 0.0, 0.0, b_S) * tl.where(zeros, -1.0, 1.0)
             store_state(p_M, s_M, i_border, i_hv, column, b_S, K, K, BK, BV)
@@ -341,7 +341,7 @@ def _step(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """State leaving a chunk, all of whose rows are tokens. VALUES: their values are written; else zeros."""
+    """State leaving a chunk of tokens only. VALUES: include the values of its tokens; else they count as zeros."""
     if CHANNEL:
         total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
         b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
@@ -496,7 +496,7 @@ def _reverse_step(
     else:
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
     b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
-    # Never taken: beside an accumulator do^T gets its layout, and is the next products' left operand as it lies there.
+    # Never taken. It puts do^T into the accumulator's layout, which the next products read as their left operand.
     b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
     if FOLDED:

@@ -1,8 +1,8 @@
-"""`segment_summary` in Gluon, for Hopper: a producer warp loads tiles for the consumer warpgroups, which hold H, M
-or c.
+"""`segment_summary` in Gluon, for Hopper: a producer warp loads tiles for the consumer warpgroups, which hold H, M or
+c.
 
-Tiles are handed over as in `scan`: `full` when the copy engine has written a stage, `free` when every part has read it,
-which a part says under the next chunk's first product. A direction is a file.
+Stages are handed over as in `scan`. `full`: TMA has written a stage. `free`: every part has read it; a part arrives
+under the first product of the next chunk. Each direction has its own file.
 """
 
 from wyfold.kernels.segment_summary.gluon.backward import segment_summary_bwd, wyfold_segment_summary_bwd_gluon

@@ -1,13 +1,14 @@
-"""Gradients at the segments' borders: the reverse half of `scan_bwd` without X, with the products of the Triton kernel,
-in its order and with its roundings:
+"""Gradients at the segments' borders: the reverse half of `scan_bwd` without X.
+
+The products are those of the Triton kernel, in the same order and with the same roundings:
 
     X^T = s do^T F + dS^T E^T                              folded
     X^T = s do^T F + ((dS^T k^T) out beta) W / beta        else
     dS^T <- total dS^T + s (do^T in) q - (beta X^T in) k
 
-What s multiplies does not wait for dS: do^T F keeps the matrix units busy while what the first product left is rounded
-for the second, do^T q while X is for the last. Of the chunk that a sequence does not fill, which comes first, the rows
-that are no tokens are cleared in shared memory.
+Products with s do not depend on dS. do^T F keeps the matrix units busy while the first product's result is rounded for
+the second, and do^T q while X is rounded for the last. A partial chunk comes first; its rows past the last token are
+cleared in shared memory.
 """
 
 from __future__ import annotations
@@ -67,17 +68,18 @@ def segment_summary_bwd(
     key: str,
     c: Tensor,
 ) -> None:
-    """Gradients of the states that enter the segments which begin at borders. Arguments as of the Triton launch. Tokens
-    that the copy engine cannot read are copied first.
+    """Gradients of the states entering the segments that begin at borders.
+
+    The arguments are those of the Triton launch. Tokens that TMA cannot read are copied first.
 
     Args:
         q, k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
-        prepared: From `prepare`, W among it.
+        prepared: From `prepare`, including W.
         do: [1, T, HV, V].
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        segments: Where they lie, of chunks of 64.
+        segments: Layout of the segments, with chunks of 64.
         options: Uses `scale`.
-        key: Of the launch configuration.
+        key: Key of the launch configuration.
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
@@ -121,7 +123,7 @@ def segment_summary_bwd(
 
 
 def _descriptors(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int) -> list[Any] | None:
-    """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
+    """The kernel's first arguments, as descriptors where TMA reads them; None if one cannot have a descriptor."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     given = q, k, do, rows, total, F, E if E is not None else W
@@ -139,7 +141,18 @@ def _descriptors(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, B
 
 
 class Smem(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; do: by parts."""
+    """Shared-memory buffers, [STAGES, ..] unless noted.
+
+    Attributes:
+        q, k: Tiles [BT, K].
+        do: Tiles [BT, BW], [STAGES * PARTS, ..].
+        rows: Row factors of a chunk, 4 BT numbers.
+        total: Decay of the chunk, [K], with a channel gate.
+        F: [BT, BT].
+        write: E [BT, K], or W [BT, BT].
+        full: Barrier: the producer's loads of the stage have arrived.
+        free: Barrier: every part has read the stage.
+    """
 
     q: Any
     k: Any
@@ -153,7 +166,14 @@ class Smem(NamedTuple):
 
 
 class TmaInputs(NamedTuple):
-    """Boxes of what is brought, and where the last chunk's are: its tile, its first token, columns of its tokens."""
+    """TMA descriptors of the tiles that the producer loads, and coordinates of the last chunk.
+
+    Attributes:
+        q, k, do, rows, total, F, write: Descriptors.
+        tile: Number of the chunk's tile.
+        token: Row of its first token.
+        column_q, column_k, column_do: First column of the program's head in the tokens.
+    """
 
     q: Any
     k: Any
@@ -170,7 +190,13 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """What the parts reach by themselves: decays of a scalar gate, and gradients of states."""
+    """Global memory that the consumers access themselves; `s_` are the strides.
+
+    Attributes:
+        total: Decays of a scalar gate.
+        dST: Gradients of the final states, or None.
+        c: Results.
+    """
 
     total: Any
     dST: Any
@@ -180,10 +206,21 @@ class Globals(NamedTuple):
 
 
 class Coords(NamedTuple):
-    """Of a program: whether anybody asks for its c, first tile, sequence, border that the segment begins at, whether
-    the sequence ends in it, value head, first value row, chunks, and tokens of the last one if that is not full."""
+    """Coordinates of a program.
 
-    asked: Any
+    Attributes:
+        needed: 1 if the segment has a c, else 0.
+        tile: First tile.
+        n: Sequence.
+        border: Border at which the segment begins.
+        ends: The sequence ends in this segment.
+        hv: Value head.
+        column: First value row.
+        count: Number of chunks.
+        tail_rows: Tokens of the last chunk if it is partial, or 0.
+    """
+
+    needed: Any
     tile: Any
     n: Any
     border: Any
@@ -238,10 +275,10 @@ def wyfold_segment_summary_bwd_gluon(
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
-    asked = ((i_n < N) & (begins == 0)).to(gl.int32)
+    needed = ((i_n < N) & (begins == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
-    count = ((length + (BT - 1)) // BT).to(gl.int32) * asked
-    tail_rows = (length % BT).to(gl.int32) * asked
+    count = ((length + (BT - 1)) // BT).to(gl.int32) * needed
+    tail_rows = (length % BT).to(gl.int32) * needed
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
@@ -279,7 +316,7 @@ def wyfold_segment_summary_bwd_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_do).to(gl.int32) + column,
     )
-    coords = Coords(asked, i_tile, i_n, i_border - 1, ends, i_hv, column, count, tail_rows)
+    coords = Coords(needed, i_tile, i_n, i_border - 1, ends, i_hv, column, count, tail_rows)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -315,7 +352,7 @@ def _producer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Bring every chunk's tiles, the unfilled one's too, as soon as there is a stage for them."""
+    """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
     SCALAR: gl.constexpr = (
         inputs.q.block_type.nbytes
         + inputs.k.block_type.nbytes
@@ -332,7 +369,7 @@ def _producer(
         full = smem.full.index(stage)
         mbarrier.wait(smem.free.index(stage), phase)
         mbarrier.expect(full, BYTES)
-        # In the order in which they are wanted.
+        # In the order of use.
         if CHANNEL:
             tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
         else:
@@ -374,7 +411,7 @@ def _consumer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows back through every chunk: of zeros, or of the gradient of the sequence's final state."""
+    """Consumer: run BW value rows backward through all chunks, from zeros or from the gradient of the final state."""
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
@@ -410,7 +447,7 @@ def _consumer(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if coords.asked != 0:
+    if coords.needed != 0:
         gl.store(gmem.c + state_offsets(gmem.s_c, coords.border, coords.hv, o_v, o_k), dS)
 
 
@@ -436,8 +473,11 @@ def _step(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Gradient of the state entering chunk i, before which so many were done, and of a scalar gate the decay of
-    the chunk after the next, as on the way forward."""
+    """Gradient of the state entering chunk i; with a scalar gate also the decay of the chunk after the next one.
+
+    `done`: number of chunks before it in this direction. The decay is loaded two chunks ahead, as in the forward
+    kernel.
+    """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -445,7 +485,7 @@ def _step(
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = smem.k.dtype
     zeros = gl.zeros([BW, BT], gl.float32, LC)
-    key, query, number = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    key, query, factors = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
     do, write = smem.do.index(stage * PARTS + part), smem.write.index(stage)
 
     left = gl.convert_layout(dS.to(OP), AS, assert_trivial=True)
@@ -455,9 +495,9 @@ def _step(
         dY = warpgroup_mma(left, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     fence_async_shared()
     mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
-    doT, in_q = do.permute((1, 0)).load(LC), number.slice(BT, BT).load(ROW)
+    doT, in_q = do.permute((1, 0)).load(LC), factors.slice(BT, BT).load(ROW)
     if not FOLDED:
-        out = number.slice(2 * BT, BT).load(ROW) * divisor(number.slice(3 * BT, BT).load(ROW))
+        out = factors.slice(2 * BT, BT).load(ROW) * divisor(factors.slice(3 * BT, BT).load(ROW))
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True),
         smem.F.index(stage).permute((1, 0)),
@@ -473,11 +513,11 @@ def _step(
     if not FOLDED:
         d = gl.convert_layout((dY * out[None, :]).to(OP), AC, assert_trivial=True)
         dY = warpgroup_mma(d, write.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    # Multiplied behind the first product's wait: in front of it the assembler adds a wait
+    # Multiplied after the first product's wait: before it, ptxas would add a wait
     # (docs/facts/compilers.md, PTXAS-4).
     dS = warpgroup_mma(doT, query, dS * total, is_async=True)
-    # Numbers of rows are read where they are wanted, again if need be: registers are short here.
-    in_k, beta = number.slice(0, BT).load(ROW), number.slice(3 * BT, BT).load(ROW)
+    # Row factors are loaded where they are used, some twice, because registers are scarce here.
+    in_k, beta = factors.slice(0, BT).load(ROW), factors.slice(3 * BT, BT).load(ROW)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
     if not CHANNEL:
         later_total = chunk_decay(gmem.total, coords.tile + (i - 2) * HV, i > 1, opaque_zero, BW, LS)

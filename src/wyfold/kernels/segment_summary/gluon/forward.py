@@ -1,15 +1,16 @@
-"""Maps of segments: the scan's chunk without output, with the products of the Triton kernel, in its order and with its
-roundings:
+"""Maps of segments: the scan without output.
+
+The products are those of the Triton kernel, in the same order and with the same roundings:
 
     R^T = V^T - (S^T k^T) in           V is zero where M is made
     S^T <- total S^T + (R^T beta) E                         folded
     S^T <- total S^T + ((R^T W^T) beta out) k               else; beta out comes from `prepare`
 
-What is summarised ends at a border, so every chunk of it is full.
+A summarised segment ends at a border, so all its chunks are full.
 
-Each chunk multiplies M by the decay, under which it may become too small for any number but zero. Where programs share
-a multiprocessor, so under a scalar gate, M's look at it now and then, and end when it is zeros, which it would remain:
-no bit is another, and the states have the multiprocessor to themselves.
+Each chunk multiplies M by the decay, which may underflow it to zeros; then it stays zeros. Under a scalar gate programs
+share a multiprocessor. There, programs of M check for zeros now and then and stop early. No bit changes, and the
+programs of H get the multiprocessor to themselves.
 """
 
 from __future__ import annotations
@@ -57,19 +58,20 @@ def segment_summary(
     H: Tensor,
     M: Tensor,
 ) -> None:
-    """Maps of the segments that end at borders. Arguments as of the Triton launch. Tokens that the copy engine cannot
-    read are copied first.
+    """Maps of the segments that end at borders.
+
+    The arguments are those of the Triton launch. Tokens that TMA cannot read are copied first.
 
     Args:
         k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
         v: [1, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        segments: Where they lie, of chunks of 64.
-        key: Of the launch configuration.
+        segments: Layout of the segments, with chunks of 64.
+        key: Key of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
-        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. A zero is negative
-            only among rows of nothing else.
+        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
+            holds negative zeros.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", f"{key} fwd", k.device)
@@ -112,7 +114,7 @@ def segment_summary(
 
 
 def _descriptors(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> list[Any] | None:
-    """The kernel's first arguments, each as boxes where it is read by them; None if one cannot be."""
+    """The kernel's first arguments, as descriptors where TMA reads them; None if one cannot have a descriptor."""
     rows, total, _, k_tiles, E, _, W = prepared[:7]
     K, channel = k.shape[3], k_tiles is not None
     write = E if E is not None else W
@@ -129,8 +131,19 @@ def _descriptors(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> l
 
 
 class Smem(NamedTuple):
-    """Shared memory. Of every stage what a chunk reads; write: E, or W; v: by parts. gone: whether a part's rows of M
-    are zeros; count: chunks that are brought, fewer once that is known."""
+    """Shared-memory buffers, [STAGES, ..] unless noted.
+
+    Attributes:
+        k: Tiles [BT, K].
+        v: Value tiles [BT, BW], [STAGES * PARTS, ..].
+        rows: Row factors of a chunk, 4 BT numbers.
+        total: Decay of the chunk, [K], with a channel gate.
+        write: E [BT, K], or W [BT, BT].
+        full: Barrier: the producer's loads of the stage have arrived.
+        free: Barrier: every part has read the stage.
+        map_is_zero: [PARTS, 1] flags: the part's rows of M are zeros.
+        count: [1] number of chunks to load; reduced once all flags are set.
+    """
 
     k: Any
     v: Any
@@ -139,12 +152,19 @@ class Smem(NamedTuple):
     write: Any
     full: Any
     free: Any
-    gone: Any
+    map_is_zero: Any
     count: Any
 
 
 class TmaInputs(NamedTuple):
-    """Boxes of what is brought, and where the first chunk's are: its tile, its first token, columns of its tokens."""
+    """TMA descriptors of the tiles that the producer loads, and coordinates of the first chunk.
+
+    Attributes:
+        k, v, rows, total, write: Descriptors.
+        tile: Number of the chunk's tile.
+        token: Row of its first token.
+        column_k, column_v: First column of the program's head in the tokens.
+    """
 
     k: Any
     v: Any
@@ -158,7 +178,13 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """What the parts reach by themselves: decays of a scalar gate, and states."""
+    """Global memory that the consumers access themselves; `s_` are the strides.
+
+    Attributes:
+        total: Decays of a scalar gate.
+        S0: Initial states, or None.
+        H, M: Results.
+    """
 
     total: Any
     S0: Any
@@ -170,11 +196,22 @@ class Globals(NamedTuple):
 
 
 class Coords(NamedTuple):
-    """Of a program: whether it makes H, whether anybody asks for it, first tile, sequence, border, whether the sequence
-    begins here, value head, first value row of H or of M, and chunks."""
+    """Coordinates of a program.
+
+    Attributes:
+        of_H: 1 if the program computes H, 0 if M.
+        needed: 1 if the segment ends at a border, else 0.
+        tile: First tile.
+        n: Sequence.
+        border: Border at which the segment ends.
+        begins: The sequence begins in this segment.
+        hv: Value head.
+        column: First value row of H or of M.
+        steps: Number of chunks.
+    """
 
     of_H: Any
-    asked: Any
+    needed: Any
     tile: Any
     n: Any
     border: Any
@@ -219,7 +256,8 @@ def wyfold_segment_summary_gluon(
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
-    Those of H come first: on a multiprocessor each, if there are as many, that it has to itself once M is gone.
+    Programs of H come first. If there are at most as many as multiprocessors, each gets one, which it has to itself
+    once the programs of M have stopped.
     """
     NV: gl.constexpr = V // BV
     NK: gl.constexpr = K // BV
@@ -234,10 +272,10 @@ def wyfold_segment_summary_gluon(
     i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
-    asked = ((i_n < N) & (ends == 0)).to(gl.int32)
+    needed = ((i_n < N) & (ends == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
-    # Of M of a sequence's first segment nobody asks.
-    steps = (length // BT).to(gl.int32) * asked * gl.where(begins, of_H, 1)
+    # The first segment needs no M: its entering state is known.
+    steps = (length // BT).to(gl.int32) * needed * gl.where(begins, of_H, 1)
 
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
     v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
@@ -254,20 +292,20 @@ def wyfold_segment_summary_gluon(
     if not FOLDED:
         clear_lower(quarters(write, x_write, STAGES), STAGES)
     FLAG: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gone = gl.allocate_shared_memory(gl.int32, [PARTS, 1], FLAG)
+    map_is_zero = gl.allocate_shared_memory(gl.int32, [PARTS, 1], FLAG)
     count = gl.allocate_shared_memory(gl.int32, [1], FLAG)
     for part in gl.static_range(PARTS):
-        _write(gone.index(part), 0)
-    _write(count, steps)
+        _write_flag(map_is_zero.index(part), 0)
+    _write_flag(count, steps)
     if of_H == 0:
-        # Nobody brings any.
+        # The producer loads no values for M.
         L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
         for s in gl.static_range(STAGES * PARTS):
             v.index(s).store(gl.zeros([BT, BW], x_v.dtype, L))
     fence_async_shared()
     barrier()
 
-    smem = Smem(k, v, rows, total, write, full, free, gone, count)
+    smem = Smem(k, v, rows, total, write, full, free, map_is_zero, count)
     gmem = Globals(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
     inputs = TmaInputs(
         x_k,
@@ -280,7 +318,7 @@ def wyfold_segment_summary_gluon(
         (i_h * h_k).to(gl.int32),
         (i_hv * h_v).to(gl.int32) + column,
     )
-    coords = Coords(of_H, asked, i_tile, i_n, i_border, begins, i_hv, column, steps)
+    coords = Coords(of_H, needed, i_tile, i_n, i_border, begins, i_hv, column, steps)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -300,7 +338,7 @@ def wyfold_segment_summary_gluon(
             [4, 1],
             [240, 24],
         )
-    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
+    # Keep the barriers' memory allocated: no other buffer may reuse it (docs/facts/hopper.md, KDA-NAN-1).
     full._keep_alive()
     free._keep_alive()
 
@@ -320,8 +358,11 @@ def _producer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Bring every chunk's tiles as soon as there is a stage for them; v for H alone. Of M that is gone nothing more:
-    at the look it is at, those who wait for the next chunk find that there is none."""
+    """Producer: load the tiles of every chunk as soon as a stage is free; values only for H.
+
+    Once M is zeros in all parts, it stops at the next check: it writes the reduced count and completes `full` without a
+    load.
+    """
     WRITE: gl.constexpr = inputs.write.block_type.nbytes * (1 if FOLDED else 3)
     SCALAR: gl.constexpr = inputs.k.block_type.nbytes + inputs.rows.block_type.nbytes + WRITE
     BYTES: gl.constexpr = SCALAR + inputs.total.block_type.nbytes if CHANNEL else SCALAR
@@ -329,18 +370,18 @@ def _producer(
     stage = 0
     phase = 1
     i = 0
-    look = _look_after(i)
+    check = _next_check(i)
     while i < count:
         full = smem.full.index(stage)
         mbarrier.wait(smem.free.index(stage), phase)
-        gone = 0
+        map_is_zero = 0
         if not CHANNEL:
-            if (of_H == 0) & (i == look):
-                look = _look_after(i)
+            if (of_H == 0) & (i == check):
+                check = _next_check(i)
                 for part in gl.static_range(PARTS):
-                    gone += _read(smem.gone.index(part))
-        if gone == PARTS:
-            _write(smem.count, i)
+                    map_is_zero += _read_flag(smem.map_is_zero.index(part))
+        if map_is_zero == PARTS:
+            _write_flag(smem.count, i)
             mbarrier.arrive(full, count=1)
             i = count
         else:
@@ -385,14 +426,16 @@ def _consumer(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Take BW value rows through every chunk: of zeros, or of the sequence's first state, or of the identity, which is
-    looked at now and then."""
+    """Consumer: run BW value rows through all chunks, from zeros or the initial state (H), or from the identity (M).
+
+    M is checked for zeros now and then.
+    """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([BW, K], gl.float32, LS)
     if coords.of_H == 0:
-        # Nothing, where the sequence begins: so no map is applied to its first state twice.
+        # Zeros where the sequence begins, so that no map is applied to its initial state twice.
         S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(coords.begins, K, 0))).to(gl.float32)
     elif coords.begins:
         if gmem.S0 is not None:
@@ -405,13 +448,13 @@ def _consumer(
         next_total = chunk_decay(gmem.total, coords.tile + HV, coords.steps > 1, opaque_zero, BW, LS)
     stage = 0
     phase = 0
-    begun = 0
+    checked = 0
     count = coords.steps
-    look = count
+    check = count
     if not CHANNEL:
-        look = gl.where(coords.of_H != 0, count, gl.minimum(_look_after(begun), count))
-    while begun < count:
-        for i in range(begun, look):
+        check = gl.where(coords.of_H != 0, count, gl.minimum(_next_check(checked), count))
+    while checked < count:
+        for i in range(checked, check):
             mbarrier.wait(smem.full.index(stage), phase)
             S, later_total = _step(
                 S, total, gmem, smem, coords, part, stage, i, opaque_zero, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES
@@ -422,50 +465,50 @@ def _consumer(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        begun = look
+        checked = check
         if not CHANNEL:
-            # `count` is written as soon as there is a place for the chunk behind a look. Places are freed a chunk late,
-            # and looks are 3 chunks apart or more: with 5 places some could still be reading it at the look before.
+            # `count` is written as soon as a stage is free for the chunk after a check. Stages are freed a chunk late,
+            # and checks are at least 3 chunks apart: with 5 stages a warp could still read it at the previous check.
             gl.static_assert(STAGES <= 4)
-            if (coords.of_H == 0) & (begun < count):
-                _write(smem.gone.index(part), _zeros(S).to(gl.int32))
-                # What was found at looks before this one: all warps of all parts go on, or none does.
+            if (coords.of_H == 0) & (checked < count):
+                _write_flag(smem.map_is_zero.index(part), _all_zeros(S).to(gl.int32))
+                # The result of earlier checks, so that all warps of all parts continue or none does.
                 mbarrier.wait(smem.full.index(stage), phase)
-                count = _read(smem.count)
-                look = gl.minimum(_look_after(begun), count)
-                # Or the compiler puts one at every chunk's beginning.
+                count = _read_flag(smem.count)
+                check = gl.minimum(_next_check(checked), count)
+                # Without it the compiler places a barrier at the beginning of every chunk.
                 barrier()
-    if coords.asked != 0:
+    if coords.needed != 0:
         if coords.of_H != 0:
             gl.store(gmem.H + state_offsets(gmem.s_H, coords.border, coords.hv, o_v, o_k), S)
         else:
-            # For `segment_fold`: rows of zeros all have the other sign, which no other zero has.
-            S = gl.where(S == 0.0, 0.0, S) * gl.where(_zeros(S), -1.0, 1.0)
+            # Mark for `segment_fold`: rows of zeros get the other sign, which no other zero has.
+            S = gl.where(S == 0.0, 0.0, S) * gl.where(_all_zeros(S), -1.0, 1.0)
             gl.store(gmem.M + state_offsets(gmem.s_M, coords.border, coords.hv, o_v, o_k), S)
 
 
 @gluon.jit
-def _look_after(chunks):
-    """Chunks after which M is looked at next: soon, where it is gone after few."""
+def _next_check(chunks):
+    """Number of chunks after which M is checked next; early checks are close together."""
     return chunks + gl.maximum(gl.minimum(chunks, 16), 3)
 
 
 @gluon.jit
-def _zeros(S):
-    """Whether that is all it holds."""
+def _all_zeros(S):
+    """Whether all numbers of S are zero."""
     return gl.max(gl.max((S != 0.0).to(gl.int32), 1), 0) == 0
 
 
 @gluon.jit
-def _write(flag, value):
-    """A number [1] in shared memory, for every group of warps that is signalled after this."""
+def _write_flag(flag, value):
+    """Write a number [1] to shared memory, visible to every warp that is signalled afterwards."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     flag.store(gl.zeros([1], gl.int32, L) + value)
     barrier()
 
 
 @gluon.jit
-def _read(flag):
+def _read_flag(flag):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(flag.load(L), 0)
 
@@ -490,9 +533,10 @@ def _step(
     FOLDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """State leaving a chunk, all of whose rows are tokens, and of a scalar gate the decay of the chunk after the next.
+    """State leaving a chunk of tokens only; with a scalar gate also the decay of the chunk after the next one.
 
-    Two chunks ahead, since a turn begins by copying what comes next to its place, and waits for it there.
+    The decay is loaded two chunks ahead: an iteration begins by copying the next value to its register, and waits for
+    it there.
     """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
@@ -501,7 +545,7 @@ def _step(
     ROW: gl.constexpr = gl.SliceLayout(0, LC)
     OP: gl.constexpr = smem.k.dtype
     zero_acc = gl.zeros([BW, BT], gl.float32, LC)
-    key, number = smem.k.index(stage), smem.rows.index(stage)
+    key, factors = smem.k.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), AS, assert_trivial=True)
     Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
@@ -509,13 +553,13 @@ def _step(
     mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
     v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     if FOLDED:
-        beta = number.slice(3 * BT, BT).load(ROW)
+        beta = factors.slice(3 * BT, BT).load(ROW)
     if CHANNEL:
         S = S * smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         R = v - Sk
     else:
-        in_k = number.slice(0, BT).load(ROW)
+        in_k = factors.slice(0, BT).load(ROW)
         S = S * total
         Sk = warpgroup_mma_wait(0, deps=[Sk])
         total = chunk_decay(gmem.total, coords.tile + (i + 2) * HV, i + 2 < coords.steps, opaque_zero, BW, LS)
@@ -526,7 +570,7 @@ def _step(
     else:
         r = gl.convert_layout(R.to(OP), AC, assert_trivial=True)
         e = warpgroup_mma(r, smem.write.index(stage), zero_acc, use_acc=False, is_async=True)
-        beta_out = number.slice(2 * BT, BT).load(ROW)
+        beta_out = factors.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), AC, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
