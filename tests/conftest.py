@@ -1,16 +1,16 @@
-"""What every test starts from.
+"""Fixtures and settings that every test shares.
 
-- Memory is poisoned: with deterministic algorithms on, PyTorch fills `torch.empty` and its kin with NaN (the largest
-  value for integers), so that a number nobody wrote cannot pass for a result. The same switch makes an operator that is
-  not repeatable raise.
-- Random numbers start at one seed, threads at one; a test may change both and finds them reset.
+- Memory is poisoned: with deterministic algorithms on, PyTorch fills `torch.empty` and similar functions with NaN (the
+  largest value for integers), so an element that was never written cannot pass for a result. The same setting makes an
+  operator that is not deterministic raise.
+- The random seed is fixed and PyTorch runs one thread. A test may change both; the next test finds them reset.
 - Warnings are errors (pyproject.toml names the few that PyTorch itself emits).
-- A test runs for every backend that this process offers; nothing in the environment switches one off, and a skip must
-  say which condition holds. What runs a kernel takes the fixture `device`: the GPU where there is one, the CPU in a
-  process that was started with TRITON_INTERPRET=1. Such a process runs those tests alone; the others have their own.
+- A test runs for every backend that this process offers. No environment variable disables one, and a skip must state
+  its condition. A test that runs a kernel takes the fixture `device`: the GPU if there is one, or the CPU in a process
+  that was started with TRITON_INTERPRET=1. Such a process runs only those tests; the others run in another process.
 
-The tolerance of a test comes from `wyfold.reference.error`. Where the operators are held to an absolute bound in
-float64, the bound is `float64_bounds`; where bits are promised, the test says `torch.equal`.
+The tolerance of a test comes from `wyfold.reference.error`. Absolute bounds on operators in float64 are in
+`float64_bounds`. Where bits are promised, tests use `torch.equal`.
 """
 
 import collections
@@ -27,8 +27,8 @@ import torch
 
 SEED = 20260101
 FAMILY_OUTPUT = 1e-12  # float64, chunk form against token loop: outputs and states
-FAMILY_GRADIENT = 1e-10  # and every gradient; relative RMS per tensor
-YOUNG = 20_000  # objects made before Python looks for cycles among them; its own 700 took a tenth of the tests' time
+FAMILY_GRADIENT = 1e-10  # every gradient; relative RMS per tensor
+GC_THRESHOLD = 20_000  # allocations per garbage collection; Python's default of 700 took a tenth of the tests' time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,16 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # this process hands tests out and runs none
-    gc.set_threshold(YOUNG)
+        return  # this process distributes tests and runs none
+    gc.set_threshold(GC_THRESHOLD)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(1)
     draws = config.getoption("--draws")
     hypothesis.settings.register_profile(
         "wyfold",
-        deadline=None,  # nothing in the tests is judged by a clock
-        database=None,  # a failure found becomes a named case
+        deadline=None,  # no test has a time limit
+        database=None,  # a failure is added as a named case instead
         derandomize=draws is None,
         max_examples=draws or 25,
         print_blob=True,
@@ -56,43 +56,43 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     hypothesis.settings.load_profile("wyfold")
     if interpreting():
-        mend_interpreter()
-        for module in NUMPYS_WARNINGS:
+        repair_interpreter()
+        for module in NUMPY_WARNING_MODULES:
             config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{module}")
         config.addinivalue_line("filterwarnings", f"ignore:{BOUNDS_WARNING}:DeprecationWarning")
 
 
-NUMPYS_WARNINGS = ("triton.runtime.interpreter", "numpy", "tests.triton_shortcuts")
-"""Modules of the interpreter's: a kernel computes on in rows that are masked later, and numpy has something to say."""
+NUMPY_WARNING_MODULES = ("triton.runtime.interpreter", "numpy", "tests.triton_shortcuts")
+"""Modules of the interpreter that warn: kernels compute with invalid values in rows that are masked later."""
 
 BOUNDS_WARNING = "Conversion of an array with ndim > 0"
-"""How the interpreter's begins of a loop's bound, which is an array of one number there."""
+"""Start of the deprecation warning the interpreter emits for a size-1 array used as a loop bound."""
 
 
-def mend_interpreter() -> None:
-    """Make it right, and quicker."""
+def repair_interpreter() -> None:
+    """Make Triton's interpreter correct for bfloat16, and faster."""
     from tests import triton_bf16, triton_shortcuts
 
     triton_bf16.repair()
-    triton_shortcuts.take()
+    triton_shortcuts.install()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Thousands of tests and all that was imported for them are there to stay: cycles are not looked for among them."""
+    """Exclude tests and imported modules, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Every skip's condition, once, with the number of tests and where they are: thousands of lines hide a failure."""
-    rooms: dict[str, collections.Counter[str]] = {}
+    """Print every skip condition once, with the number and folders of its tests, instead of one line per test."""
+    skips: dict[str, collections.Counter[str]] = {}
     for report in terminalreporter.getreports("skipped"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
-        rooms.setdefault(reason, collections.Counter())[report.nodeid.rpartition("/")[0]] += 1
-    if rooms:
+        skips.setdefault(reason, collections.Counter())[report.nodeid.rpartition("/")[0]] += 1
+    if skips:
         terminalreporter.section("skipped, and why")
-    for reason, counts in rooms.items():
-        where = ", ".join(f"{room} {count}" for room, count in sorted(counts.items()))
+    for reason, counts in skips.items():
+        where = ", ".join(f"{folder} {count}" for folder, count in sorted(counts.items()))
         terminalreporter.line(f"{counts.total()} skipped: {reason} ({where})")
 
 
@@ -105,7 +105,7 @@ def interpreting() -> bool:
 
 
 @functools.cache
-def no_kernels() -> str:
+def no_kernel_reason() -> str:
     """Why no kernel can run in this process; empty if kernels do."""
     from wyfold.runtime import triton_support
 
@@ -116,8 +116,8 @@ def no_kernels() -> str:
 
 
 def offered_backends(fixtures: Iterable[str]) -> tuple[str, ...]:
-    """The levels of `kernels/table.py` that a test with these fixtures runs for in this process, lowest first."""
-    if "device" not in fixtures or no_kernels():
+    """The levels of `kernels/table.py` for which this process runs a test with these fixtures, lowest first."""
+    if "device" not in fixtures or no_kernel_reason():
         return ("eager",)
     return ("triton",) if interpreting() else ("eager", "triton")
 
@@ -135,7 +135,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In an interpreting process, what runs no kernel is left to the other one. Long tests come first."""
+    """In an interpreting process, deselect tests that run no kernel. Long tests come first."""
     if interpreting():
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)
@@ -144,9 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def long_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """The tests marked `long` dealt out to the workers, so that none runs while the others have nothing left to do.
+    """Order tests so that the tests marked `long` are dealt out to the workers and run first.
 
-    Each worker begins with a run of equally many, and takes from the end of another's when its own are done.
+    Each worker begins with an equally long run of tests, and steals from the end of another's run when it is done.
     """
     long = [item for item in items if item.get_closest_marker("long")]
     short = (item for item in items if not item.get_closest_marker("long"))
@@ -170,12 +170,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 @pytest.fixture(autouse=True)
 def fresh_process_state():
-    """Seed, threads, default dtype and no call remembered, as every test expects it, whatever the test before did."""
+    """Reset the seed, thread count, default dtype and replay cache, so that no test depends on an earlier one."""
     from wyfold.runtime import replay_cache
 
-    replay_cache.forget()  # a test may plant what no call depends on by value
+    replay_cache.forget()  # a test may patch what recorded calls depend on
     random.seed(SEED)
-    # `torch.manual_seed` keeps, of every kind of device that is not there yet, the stack it was called from.
+    # `torch.manual_seed` keeps the call stack for every kind of device that is not initialised.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(SEED)
     yield
     torch.set_num_threads(1)
@@ -184,25 +184,25 @@ def fresh_process_state():
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
 def threads(request: pytest.FixtureRequest) -> int:
-    """Thread counts under which promised bits must agree."""
+    """Thread counts under which results must have the same bits."""
     torch.set_num_threads(request.param)
     return request.param
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the test's backend runs. A test without `backend` is about kernels, and skipped where none can run."""
+    """The device of the test's backend. A test without `backend` needs kernels, and is skipped where none can run."""
     backend = request.getfixturevalue("backend") if "backend" in request.fixturenames else "triton"
     if backend == "eager":
         return torch.device("cpu")
-    if no_kernels():
-        pytest.skip(no_kernels())
+    if no_kernel_reason():
+        pytest.skip(no_kernel_reason())
     return torch.device("cpu" if interpreting() else "cuda")
 
 
 @pytest.fixture
 def interpreter(device: torch.device) -> None:
-    """The test is about Triton's interpreter."""
+    """Skip a test of Triton's interpreter in a process that does not interpret."""
     if not interpreting():
         pytest.skip("the process was not started with TRITON_INTERPRET=1")
 
@@ -212,68 +212,68 @@ GUARD = 512
 
 
 class Guards:
-    """Tensors between rows of NaN: a read outside one meets them, a write outside one is seen at the end."""
+    """Tensors between guard rows of NaN, which expose reads outside a tensor and are checked for writes."""
 
     def __init__(self) -> None:
-        self.rooms: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
-        """x, contiguous, in a room of its own."""
-        room = torch.full((GUARD + x.numel() + GUARD,), torch.nan, dtype=x.dtype, device=x.device)
-        self.rooms.append(room)
-        return room[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
+        """A contiguous copy of x inside a guarded buffer."""
+        buffer = torch.full((GUARD + x.numel() + GUARD,), torch.nan, dtype=x.dtype, device=x.device)
+        self.buffers.append(buffer)
+        return buffer[GUARD : GUARD + x.numel()].view(x.shape).copy_(x)
 
     def check(self) -> None:
-        for room in self.rooms:
-            for guard in (room[:GUARD], room[-GUARD:]):
+        for buffer in self.buffers:
+            for guard in (buffer[:GUARD], buffer[-GUARD:]):
                 assert guard.isnan().all(), "something was written outside a tensor"
 
 
 @pytest.fixture
 def guarded() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """`guarded(x)`: x between guards, which are looked at when the test is over."""
+    """`guarded(x)`: x between guards, which are checked at the end of the test."""
     guards = Guards()
     yield guards.between
     guards.check()
 
 
 @pytest.fixture
-def taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """(operator, backend it was asked for) of each call from now on; the table takes every tensor for one on CUDA.
+def planned_as_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Record (operator, requested backend) of each call, while planning treats every tensor as a CUDA tensor.
 
-    No kernel runs there.
+    No kernel runs on CUDA.
     """
     from wyfold.kernels import table
     from wyfold.ops import plan_cache
     from wyfold.runtime import triton_support
 
     calls, plan = [], table.plan
-    monkeypatch.setattr(plan_cache, "_plans", {})  # no plan made for tensors on the other device
+    monkeypatch.setattr(plan_cache, "_plans", {})  # no cached plan for the actual device
     monkeypatch.setattr(
         triton_support, "support_of", lambda device: triton_support.Support("", "", "", "no kernel is wanted")
     )
 
-    def planned(operator: str, device: torch.device, backend: str | None, **rest: Any):
+    def plan_for_cuda(operator: str, device: torch.device, backend: str | None, **rest: Any):
         calls.append((operator, backend))
         return plan(operator, torch.device("cuda"), backend, **rest)
 
-    monkeypatch.setattr(table, "plan", planned)
+    monkeypatch.setattr(table, "plan", plan_for_cuda)
     return calls
 
 
 class Float64Bounds:
-    """The absolute bounds on float64 results; a relative RMS, and exact zeros where the truth is zero."""
+    """Absolute bounds on float64 results, as relative RMS; results must be exactly zero where the truth is zero."""
 
     def output(self, name: str, got: torch.Tensor, truth: torch.Tensor) -> None:
-        """Outputs and states of the operators."""
+        """Check an output or state of an operator."""
         self.within(name, got, truth, FAMILY_OUTPUT)
 
     def gradient(self, name: str, got: torch.Tensor, truth: torch.Tensor) -> None:
-        """Gradients with respect to any argument."""
+        """Check the gradient of an argument."""
         self.within(name, got, truth, FAMILY_GRADIENT)
 
     def within(self, name: str, got: torch.Tensor, truth: torch.Tensor, bound: float) -> None:
-        """`|got - truth| <= bound * |truth|`, both in float64 and of one shape."""
+        """Require `|got - truth| <= bound * |truth|`, both in float64 and of one shape."""
         assert got.dtype == truth.dtype == torch.float64, f"{name}: {got.dtype} against {truth.dtype}"
         assert got.shape == truth.shape, f"{name}: {tuple(got.shape)} against {tuple(truth.shape)}"
         error, size = torch.linalg.vector_norm(got - truth).item(), torch.linalg.vector_norm(truth).item()
@@ -282,7 +282,7 @@ class Float64Bounds:
 
 @pytest.fixture(scope="session")
 def float64_bounds() -> Float64Bounds:
-    """`.output(name, got, truth)` and `.gradient(name, got, truth)`."""
+    """Checks `.output(name, got, truth)` and `.gradient(name, got, truth)`."""
     return Float64Bounds()
 
 
@@ -293,13 +293,13 @@ def results(
     incoming: Mapping[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Everything one call of a delta rule gives, by name: "o", "state", "states" and, of each x in `wrt`, "dx".
+    """Results of one call of a delta rule by name: "o", "state", "states" and, for each x in `wrt`, "dx".
 
     Args:
         op: A public operator or its token loop.
-        arguments: Keyword arguments. Tensors are left as they are, and keep their strides.
-        wrt: Arguments to differentiate; None is every floating tensor. What a result does not depend on gets zeros.
-        incoming: Gradients of "o" and "state" to feed back; what is missing takes no part. None draws both.
+        arguments: Keyword arguments. Tensors are not changed, and keep their strides.
+        wrt: Arguments to differentiate; None is every floating tensor. Gradients of arguments without effect are zeros.
+        incoming: Gradients of "o" and "state". A missing one takes no part in the backward. None draws both.
         options: More keyword arguments.
     """
     from wyfold.reference import inputs
@@ -328,5 +328,5 @@ def results(
 
 @pytest.fixture(scope="session", name="results")
 def results_fixture() -> Callable[..., dict[str, torch.Tensor]]:
-    """`results(op, arguments, ...)`."""
+    """The function `results(op, arguments, ...)`."""
     return results

@@ -1,8 +1,8 @@
-"""What only an extra of the package installs, and some tests need."""
+"""Skips for tests that need an optional extra of the package."""
 
 import pytest
 
 
 def need_plotly() -> None:
-    """Skip the rest of the running test where plotly is missing: without it `wyfold report` draws no page."""
+    """Skip the running test if plotly, which `wyfold report` draws with, is missing."""
     pytest.importorskip("plotly", reason="plotly, with which a report is drawn, is not installed")

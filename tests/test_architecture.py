@@ -1,8 +1,8 @@
-"""The laws that a machine can read, held by syntax tree (docs/architecture.md says why each exists).
+"""Architecture rules, checked on syntax trees. docs/architecture.md gives the reason for each.
 
-A rule is a function from one parsed file to the lines that break it. `PLANTED` gives every rule a file it must refuse,
-so that a rule that has gone blind fails as well. What needs a running interpreter stands at the end, each in a fresh
-process.
+A rule is a function from one parsed file to the nodes that violate it. `VIOLATIONS` has a file for every rule that the
+rule must refuse, so a rule that no longer detects anything fails as well. Checks that need a running interpreter are at
+the end; each starts a fresh process.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HOUSE = ROOT / "src" / "wyfold"
+PACKAGE = ROOT / "src" / "wyfold"
 TESTS = ROOT / "tests"
 LANGUAGES = ("triton", "gluon")
 
@@ -33,7 +33,7 @@ class File:
     text: str
 
     @property
-    def room(self) -> str:
+    def subpackage(self) -> str:
         return self.path.parts[2].removesuffix(".py") if self.path.parts[0] == "src" else ""
 
     @property
@@ -41,13 +41,13 @@ class File:
         return _parse(self.text)
 
     def calls(self) -> Iterator[tuple[ast.Call, str]]:
-        """Every call with the dotted name it calls, empty where that is no name."""
+        """Every call with the dotted name of its function, empty if the function is not a dotted name."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
                 yield node, dotted(node.func)
 
     def imports(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Every import statement, wherever it stands, with the module it names."""
+        """Every import statement at any depth, with the module it names."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
@@ -61,7 +61,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of nested attributes, empty for anything else."""
+    """`a.b.c` for nested attributes, empty for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
@@ -70,24 +70,25 @@ def dotted(node: ast.AST) -> str:
 
 
 def files(folder: Path) -> list[File]:
+    """All Python files below a folder, parsed lazily."""
     return [File(p.relative_to(ROOT), p.read_text(encoding="utf-8")) for p in sorted(folder.rglob("*.py"))]
 
 
-def joins_ranks(file: File) -> bool:
+def may_use_distributed(file: File) -> bool:
     """Whether a file may use `torch.distributed`."""
-    return file.room == "context_parallel" or file.path.stem in ("distributed", "sharded_checkpoint")
+    return file.subpackage == "context_parallel" or file.path.stem in ("distributed", "sharded_checkpoint")
 
 
-def holds_kernels(path: Path) -> bool:
-    """`triton.py`, or a file of the package `triton` where one file would be long; gluon likewise."""
+def is_kernel_file(path: Path) -> bool:
+    """Whether the file is `triton.py`, or in the package `triton` that replaces a long one; Gluon likewise."""
     return path.stem in LANGUAGES or path.parent.name in LANGUAGES
 
 
 # --- rules for every file of the package -----------------------------------------------------------------------------
 
 
-def environment(file: File) -> Iterator[ast.AST]:
-    """Nothing is read from the environment."""
+def environment_reads(file: File) -> Iterator[ast.AST]:
+    """The package reads no environment variable."""
     for node in ast.walk(file.tree):
         if dotted(node) in ("os.environ", "os.getenv") or (isinstance(node, ast.ImportFrom) and node.module == "os"):
             yield node
@@ -102,12 +103,12 @@ def atomics_and_tuning(file: File) -> Iterator[ast.AST]:
 
 
 def pickle_shell_network(file: File) -> Iterator[ast.AST]:
-    """Nothing is unpickled, evaluated, given to a shell or fetched; only the command line starts processes."""
+    """No unpickling, evaluation of code, shell or network; only `cli` starts processes."""
     unpickles = {"cloudpickle", "dill", "marshal", "multiprocessing", "pickle", "shelve"}
-    talks = {"ftplib", "http", "httpx", "pty", "requests", "smtplib", "socket", "socketserver", "ssl", "urllib"}
+    network = {"ftplib", "http", "httpx", "pty", "requests", "smtplib", "socket", "socketserver", "ssl", "urllib"}
     for node, module in file.imports():
         root = module.partition(".")[0]
-        if root in unpickles | talks or (root == "subprocess" and file.room != "cli"):
+        if root in unpickles | network or (root == "subprocess" and file.subpackage != "cli"):
             yield node
     for call, name in file.calls():
         shell = any(k.arg == "shell" for k in call.keywords)
@@ -117,9 +118,9 @@ def pickle_shell_network(file: File) -> Iterator[ast.AST]:
 
 
 def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
-    """No library is asked for a loader that unpickles or loads code; only ranks of one job exchange objects.
+    """No loader of a library that unpickles or loads code; only ranks of one job exchange objects.
 
-    `torch.distributed.checkpoint` does unless it is given its safetensors storage.
+    `torch.distributed.checkpoint` unpickles unless it is given its safetensors storage.
     """
     loaders = {"dcp_to_torch_save", "FileSystemReader", "FileSystemWriter", "FsspecReader", "FsspecWriter"}
     loaders |= {"add_safe_globals", "load_library", "ProcessPoolExecutor", "torch_save_to_dcp", "Unpickler"}
@@ -134,7 +135,7 @@ def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
         last = name.rpartition(".")[2]
         if last in loaders or name in ("torch.export.load", "torch.jit.load"):
             yield call
-        elif last in exchanges and not joins_ranks(file):
+        elif last in exchanges and not may_use_distributed(file):
             yield call
         elif any(keyword.arg in keywords for keyword in call.keywords):
             yield call
@@ -143,76 +144,78 @@ def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
                 yield call
 
 
-def star_imports(file: File) -> Iterator[ast.AST]:
-    """Names come one by one, and by their full path."""
+def import_forms(file: File) -> Iterator[ast.AST]:
+    """Imports are absolute and name every object."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.ImportFrom) and (node.level or any(alias.name == "*" for alias in node.names)):
             yield node
 
 
-def clocks(file: File) -> Iterator[ast.AST]:
-    """Only the command line looks at a clock. A length of time is none."""
+def clock_reads(file: File) -> Iterator[ast.AST]:
+    """Only `cli` reads a clock. `timedelta` is allowed everywhere."""
     for node, module in file.imports():
         if (
             module != "datetime.timedelta"
-            and file.room != "cli"
+            and file.subpackage != "cli"
             and module.partition(".")[0] in ("time", "timeit", "datetime")
         ):
             yield node
 
 
 def torch_distributed(file: File) -> Iterator[ast.AST]:
-    """Only `context_parallel`, `integrations` and two files of `cli` know that there are other ranks."""
+    """Only `context_parallel`, `integrations` and two files of `cli` import `torch.distributed`."""
     for node, module in file.imports():
-        if f"{module}.".startswith("torch.distributed.") and not (joins_ranks(file) or file.room == "integrations"):
+        if f"{module}.".startswith("torch.distributed.") and not (
+            may_use_distributed(file) or file.subpackage == "integrations"
+        ):
             yield node
 
 
-def strangers(file: File) -> Iterator[ast.AST]:
-    """Outside the command line nothing but torch and the standard library is imported when a module is."""
+def third_party_imports(file: File) -> Iterator[ast.AST]:
+    """Outside `cli`, importing a module imports only torch and the standard library."""
     for node in file.tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             modules = [node.module]
         for module in modules:
             root = module.partition(".")[0]
-            kernel = holds_kernels(file.path) and root == "triton"
-            if file.room != "cli" and root not in {"torch", "wyfold", *sys.stdlib_module_names} and not kernel:
+            kernel = is_kernel_file(file.path) and root == "triton"
+            if file.subpackage != "cli" and root not in {"torch", "wyfold", *sys.stdlib_module_names} and not kernel:
                 yield node
 
 
-def keyword_sinks(file: File) -> Iterator[ast.AST]:
-    """What users call writes its signature out: an unknown keyword is Python's own TypeError."""
+def keyword_arguments(file: File) -> Iterator[ast.AST]:
+    """Public functions have no `**kwargs`: an unknown keyword raises Python's own TypeError."""
     for node in ast.walk(file.tree):
-        if not isinstance(node, ast.FunctionDef) or file.room not in ("ops", "layers", "models"):
+        if not isinstance(node, ast.FunctionDef) or file.subpackage not in ("ops", "layers", "models"):
             continue
         private = node.name.startswith("_") and node.name != "__init__"
-        asks = node.name == "explain"  # passes an operator's own arguments on
-        if node.args.kwarg and not private and not asks:
+        is_explain = node.name == "explain"  # passes an operator's arguments on
+        if node.args.kwarg and not private and not is_explain:
             yield node
 
 
-def asserts(file: File) -> Iterator[ast.AST]:
-    """A user's mistake is a ValueError or TypeError that names the argument, with and without -O."""
+def assert_statements(file: File) -> Iterator[ast.AST]:
+    """No `assert`: a user's mistake is a ValueError or TypeError that names the argument, also under -O."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Assert):
             yield node
 
 
-def undocumented(file: File) -> Iterator[ast.AST]:
-    """A file says what it is for in its first line."""
+def missing_docstring(file: File) -> Iterator[ast.AST]:
+    """Every file has a module docstring."""
     if file.text.strip() and not ast.get_docstring(file.tree):
         yield file.tree.body[0]
 
 
 def gate_kind(file: File) -> Iterator[ast.AST]:
-    """Which gate it is, a number per head or a vector over channels, is asked in tile/decay alone.
+    """Code branches on the kind of gate (one number per head, or a vector over channels) in tile/decay alone.
 
-    `ops` makes records out of the user's arguments and may look at them; `runtime` checks them; `reference` and
-    `layers` have recurrences and projections of their own. Everything between hands the gate on. That none was given
-    may be asked, as of any optional tensor; its rank, or anything else about it that decides what is done, may not.
+    `ops` builds records from the user's arguments and may look at the gate, and `runtime` checks it. `reference` and
+    `layers` have separate recurrences and projections. All other folders pass the gate on. A test for None is allowed,
+    as for any optional tensor; a branch on the gate's rank or on any other property is not.
     """
-    if file.room not in ("context_parallel", "autograd", "kernels", "tile") or "decay" in file.path.parts:
+    if file.subpackage not in ("context_parallel", "autograd", "kernels", "tile") or "decay" in file.path.parts:
         return
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("dim", "ndim") and is_gate(node.value):
@@ -234,12 +237,12 @@ def is_gate(node: ast.AST) -> bool:
     return name in ("g", "G", "dg", "dG", "gate", "GATE")
 
 
-def nameless_results(file: File) -> Iterator[ast.AST]:
-    """More than three results of a function of ours travel in a named record.
+def unnamed_results(file: File) -> Iterator[ast.AST]:
+    """A function with more than three results returns a named record.
 
-    Not ours to shape are functions registered with torch, whose results are what their schema says, the methods of an
-    autograd.Function, and the public operators. A device function's are tiles in registers, which no record holds. A
-    row of text cells is no record either.
+    Exempt are functions registered with torch, whose results follow their schema, methods of an autograd.Function, and
+    public operators. Device functions return tiles in registers, which cannot be in a record. A tuple of text cells is
+    exempt too.
     """
     shaped_by_others = set(PUBLIC)
     for call, name in file.calls():
@@ -255,78 +258,80 @@ def nameless_results(file: File) -> Iterator[ast.AST]:
         if isinstance(node, ast.FunctionDef) and on_device(node):
             continue
         if isinstance(node, ast.FunctionDef) and node.name not in shaped_by_others and id(node) not in methods:
-            yield from (part for part in promised(node) if len(part.elts) > 3)
+            yield from (part for part in annotated_tuples(node) if len(part.elts) > 3)
             if node.returns is None or ast.unparse(node.returns) != "tuple[str, ...]":
-                yield from (value for value in returned(node) if isinstance(value, ast.Tuple) and len(value.elts) > 3)
+                yield from (
+                    value for value in returned_values(node) if isinstance(value, ast.Tuple) and len(value.elts) > 3
+                )
 
 
 def on_device(function: ast.FunctionDef) -> bool:
-    """Whether it is a kernel or a device function."""
+    """Whether the function is a kernel or a device function."""
     names = (dotted(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list)
     return any(name in ("triton.jit", "gluon.jit") for name in names)
 
 
-def promised(function: ast.FunctionDef) -> Iterator[ast.Tuple]:
-    """The parts of every `tuple[...]` in what a function is annotated to return."""
+def annotated_tuples(function: ast.FunctionDef) -> Iterator[ast.Tuple]:
+    """The elements of every `tuple[...]` in a return annotation."""
     for node in ast.walk(function.returns) if function.returns else ():
         if isinstance(node, ast.Subscript) and dotted(node.value) == "tuple" and isinstance(node.slice, ast.Tuple):
             yield node.slice
 
 
-def returned(node: ast.AST) -> Iterator[ast.expr]:
-    """What a function's own return statements return, not those of functions inside it."""
+def returned_values(node: ast.AST) -> Iterator[ast.expr]:
+    """The values of a function's own return statements, without those of nested functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Return) and child.value:
             yield child.value
         elif not isinstance(child, ast.FunctionDef | ast.Lambda | ast.ClassDef):
-            yield from returned(child)
+            yield from returned_values(child)
 
 
-def loose_ends(file: File) -> Iterator[ast.AST]:
-    """A TODO carries a link or a version."""
+def unlinked_todos(file: File) -> Iterator[ast.AST]:
+    """A TODO has a link or a version."""
     for number, line in enumerate(file.text.splitlines(), 1):
         if re.search(r"#.*\b(TO(?:DO)|FIX(?:ME))\b", line) and not re.search(r"https?://|#\d+|\d+\.\d+", line):
             yield ast.Pass(lineno=number)
 
 
-HOUSE_RULES = (
-    environment,
+PACKAGE_RULES = (
+    environment_reads,
     atomics_and_tuning,
     pickle_shell_network,
     libraries_that_unpickle,
-    star_imports,
-    clocks,
+    import_forms,
+    clock_reads,
     torch_distributed,
-    strangers,
-    keyword_sinks,
-    asserts,
-    undocumented,
+    third_party_imports,
+    keyword_arguments,
+    assert_statements,
+    missing_docstring,
     gate_kind,
-    nameless_results,
-    loose_ends,
+    unnamed_results,
+    unlinked_todos,
 )
 
 
 # --- rules for the tests ---------------------------------------------------------------------------------------------
 
 
-def switches(file: File) -> Iterator[ast.AST]:
-    """No environment variable decides what is tested; handing the environment to a child process is not reading it."""
-    handed_on = set()
+def environment_switches(file: File) -> Iterator[ast.AST]:
+    """No environment variable selects what is tested. Passing the environment on to a child process is allowed."""
+    passed_on = set()
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Dict):
-            handed_on |= {id(value) for key, value in zip(node.keys, node.values, strict=True) if key is None}
+            passed_on |= {id(value) for key, value in zip(node.keys, node.values, strict=True) if key is None}
         elif isinstance(node, ast.Call) and dotted(node.func) in ("dict", "os.environ.copy"):
-            handed_on |= {id(part) for part in [*node.args, getattr(node.func, "value", None)]}
+            passed_on |= {id(part) for part in [*node.args, getattr(node.func, "value", None)]}
     for node in ast.walk(file.tree):
-        if dotted(node) == "os.getenv" or (dotted(node) == "os.environ" and id(node) not in handed_on):
+        if dotted(node) == "os.getenv" or (dotted(node) == "os.environ" and id(node) not in passed_on):
             yield node
 
 
 def typed_in_tolerances(file: File) -> Iterator[ast.AST]:
-    """Tolerances are derived (reference.error) or promised (torch.equal), never typed in.
+    """No literal tolerances: they are derived (reference.error), or equality is exact (torch.equal).
 
-    The measures themselves are tested against hand-made numbers, in one file.
+    The error measures themselves are tested against hand-made numbers, in one file.
     """
     for call, name in file.calls() if file.path.name != "test_error.py" else ():
         if name.rpartition(".")[2] in ("allclose", "isclose", "assert_close", "approx"):
@@ -335,32 +340,32 @@ def typed_in_tolerances(file: File) -> Iterator[ast.AST]:
             yield call
 
 
-TEST_RULES = (switches, typed_in_tolerances, loose_ends)
+TEST_RULES = (environment_switches, typed_in_tolerances, unlinked_todos)
 
 
-PLANTED = {
-    environment: ("runtime/plan.py", "import os\nflag = os.environ.get('X')"),
+VIOLATIONS = {
+    environment_reads: ("runtime/plan.py", "import os\nflag = os.environ.get('X')"),
     atomics_and_tuning: ("kernels/scan/triton.py", "tl.atomic_add(p, x)"),
     pickle_shell_network: ("layers/cache.py", "state = torch.load(path)"),
     libraries_that_unpickle: ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
-    star_imports: ("ops/kda.py", "from wyfold.runtime.check import *"),
-    clocks: ("runtime/kernel_configs.py", "from time import perf_counter"),
+    import_forms: ("ops/kda.py", "from wyfold.runtime.check import *"),
+    clock_reads: ("runtime/kernel_configs.py", "from time import perf_counter"),
     torch_distributed: ("autograd/delta.py", "import torch.distributed as dist"),
-    strangers: ("models/disk.py", "import safetensors.torch"),
-    keyword_sinks: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
-    asserts: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
-    undocumented: ("tile/dot/eager.py", "x = 1"),
+    third_party_imports: ("models/disk.py", "import safetensors.torch"),
+    keyword_arguments: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
+    assert_statements: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
+    missing_docstring: ("tile/dot/eager.py", "x = 1"),
     gate_kind: ("kernels/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
-    nameless_results: ("kernels/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
-    loose_ends: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
-    switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
+    unnamed_results: ("kernels/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
+    unlinked_todos: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
+    environment_switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
     typed_in_tolerances: ("tests/ops/test_kda.py", "assert torch.allclose(a, b)"),
 }
 
 
-@pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
-def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
-    path, text = PLANTED[rule]
+@pytest.mark.parametrize("rule", VIOLATIONS, ids=lambda rule: rule.__name__)
+def test_every_rule_refuses_its_violation(rule: Callable[[File], Iterator[ast.AST]]):
+    path, text = VIOLATIONS[rule]
     where = Path(path) if path.startswith("tests/") else Path("src/wyfold") / path
     assert list(rule(File(where, text)))
 
@@ -382,16 +387,16 @@ def test_every_rule_can_fail(rule: Callable[[File], Iterator[ast.AST]]):
         ("models/disk.py", "torch.jit.load(path)", True),
     ],
 )
-def test_loaders_of_libraries_are_told_apart(path: str, text: str, refused: bool):
+def test_loaders_that_unpickle_are_refused(path: str, text: str, refused: bool):
     assert bool(list(libraries_that_unpickle(File(Path("src/wyfold") / path, text)))) is refused
 
 
-def test_every_rule_has_its_planted_file():
-    assert set(PLANTED) == {*HOUSE_RULES, *TEST_RULES}
+def test_every_rule_has_a_violation():
+    assert set(VIOLATIONS) == {*PACKAGE_RULES, *TEST_RULES}
 
 
-def test_results_that_torch_or_users_shape_need_no_name():
-    """`nameless_results` sees a display as well as an annotation, and lets pass what it says it lets pass."""
+def test_unnamed_results_has_exemptions():
+    """`unnamed_results` checks displays and annotations, and honours every exemption that its docstring lists."""
     display = "def forward(*arguments):\n    return o, states, *kept, last"
     for text, refused in [
         (display, True),
@@ -405,44 +410,44 @@ def test_results_that_torch_or_users_shape_need_no_name():
         ("def cells() -> tuple[str, ...]:\n    return a, b, c, d", False),
         ("def three() -> tuple[Tensor, Tensor, Tensor]:\n    return x, y, z", False),
     ]:
-        assert bool(list(nameless_results(File(Path("src/wyfold/autograd/delta.py"), text)))) is refused, text
+        assert bool(list(unnamed_results(File(Path("src/wyfold/autograd/delta.py"), text)))) is refused, text
 
 
-def broken(rule: Callable[[File], Iterator[ast.AST]], folder: Path) -> list[str]:
+def violations(rule: Callable[[File], Iterator[ast.AST]], folder: Path) -> list[str]:
     places = (f"{file.path}:{getattr(node, 'lineno', 1)}" for file in files(folder) for node in rule(file))
     return list(dict.fromkeys(places))
 
 
-@pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)
-def test_house(rule: Callable[[File], Iterator[ast.AST]]):
-    assert not broken(rule, HOUSE), rule.__doc__
+@pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)
+def test_package_follows_rule(rule: Callable[[File], Iterator[ast.AST]]):
+    assert not violations(rule, PACKAGE), rule.__doc__
 
 
 @pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
-def test_tests(rule: Callable[[File], Iterator[ast.AST]]):
-    assert not broken(rule, TESTS), rule.__doc__
+def test_tests_follow_rule(rule: Callable[[File], Iterator[ast.AST]]):
+    assert not violations(rule, TESTS), rule.__doc__
 
 
-# --- the house as a whole --------------------------------------------------------------------------------------------
+# --- the package as a whole ------------------------------------------------------------------------------------------
 
 
-def folders(room: str) -> list[Path]:
-    return sorted(p for p in (HOUSE / room).iterdir() if p.is_dir() and p.name != "__pycache__")
+def folders(subpackage: str) -> list[Path]:
+    return sorted(p for p in (PACKAGE / subpackage).iterdir() if p.is_dir() and p.name != "__pycache__")
 
 
-# PyTorch's products come in one kind; a device's in several, and which one is a decision made in one place.
-WITHOUT_A_TWIN = {HOUSE / "tile" / "dot"}
+# Without an eager version: PyTorch has one kind of product. A device has several, which this folder chooses among.
+WITHOUT_EAGER = {PACKAGE / "tile" / "dot"}
 
 
-@pytest.mark.parametrize("room", ["kernels", "tile"])
-def test_every_step_has_an_eager_file_and_a_test_of_its_name(room: str):
-    for folder in set(folders(room)) - WITHOUT_A_TWIN:
+@pytest.mark.parametrize("subpackage", ["kernels", "tile"])
+def test_every_kernel_folder_has_an_eager_file_and_a_test(subpackage: str):
+    for folder in set(folders(subpackage)) - WITHOUT_EAGER:
         assert (folder / "eager.py").exists(), f"{folder} has no eager.py"
-        assert (TESTS / room / f"test_{folder.name}.py").exists(), f"no tests/{room}/test_{folder.name}.py"
+        assert (TESTS / subpackage / f"test_{folder.name}.py").exists(), f"no tests/{subpackage}/test_{folder.name}.py"
 
 
-def test_every_operator_file_has_a_test_of_its_name():
-    for file in files(HOUSE / "ops"):
+def test_every_operator_file_has_a_test():
+    for file in files(PACKAGE / "ops"):
         public = {node.name for node in file.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} & set(
             PUBLIC
         )
@@ -450,9 +455,9 @@ def test_every_operator_file_has_a_test_of_its_name():
             assert (TESTS / "ops" / f"test_{file.path.name}").exists(), f"no tests/ops/test_{file.path.name}"
 
 
-def test_every_kernel_file_has_its_twin():
-    for path in (p for name in LANGUAGES for p in (*HOUSE.rglob(f"{name}.py"), *HOUSE.rglob(name))):
-        if path.parent not in WITHOUT_A_TWIN:
+def test_every_kernel_file_has_an_eager_version():
+    for path in (p for name in LANGUAGES for p in (*PACKAGE.rglob(f"{name}.py"), *PACKAGE.rglob(name))):
+        if path.parent not in WITHOUT_EAGER:
             assert path.with_name("eager.py").exists(), f"{path} has no eager twin"
 
 
@@ -465,34 +470,34 @@ def kernel_names(sources: list[File]) -> list[str]:
     ]
 
 
-def test_kernel_names_lead_to_one_place():
-    twice = [name for name, count in Counter(kernel_names(files(HOUSE))).items() if count > 1]
-    assert not twice, twice
+def test_kernel_names_are_unique():
+    duplicates = [name for name, count in Counter(kernel_names(files(PACKAGE))).items() if count > 1]
+    assert not duplicates, duplicates
 
 
-def test_file_names_say_what_is_inside():
+def test_file_names_are_descriptive():
     banned = {"utils", "util", "common", "misc", "helper", "helpers", "new", "old", "v2", "fast", "fused"}
     cards = re.compile(r"(sm_?\d\d|hopper|blackwell|ampere|[abh][12]00)")
-    for path in HOUSE.rglob("*.py"):
-        words = set(path.relative_to(HOUSE).with_suffix("").as_posix().replace("/", "_").split("_"))
+    for path in PACKAGE.rglob("*.py"):
+        words = set(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "_").split("_"))
         assert not words & banned, path
         assert not cards.search(path.stem), path
 
 
-def test_operators_are_named_in_ops_and_above():
+def test_no_operator_names_below_ops():
     below = ("context_parallel", "autograd", "kernels", "tile", "runtime")
     operators = ("delta_rule", "delta_net", "gdn", "kda")
-    for path in (p for room in below for p in (HOUSE / room).rglob("*.py")):
-        assert not any(name in path.relative_to(HOUSE).as_posix() for name in operators), path
+    for path in (p for subpackage in below for p in (PACKAGE / subpackage).rglob("*.py")):
+        assert not any(name in path.relative_to(PACKAGE).as_posix() for name in operators), path
 
 
-def test_every_contract_of_the_import_order_is_there():
+def test_every_module_is_in_the_import_layers():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert {c["type"] for c in contracts} == {"layers", "independence", "protected", "forbidden"}
-    rooms = {p.stem for p in HOUSE.iterdir() if (p / "__init__.py").exists() or p.suffix == ".py"}
+    names = {p.stem for p in PACKAGE.iterdir() if (p / "__init__.py").exists() or p.suffix == ".py"}
     line = next(c for c in contracts if c["type"] == "layers")["layers"]
-    placed = {name.strip(" ()").removeprefix("wyfold.") for layer in line for name in layer.split("|")}
-    assert rooms - {"__init__", "__main__"} <= placed, "a room or door that the line does not place"
+    layered = {name.strip(" ()").removeprefix("wyfold.") for layer in line for name in layer.split("|")}
+    assert names - {"__init__", "__main__"} <= layered, "a module of the package that is missing from the layers"
 
 
 # --- in a fresh process ----------------------------------------------------------------------------------------------
@@ -506,7 +511,7 @@ PUBLIC = """
 
 
 def run(code: str) -> str:
-    """stdout of a fresh interpreter, which must end well."""
+    """Run code in a fresh interpreter, which must succeed, and return its stdout."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -520,8 +525,8 @@ def test_public_names_are_importable_from_the_package():
     assert set(wyfold.__all__) >= set(PUBLIC)
 
 
-def test_importing_needs_nothing_but_torch_and_starts_no_device():
-    """Torch is loaded first; from then on an import of anything that torch does not itself require is an error."""
+def test_importing_needs_only_torch_and_initialises_no_device():
+    """Torch is imported first; then importing a module that torch does not itself require raises."""
     run("""
         import importlib.metadata, re, sys
         import torch

@@ -1,9 +1,10 @@
-"""Docstrings are executable: shapes in brackets are what the operators accept and return, examples print what they say.
+"""Docstrings are executable: operators accept and return the documented shapes, and examples print what they show.
 
 An argument's line begins `name: [B, T, H, K] ...`. Every public operator is called on meta tensors with one size per
-letter; then, one at a time, each dimension whose letter occurs elsewhere is given another size that would be legal by
-itself, and the operator must refuse it, naming itself. Arguments that an operator leaves to `chunk_gated_delta_rule`
-are read there. Every operator documents its own errors and names a paper with an equation or a section.
+letter. Then, one at a time, each dimension whose letter occurs elsewhere gets another size that would be legal by
+itself; the operator must refuse it and name itself. Arguments that an operator documents by reference to
+`chunk_gated_delta_rule` are read there. Every operator documents its errors, and names a paper with an equation or a
+section.
 """
 
 import doctest
@@ -26,7 +27,7 @@ from wyfold import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# letter: the size of the first call, and another that is legal alone.
+# letter: the size in the first call, and another size that is legal by itself.
 SIZES = {
     "B": (2, 3),
     "T": (7, 11),
@@ -40,10 +41,10 @@ SIZES = {
     "W": (4, 3),
     "S": (5, 6),
 }
-SAME_AS = {"N": "B"}  # where nothing is packed
-SQUARE = {"V": SIZES["K"]}  # TTT-Linear learns a map from rows of K to rows of the same width
+SAME_AS = {"N": "B"}  # without packing
+SQUARE = {"V": SIZES["K"]}  # TTT-Linear's state maps rows of K to rows of K
 
-# What else an argument needs before it may be given.
+# Other arguments that an argument requires.
 COMPANIONS = {
     "A_log": {"use_gate_in_kernel": True},
     "dt_bias": {"use_gate_in_kernel": True},
@@ -56,7 +57,7 @@ OPERATORS = sorted(
 
 
 def brackets(operator: Callable, section: str) -> dict[str, tuple[str, ...]]:
-    """name -> letters of the first bracket, of every line of a section that begins with one."""
+    """name -> letters of the first bracket, for every line of a section that begins with one."""
     text = inspect.getdoc(operator)
     found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", text + "\n", re.M)
     shapes = {}
@@ -67,27 +68,27 @@ def brackets(operator: Callable, section: str) -> dict[str, tuple[str, ...]]:
     return shapes
 
 
-def leaves_the_rest(operator: Callable) -> bool:
+def uses_shared_docstring(operator: Callable) -> bool:
     return f"Arguments not listed here are those of `{SHARED}`." in inspect.getdoc(operator)
 
 
 def shapes_of(name: str) -> dict[str, tuple[str, ...]]:
-    """Brackets of an operator's arguments, its own or those it leaves to the shared docstring."""
+    """Documented shapes of an operator's arguments, including those it takes from the shared docstring."""
     operator = getattr(wyfold, name)
     own = brackets(operator, "Args")
-    if leaves_the_rest(operator):
+    if uses_shared_docstring(operator):
         own = brackets(getattr(wyfold, SHARED), "Args") | own
     parameters = inspect.signature(operator).parameters
     return {argument: shape for argument, shape in own.items() if argument in parameters and sizable(shape)}
 
 
 def sizable(shape: tuple[str, ...]) -> bool:
-    """Whether every part is a letter, a digit or `...`; `N+1` is a matter of contents, tested with them."""
+    """Whether every part is a letter, a digit or `...`. `N+1` depends on contents and is tested with them."""
     return all(part in SIZES or part.isdigit() or part == "..." for part in shape)
 
 
 def size(name: str, letter: str, another: bool = False) -> int:
-    """Size of a letter in the calls of an operator."""
+    """Size of a letter in calls of an operator."""
     sizes = SIZES | SQUARE if "ttt" in name else SIZES
     return int(letter) if letter.isdigit() else sizes[letter][another]
 
@@ -144,7 +145,7 @@ def test_every_operator_documents_a_shape(name: str):
 
 
 def section(operator: Callable, title: str) -> str:
-    """Text of a docstring's section, or nothing."""
+    """Text of a docstring's section; empty if there is none."""
     found = re.search(rf"^{title}:\n((?:    .*\n|\n)*)", inspect.getdoc(operator) + "\n", re.M)
     return found.group(1) if found else ""
 
@@ -172,14 +173,14 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("module", modules())
 def test_examples_print_what_they_say(module: str):
-    if module == "wyfold.cli.figures":  # extras' are imported where they are used, but for a drawing's own module
+    if module == "wyfold.cli.figures":  # the only module that imports an extra at its top
         pytest.importorskip("plotly", reason="plotly is not installed")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
 
 
 def python_of(page: str) -> list[str]:
-    """The blocks of Python in a page, in their order."""
+    """The Python blocks of a page, in order."""
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
 
 

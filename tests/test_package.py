@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what it asks for, and that building it again gives the same bytes."""
+"""The wheel: its contents, its requirements, and bit-identical rebuilds."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(source: Path, out: Path) -> Path:
-    """The wheel of a source tree, by the backend that pyproject.toml names."""
+    """Build the wheel of a source tree with the backend that pyproject.toml names."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     (wheel,) = out.glob("*.whl")

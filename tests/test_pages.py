@@ -1,4 +1,4 @@
-"""The site has a page for every public operator, and its computed parts are right."""
+"""The site has a page for every public operator, and its generated parts match their sources."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 pages = pytest.importorskip("tools.pages", reason="matplotlib is not installed")
 speed = pytest.importorskip("tools.speed", reason="matplotlib is not installed")
 
-IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # pages mention them; `help` documents them
+IN_PROSE = {"UnsupportedError", "checked", "doctor", "explain"}  # mentioned on pages; documented by `help`
 FACT = re.compile(r"^## <a id=\"([a-z0-9-]+)\"></a>([A-Z0-9-]+): ", re.MULTILINE)
 OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
 

@@ -1,4 +1,4 @@
-"""The proof of what serving promises, which is for a card, on this machine's: small, and without graphs and timings."""
+"""Runs the promises of tools/proofs/serving.py at small sizes on this machine, without CUDA graphs and timings."""
 
 import time
 

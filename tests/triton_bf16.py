@@ -1,12 +1,12 @@
-"""bfloat16 as numbers in Triton's interpreter, which computes with the integers that its 16 bits spell.
+"""Correct bfloat16 arithmetic for Triton's interpreter.
 
-The interpreter (3.5 to 3.9) keeps a bfloat16 tile as an array of uint16, adds and multiplies those, and cuts bits off
-where a GPU rounds to nearest even; all of that without a word. Here whatever computes gets float32 in place of
-bfloat16, and what it gives is rounded back, which is what a GPU does. Loads, stores and movements stay as they are.
+The interpreter (3.5 to 3.9) stores a bfloat16 tile as uint16 and computes with those integers. It also truncates where
+a GPU rounds to nearest even. Neither is reported. Here every computing operation converts bfloat16 operands to float32,
+and rounds its result back once, as a GPU does. Loads, stores and movements stay as they are.
 
-A fused multiply-add, which it rounds twice, is rounded once here: what a kernel writes as one counts on that.
+The interpreter rounds a fused multiply-add twice; here it is rounded once, since kernels rely on that.
 
-`repair()` changes the interpreter of this process for good. Tests alone use it.
+`repair()` changes the interpreter of this process permanently. Only tests use it.
 """
 
 import functools
@@ -27,12 +27,12 @@ QUIET_NAN = np.uint16(0x7FC0)
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """float32 of the same value as bfloat16 bits."""
+    """float32 array with the values of bfloat16 bits."""
     return np.left_shift(np.ascontiguousarray(bits).astype(np.uint32), 16).view(np.float32)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """bfloat16 bits nearest to float32 x, to the even one between two."""
+    """bfloat16 bits nearest to float32 x; ties go to even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
     odd = (bits >> 16) & 1
     return np.where(np.isnan(x), QUIET_NAN, ((bits + 0x7FFF + odd) >> 16).astype(np.uint16))
@@ -43,7 +43,7 @@ def is_bf16(x: Any) -> bool:
 
 
 def wide(x: Any) -> Any:
-    """A bfloat16 tile as a float32 one; anything else as it is."""
+    """A bfloat16 tile converted to float32; any other argument unchanged."""
     return TensorHandle(widened(x.data), tl.float32) if is_bf16(x) else x
 
 
@@ -52,20 +52,20 @@ def narrow(x: TensorHandle) -> TensorHandle:
 
 
 def in_float32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """A builder's method that computes in float32 where it was given bfloat16, and rounds once."""
+    """Wrap a builder's method: bfloat16 operands are computed with in float32, and the result is rounded once."""
 
     @functools.wraps(method)
     def computed(self: InterpreterBuilder, *arguments: Any) -> TensorHandle:
         if not any(map(is_bf16, arguments)):
             return method(self, *arguments)
         result = method(self, *map(wide, arguments))
-        return narrow(result) if result.data.dtype == np.float32 else result  # a comparison gives truth values
+        return narrow(result) if result.data.dtype == np.float32 else result  # comparisons give booleans
 
     return computed
 
 
 def rounded_once(create_fma: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """x y + z of float32 tiles, in float64, which holds every product of two float32 exactly."""
+    """Wrap `create_fma`: x y + z of float32 tiles in float64, which holds every product of two float32 exactly."""
 
     @functools.wraps(create_fma)
     def fused(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -78,7 +78,7 @@ def rounded_once(create_fma: Callable[..., TensorHandle]) -> Callable[..., Tenso
 
 
 def with_wide_operands(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """A product of tiles whose accumulator, and so whose result, is float32 already."""
+    """Wrap `create_dot`: widen bfloat16 operands. The accumulator, and so the result, is float32 already."""
 
     @functools.wraps(create_dot)
     def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *rest: Any) -> TensorHandle:
@@ -88,9 +88,9 @@ def with_wide_operands(create_dot: Callable[..., TensorHandle]) -> Callable[...,
 
 
 def with_bf16_casts(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Conversions between float types, of which those from and to bfloat16 are made here.
+    """Wrap float conversions, and handle those from and to bfloat16 here.
 
-    A narrowing one that names no rounding means the nearest, as it does on a GPU.
+    A narrowing conversion without a rounding mode rounds to nearest, as on a GPU.
     """
 
     @functools.wraps(convert)
@@ -107,7 +107,7 @@ def with_bf16_casts(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndar
 
 
 def with_casts_through_float32(cast: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """Conversions between bfloat16 and what is no float32, such as integers."""
+    """Wrap conversions between bfloat16 and non-float types, such as integers, to go through float32."""
 
     @functools.wraps(cast)
     def through(self: InterpreterBuilder, source: TensorHandle, target: tl.dtype) -> TensorHandle:
@@ -121,7 +121,7 @@ def with_casts_through_float32(cast: Callable[..., TensorHandle]) -> Callable[..
 
 
 def with_wide_tiles(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Reductions and scans: float32 throughout, as a GPU's are, rounded at the end."""
+    """Wrap reductions and scans: float32 throughout, as on a GPU, and rounded at the end."""
 
     @functools.wraps(apply)
     def applied(self: ReduceScanOpInterface, tiles: Any) -> Any:
@@ -129,7 +129,7 @@ def with_wide_tiles(apply: Callable[..., Any]) -> Callable[..., Any]:
             return self.apply((tiles,))[0]
         narrowed = [is_bf16(tile.handle) for tile in tiles]
         found = apply(self, tuple(retyped(t, wide(t.handle)) if n else t for t, n in zip(tiles, narrowed)))
-        # Positions, as of a largest element, come beside the values and are integers.
+        # Positions (argmax) are integer results next to the values.
         return tuple(
             retyped(t, narrow(t.handle)) if t.dtype == tl.float32 and narrowed[min(i, len(narrowed) - 1)] else t
             for i, t in enumerate(found)
@@ -139,17 +139,17 @@ def with_wide_tiles(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def retyped(tile: tl.tensor, handle: TensorHandle) -> tl.tensor:
-    """`tile` with other contents, of another element type."""
+    """`tile` with other data of another element type."""
     return tl.tensor(handle, tl.block_type(handle.dtype, list(tile.shape)) if tile.shape else handle.dtype)
 
 
 def get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
-    """A constant."""
+    """A bfloat16 constant."""
     return TensorHandle(rounded(np.array([value], np.float32)), tl.bfloat16)
 
 
 def repair() -> None:
-    """Make this process's interpreter compute in bfloat16; a second call changes nothing."""
+    """Make this process's interpreter compute correctly in bfloat16. A second call has no effect."""
     triton_support.trust_interpreter()
     if hasattr(InterpreterBuilder.create_dot, "__wrapped__"):
         return

@@ -1,17 +1,17 @@
-"""What Triton's interpreter does again and again, done once: its tests take a tenth of the time. No number
-changes but the last bits of sums that several tiles are reduced to at once, which are numpy's as those of one tile are.
+"""Caches and shortcuts for Triton's interpreter, with which its tests take a tenth of the time.
 
-- It puts its own functions in place of the language's at every call of a device function, where the kernel's launch has
-  done so.
-- It makes the type of a tile anew for every tile, its shape taken apart and put together several times on the way.
-- It reduces several tiles at once element by element, also where all that is done is to add them up.
-- It looks for an overflow in every sum and product of integers, by a dozen operations, and outside debugging does not
-  say what it found.
-- It compares shapes that are the same, and types that are one, part by part; and makes a table of types to look one up.
-- It brings the operands of every sum, product and comparison to one type and one shape by a dozen calls, also where
-  they have one type and numpy brings them to one shape itself; and makes a tile of every number.
+Results are the same, except for the last bits of sums in reductions of several tiles at once: here numpy computes them
+as it does for a single tile. What the unpatched interpreter does:
 
-`take()` changes the interpreter of this process for good. Tests alone use it.
+- It patches the language at every call of a device function, although the kernel's launch has done so.
+- It constructs the type of every tile from its shape, which it takes apart and puts together several times.
+- It reduces several tiles at once element by element, even if the reduction is a sum.
+- It checks every sum and product of integers for overflow, with a dozen operations, and reports it only when debugging.
+- It compares equal shapes and identical types part by part, and builds a table of types for every lookup.
+- It promotes and broadcasts the operands of every sum, product and comparison with a dozen calls, even if they have one
+  type and numpy would broadcast them. It makes a tile of every number.
+
+`install()` changes the interpreter of this process permanently. Only tests use it.
 """
 
 import builtins
@@ -31,8 +31,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, ReduceOps, TensorHandle
 
 
-def replacing_once(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A device function's call: the kernel's launch has seen to `tl`, a first call sees to `tl.core` for good."""
+def patch_once(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a device function's call: `tl` is patched by the kernel's launch, and `tl.core` once by the first call."""
     done, modules = {id(tl)}, set()
 
     @functools.wraps(call)
@@ -49,8 +49,8 @@ def replacing_once(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """A tile type's constructor: two of one element type and shape are made of the same parts."""
+def cached_type(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a tile type's constructor: cache the attributes by element type and shape."""
     known: dict[Any, dict[str, Any]] = {}
 
     @functools.wraps(init)
@@ -66,13 +66,13 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def tensor_init(self: tensor, handle: Any, type: tl.dtype) -> None:
-    """A tile's constructor, with the parts of its shape from those of its type."""
+    """Constructor of a tile that takes the shape from its type."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.parts if type.is_block() else NO_SHAPE
 
 
 def shape_of(sizes: tuple[int, ...]) -> tuple[Any, constexpr]:
-    """A shape as tiles have it, and the number of their elements."""
+    """A shape in the form that tiles store, and its number of elements."""
     return tl.core.tuple([constexpr(size) for size in sizes]), constexpr(math.prod(sizes))
 
 
@@ -80,8 +80,8 @@ NO_SHAPE = shape_of(())
 
 
 @functools.cache
-def adds(combine: Callable[..., Any]) -> bool:
-    """Whether a function adds the halves of what it is given, one by one; if it does, it does so with letters."""
+def is_addition(combine: Callable[..., Any]) -> bool:
+    """Whether a combine function adds its two halves elementwise, found by calling it with letters."""
     letters = string.ascii_letters[: len(inspect.signature(combine).parameters)]
     middle = len(letters) // 2
     try:
@@ -90,25 +90,25 @@ def adds(combine: Callable[..., Any]) -> bool:
         return False
 
 
-def summing(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction of several tiles; where it adds, each is summed as a single one is."""
+def sum_tiles(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reduction of several tiles: if it adds, sum each tile like a single one."""
 
     @functools.wraps(apply)
     def applied(self: ReduceOps, tiles: Any) -> Any:
-        if isinstance(self.combine_fn, InterpretedFunction) and adds(self.combine_fn.fn):
+        if isinstance(self.combine_fn, InterpretedFunction) and is_addition(self.combine_fn.fn):
             return builtins.tuple([self.sum(tile) for tile in tiles])
         return apply(self, tiles)
 
     return applied
 
 
-def of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Two operands brought to one type and shape; those of one type already have it."""
+def skip_promotion(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap type checks of two operands: operands of one type only need broadcasting."""
 
     @functools.wraps(check)
     def checked(self: TritonSemantic, x: Any, y: Any, *options: Any, **named: Any) -> Any:
         plain = isinstance(x, tensor) and isinstance(y, tensor) and x.dtype is y.dtype and type(x.dtype) is tl.dtype
-        # A division has other types, and says last that it is one.
+        # A division has other promotion rules; its last argument marks it.
         if plain and len(options) < 3 and not named:
             return self.broadcast_impl_value(x, y)
         return check(self, x, y, *options, **named)
@@ -116,8 +116,10 @@ def of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def where_heard(check: Callable[..., None]) -> Callable[..., None]:
-    """The check of sums and products of integers, which says what it found in debugging alone."""
+def only_when_debugging(check: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the overflow check of integer sums and products: run it only when debugging, since it reports nothing
+    otherwise.
+    """
 
     @functools.wraps(check)
     def checked(self: TritonSemantic, *operands: Any) -> None:
@@ -127,8 +129,8 @@ def where_heard(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Two operands brought to one shape; what is no pair of tiles of one rank that fit is left to Triton."""
+def broadcast_equal_rank(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap broadcasting of two operands: handle tiles of one rank that fit here, and leave the rest to Triton."""
 
     @functools.wraps(broadcast)
     def brought(self: TritonSemantic, x: tensor, y: tensor) -> Any:
@@ -153,8 +155,8 @@ def alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return brought
 
 
-def itself(equal: Callable[..., bool]) -> Callable[..., bool]:
-    """Equality of types."""
+def identity_first(equal: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap equality of types with an identity check."""
 
     @functools.wraps(equal)
     def same(self: tl.dtype, other: Any) -> bool:
@@ -163,8 +165,8 @@ def itself(equal: Callable[..., bool]) -> Callable[..., bool]:
     return same
 
 
-def by_name(look_up: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
-    """Numpy's type of a number, of a tile's numbers, or of a pointer."""
+def cached_by_name(look_up: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
+    """Wrap the lookup of numpy's type for a scalar, tile or pointer type with a cache."""
     known: dict[str, np.dtype] = {}
 
     @functools.wraps(look_up)
@@ -177,37 +179,37 @@ def by_name(look_up: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.
     return found
 
 
-NUMPY_HAS = {"fp32": np.float32, "fp16": np.float16, "int32": np.int32, "int64": np.int64}
-"""Types of elements, by their name, that numpy computes in as they are."""
+NUMPY_TYPES = {"fp32": np.float32, "fp16": np.float16, "int32": np.int32, "int64": np.int64}
+"""Element types that numpy computes in natively, by name."""
 
-WIDER = {frozenset(("int32", "int64")): tl.int64, frozenset(("fp16", "fp32")): tl.float32}
-"""Two of them that numpy brings to the same one as Triton does."""
-
-
-KINDS: dict[tuple[str, tuple[int, ...], tuple[int, ...]], block_type | None] = {}
+PROMOTED = {frozenset(("int32", "int64")): tl.int64, frozenset(("fp16", "fp32")): tl.float32}
+"""Pairs of types that numpy promotes as Triton does."""
 
 
-def fitting(scalar: tl.dtype, one: tuple[int, ...], other: tuple[int, ...]) -> block_type | None:
-    """The type of the tile that two of these shapes give; None where Triton has to say."""
+TILE_TYPES: dict[tuple[str, tuple[int, ...], tuple[int, ...]], block_type | None] = {}
+
+
+def tile_type(scalar: tl.dtype, one: tuple[int, ...], other: tuple[int, ...]) -> block_type | None:
+    """The tile type of two broadcast shapes; None if the operation is left to Triton."""
     key = (scalar.name, one, other)
-    if key not in KINDS:
+    if key not in TILE_TYPES:
         fits = len(one) == len(other) and all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True))
-        KINDS[key] = block_type(scalar, list(map(max, one, other))) if fits else None
-    return KINDS[key]
+        TILE_TYPES[key] = block_type(scalar, list(map(max, one, other))) if fits else None
+    return TILE_TYPES[key]
 
 
-def joint(scalar: tl.dtype, one: tl.dtype, other: tl.dtype) -> tl.dtype | None:
-    """The type that two operands' shapes give, with these elements."""
+def broadcast_type(scalar: tl.dtype, one: tl.dtype, other: tl.dtype) -> tl.dtype | None:
+    """The type of two operands' broadcast shape with the element type `scalar`."""
     if not one.is_block() and not other.is_block():
         return scalar
     shapes = [kind.shape.values for kind in (one, other) if kind.is_block()]
-    return fitting(scalar, builtins.tuple(shapes[0]), builtins.tuple(shapes[-1]))
+    return tile_type(scalar, builtins.tuple(shapes[0]), builtins.tuple(shapes[-1]))
 
 
-def number(x: Any, kind: type) -> Any:
-    """A number as an element of a tile that it is added to or compared with; None where Triton has to say.
+def element_of(x: Any, kind: type) -> Any:
+    """A Python number as an element of a tile that it is added to or compared with; None if it is left to Triton.
 
-    A comparison gives the number a type of its own first, of 32 bits, and brings both to the wider one.
+    Triton's comparison gives the number a type of 32 bits first, and promotes both operands to the wider type.
     """
     if type(x) is int:
         fits = -(2**31) <= x < 2**31
@@ -215,67 +217,73 @@ def number(x: Any, kind: type) -> Any:
         fits = kind is np.float32 and (x == 0 or 2**-126 <= abs(x) < 2**127)
     else:
         fits = False
-    return kind(x or 0) if fits else None  # a zero has no sign there
+    return kind(x or 0) if fits else None  # Triton's constant zero has no sign
 
 
-def brought_by_numpy(x: tensor, y: Any) -> tuple[Any, tl.dtype, tl.dtype] | None:
-    """What numpy is given for y, type of the elements and type of the tile that come of it and x; None as above."""
+def numpy_operands(x: tensor, y: Any) -> tuple[Any, tl.dtype, tl.dtype] | None:
+    """numpy's operand for y, and element and tile type of an operation with x; None: left to Triton."""
     name = x.dtype.name
-    if name not in NUMPY_HAS:
+    if name not in NUMPY_TYPES:
         return None
     if type(y) is constexpr:
         y = y.value
     if type(y) is tensor:
-        scalar = x.dtype if y.dtype.name == name else WIDER.get(frozenset((name, y.dtype.name)))
-        kind = scalar and joint(scalar, x.type, y.type)
+        scalar = x.dtype if y.dtype.name == name else PROMOTED.get(frozenset((name, y.dtype.name)))
+        kind = scalar and broadcast_type(scalar, x.type, y.type)
         return kind and (y.handle.data, scalar, kind)
-    element = number(y, NUMPY_HAS[name])
+    element = element_of(y, NUMPY_TYPES[name])
     return None if element is None else (element, x.dtype, x.type)
 
 
-def at_once(compute: Callable[..., Any], turned: bool = False, compares: bool = False) -> Callable[..., Any]:
-    """Makes an operator of tiles, given Triton's own, by a function of numpy; `turned` if the tile comes second."""
+def elementwise(compute: Callable[..., Any], reflected: bool = False, compares: bool = False) -> Callable[..., Any]:
+    """A decorator for Triton's operator of tiles that computes with one numpy function.
 
-    def beside(told: Callable[..., Any]) -> Callable[..., Any]:
+    Args:
+        compute: The numpy function.
+        reflected: Whether the tile is the second operand.
+        compares: Whether the result is boolean.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def computed(x: tensor, y: Any) -> Any:
-            given = brought_by_numpy(x, y)
+            given = numpy_operands(x, y)
             if given is None:
-                return told(x, y)
+                return original(x, y)
             other, scalar, kind = given
-            found = compute(other, x.handle.data) if turned else compute(x.handle.data, other)
-            return tensor(TensorHandle(found, scalar), joint(tl.int1, kind, kind) if compares else kind)
+            found = compute(other, x.handle.data) if reflected else compute(x.handle.data, other)
+            return tensor(TensorHandle(found, scalar), broadcast_type(tl.int1, kind, kind) if compares else kind)
 
         return computed
 
-    return beside
+    return wrap
 
 
-def or_addressed(told: Callable[..., Any]) -> Callable[..., Any]:
-    """A sum, of which the first may be a pointer."""
-    added = at_once(np.add)(told)
+def pointer_addition(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a sum whose first operand may be a pointer."""
+    added = elementwise(np.add)(original)
 
     def computed(x: tensor, y: Any) -> Any:
         if not x.dtype.is_ptr() or type(y) is not tensor or y.dtype.name not in ("int32", "int64"):
             return added(x, y)
-        kind = joint(x.dtype, x.type, y.type)
+        kind = broadcast_type(x.dtype, x.type, y.type)
         if kind is None:
-            return told(x, y)
+            return original(x, y)
         return tensor(interpreter.interpreter_builder.create_addptr(x.handle, y.handle), kind)
 
     return computed
 
 
-def chosen(told: Callable[..., Any]) -> Callable[..., Any]:
-    """`where`: elements of x or of y."""
+def select(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `where`."""
 
     def computed(condition: Any, x: Any, y: Any, **options: Any) -> Any:
         if type(condition) is tensor and condition.dtype.name == "int1" and type(x) is tensor:
-            given = brought_by_numpy(x, y)
-            kind = given and joint(given[1], condition.type, given[2])
+            given = numpy_operands(x, y)
+            kind = given and broadcast_type(given[1], condition.type, given[2])
             if kind and (kind.is_block() is given[2].is_block()):
                 found = np.where(condition.handle.data, x.handle.data, given[0])
                 return tensor(TensorHandle(found, given[1]), kind)
-        return told(condition, x, y, **options)
+        return original(condition, x, y, **options)
 
     return computed
 
@@ -283,58 +291,60 @@ def chosen(told: Callable[..., Any]) -> Callable[..., Any]:
 ALL = slice(None)
 
 
-def stretched(told: Callable[..., Any]) -> Callable[..., Any]:
-    """`x[:, None]` and its like."""
+def expanded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap indexing that inserts dimensions, such as `x[:, None]`."""
 
     def viewed(x: tensor, at: Any) -> Any:
         if x.type.is_block() and type(at) is builtins.tuple and all(i is None or i == ALL for i in at):
             view = x.handle.data[at]
-            return tensor(TensorHandle(view, x.handle.dtype.scalar), fitting(x.dtype, view.shape, view.shape))
-        return told(x, at)
+            return tensor(TensorHandle(view, x.handle.dtype.scalar), tile_type(x.dtype, view.shape, view.shape))
+        return original(x, at)
 
     return viewed
 
 
 OPERATORS = {
-    "__add__": or_addressed,
-    "__radd__": at_once(np.add, turned=True),
-    "__sub__": at_once(np.subtract),
-    "__rsub__": at_once(np.subtract, turned=True),
-    "__mul__": at_once(np.multiply),
-    "__rmul__": at_once(np.multiply, turned=True),
-    "__lt__": at_once(np.less, compares=True),
-    "__le__": at_once(np.less_equal, compares=True),
-    "__gt__": at_once(np.greater, compares=True),
-    "__ge__": at_once(np.greater_equal, compares=True),
-    "__eq__": at_once(np.equal, compares=True),
-    "__ne__": at_once(np.not_equal, compares=True),
-    "__getitem__": stretched,
+    "__add__": pointer_addition,
+    "__radd__": elementwise(np.add, reflected=True),
+    "__sub__": elementwise(np.subtract),
+    "__rsub__": elementwise(np.subtract, reflected=True),
+    "__mul__": elementwise(np.multiply),
+    "__rmul__": elementwise(np.multiply, reflected=True),
+    "__lt__": elementwise(np.less, compares=True),
+    "__le__": elementwise(np.less_equal, compares=True),
+    "__gt__": elementwise(np.greater, compares=True),
+    "__ge__": elementwise(np.greater_equal, compares=True),
+    "__eq__": elementwise(np.equal, compares=True),
+    "__ne__": elementwise(np.not_equal, compares=True),
+    "__getitem__": expanded,
 }
-"""Methods of a tile, by their names."""
+"""Wrappers of a tile's methods, by method name."""
 
 
 def patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
-    """A function of the language, which is told each time of whom it is asked."""
+    """Bind a function of the language to a semantic once; the original looks it up at each call."""
     semantic = TritonSemantic(builder)
 
-    def told(*arguments: Any, **options: Any) -> Any:
+    def original(*arguments: Any, **options: Any) -> Any:
         options["_semantic"] = semantic
         return member(*arguments, **options)
 
-    quicker = OPERATORS.get(name) if obj is tensor else chosen if name == "where" else None
-    scope.set_attr(obj, name, quicker(told) if quicker else told)
+    shortcut = OPERATORS.get(name) if obj is tensor else select if name == "where" else None
+    scope.set_attr(obj, name, shortcut(original) if shortcut else original)
 
 
-def take() -> None:
-    """Make this process's interpreter faster; a second call changes nothing."""
+def install() -> None:
+    """Make this process's interpreter faster. A second call has no effect."""
     if tensor.__init__ is not tensor_init:
-        TritonSemantic.binary_op_sanitize_overflow_impl = where_heard(TritonSemantic.binary_op_sanitize_overflow_impl)
-        TritonSemantic.binary_op_type_checking_impl = of_one_type(TritonSemantic.binary_op_type_checking_impl)
-        TritonSemantic.broadcast_impl_value = alike(TritonSemantic.broadcast_impl_value)
-        tl.dtype.__eq__ = itself(tl.dtype.__eq__)
+        TritonSemantic.binary_op_sanitize_overflow_impl = only_when_debugging(
+            TritonSemantic.binary_op_sanitize_overflow_impl
+        )
+        TritonSemantic.binary_op_type_checking_impl = skip_promotion(TritonSemantic.binary_op_type_checking_impl)
+        TritonSemantic.broadcast_impl_value = broadcast_equal_rank(TritonSemantic.broadcast_impl_value)
+        tl.dtype.__eq__ = identity_first(tl.dtype.__eq__)
         interpreter._patch_attr = patch_attr
-        interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
-        InterpretedFunction.__call__ = replacing_once(InterpretedFunction.__call__)
-        block_type.__init__ = remembering(block_type.__init__)
+        interpreter._get_np_dtype = cached_by_name(interpreter._get_np_dtype)
+        InterpretedFunction.__call__ = patch_once(InterpretedFunction.__call__)
+        block_type.__init__ = cached_type(block_type.__init__)
         tensor.__init__ = tensor_init
-        ReduceOps.apply_impl = summing(ReduceOps.apply_impl)
+        ReduceOps.apply_impl = sum_tiles(ReduceOps.apply_impl)

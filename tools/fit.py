@@ -1,11 +1,11 @@
-"""Rows for GPUs out of reach, by what the compiler says of their kernels.
+"""Launch configurations for GPUs that cannot be measured, chosen by the compiler's report on each kernel.
 
     python -m tools.fit                every architecture but the measured one
     python -m tools.fit sm_80 sm_89    some of them
 
-For each launch of tests/compile/aot.py that asks for too much shared memory, or spills more than SPARE bytes,
-runtime/configs/<architecture>.json gets the candidate near its row that fits and spills least, as a row for launches of
-its dtype, tiles and gate. The file it starts from is its own, or a copy of the measured card's.
+A launch of tests/compile/aot.py is refitted if it needs too much shared memory or spills more than SPARE bytes. Then
+runtime/configs/<architecture>.json gets a row for launches of its dtype, tiles and gate: the candidate near its row
+that fits and spills least. The starting table is the architecture's own, or a copy of the measured card's.
 """
 
 import itertools
@@ -27,14 +27,14 @@ CONFIGS = aot.HERE.parents[1] / "src" / "wyfold" / "runtime" / "configs"
 
 @dataclass(frozen=True)
 class Lookup:
-    """A launch as it asked for its configuration."""
+    """A launch and the key of its configuration lookup."""
 
     kernel: str
     key: str
 
 
 class Cost(NamedTuple):
-    """What a launch takes, in the order it matters: whether it asks for too much shared memory; bytes spilled."""
+    """Resource cost of a launch, most important first: whether shared memory exceeds the limit, and bytes spilled."""
 
     over: bool
     spilled: int
@@ -51,13 +51,13 @@ def table_text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def general(row: str) -> str:
-    """The words of a key that say what a kernel takes of a card: dtype, tiles, chunk and gate."""
+    """The words of a key that determine resource use: dtype, tiles, chunk and gate."""
     words = [kernel_configs._tile(word) for word in row.split()]
     return " ".join(word for word in words if word not in ("AF", "EF"))
 
 
 def candidates(config: Config) -> list[Config]:
-    """A configuration, and those with smaller tiles, other warps, fewer loads in flight, or a limit on registers."""
+    """A configuration and its variants: smaller tiles, other warp counts, fewer loads in flight, a register limit."""
 
     def sizes(name: str, size: int) -> tuple[int, ...]:
         return (size, size // 2) if name[0] == "B" and size > 16 else (size,)
@@ -70,7 +70,7 @@ def candidates(config: Config) -> list[Config]:
 
 
 class Card:
-    """One architecture and the table that is made for it."""
+    """One architecture and the configuration table that is made for it."""
 
     def __init__(self, architecture: str):
         self.architecture, self.table = architecture, kernel_configs.shipped(architecture)
@@ -81,7 +81,7 @@ class Card:
             cached.cache_clear()
 
     def costs(self, call: aot.Call, only: str = "") -> dict[Lookup, Cost]:
-        """Launch -> what it takes, of every kernel of a call, or of one alone; the worst of several."""
+        """Launch -> cost, for every kernel of a call or for one; the worst of several compilations."""
         lookups: list[Lookup] = []
         usual, found = kernel_configs.row, {}
 
@@ -100,7 +100,7 @@ class Card:
         return found
 
     def improve(self, call: aot.Call, lookup: Lookup) -> None:
-        """A row for launches like this one, if some candidate is better than the row it gets."""
+        """Add a row for launches like this one if a candidate is better than its current row."""
         name, kernel = general(lookup.key), lookup.kernel
         row = kernel_configs.row(self.architecture, kernel, lookup.key)
         tried = []

@@ -125,10 +125,10 @@ def test_a_file_without_prompts_is_refused(model, tmp_path, capsys, content, mes
     assert message in capsys.readouterr().err
 
 
-def test_the_backend_asked_for_is_what_the_operators_are_asked_for(model, tmp_path, capsys, taken_for_cuda):
+def test_the_backend_asked_for_is_what_the_operators_are_asked_for(model, tmp_path, capsys, planned_as_cuda):
     words = ["generate", str(tmp_path / "model"), "--prompt", "x", "--max-bytes", "2"]
     assert main([*words, "--backend", "eager"]) == 0
-    assert {backend for _, backend in taken_for_cuda} == {"eager"}
+    assert {backend for _, backend in planned_as_cuda} == {"eager"}
     capsys.readouterr()
     assert main(words) == 1
     assert "wyfold generate: causal_conv1d: no backend serves tensors on cuda" in capsys.readouterr().err

@@ -355,21 +355,21 @@ def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_
     assert abs(together.item() - sum(alone).item() / batch.ids.numel()) < 1e-12
 
 
-def test_the_backend_asked_for_is_what_the_operators_are_asked_for(data, tmp_path, capsys, taken_for_cuda):
+def test_the_backend_asked_for_is_what_the_operators_are_asked_for(data, tmp_path, capsys, planned_as_cuda):
     assert train(data, tmp_path / "run", "--steps", 2, "--backend", "eager", "--packed") == 0
-    assert len(taken_for_cuda) > 0 and {backend for _, backend in taken_for_cuda} == {"eager"}
+    assert len(planned_as_cuda) > 0 and {backend for _, backend in planned_as_cuda} == {"eager"}
     assert train(data, tmp_path / "unasked", "--steps", 2) == 1
     assert 'ask for it with backend="eager"' in capsys.readouterr().err
 
 
-def test_a_run_may_go_on_with_another_backend(data, tmp_path, monkeypatch, taken_for_cuda):
+def test_a_run_may_go_on_with_another_backend(data, tmp_path, monkeypatch, planned_as_cuda):
     words = (data, tmp_path / "run", "--steps", 4)
     with monkeypatch.context() as context:
         stop_after(context, 2)
         assert train(*words, "--backend", "eager") == 130
-    before = len(taken_for_cuda)
+    before = len(planned_as_cuda)
     assert train(*words) == 1  # resumed, and refused by the first operator
-    assert taken_for_cuda[before:] == [("causal_conv1d", None)]
+    assert planned_as_cuda[before:] == [("causal_conv1d", None)]
     assert train(*words, "--backend", "eager") == 0
 
 

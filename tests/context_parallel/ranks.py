@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.conftest import BOUNDS_WARNING, NUMPYS_WARNINGS, YOUNG, interpreting, mend_interpreter
+from tests.conftest import BOUNDS_WARNING, GC_THRESHOLD, NUMPY_WARNING_MODULES, interpreting, repair_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 40
@@ -74,15 +74,15 @@ def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying
 def main(folder: Path, module: str, table: str, worlds: Sequence[int]) -> None:
     warnings.simplefilter("error")
     if interpreting():
-        mend_interpreter()
-        for by in NUMPYS_WARNINGS:
+        repair_interpreter()
+        for by in NUMPY_WARNING_MODULES:
             warnings.filterwarnings("ignore", category=RuntimeWarning, module=by)
         warnings.filterwarnings("ignore", BOUNDS_WARNING, DeprecationWarning)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as in every test: uninitialized memory is NaN
     cases: dict[str, Case] = getattr(importlib.import_module(module), table)
     given = {name: case.prepare() for name, case in cases.items()}
-    gc.set_threshold(YOUNG)
+    gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # the collector of a rank must not visit shared objects, which would copy their pages
     for world in worlds:
         children = [pid for rank in range(world) if (pid := _forked(rank, world, folder, cases, given))]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from tests.upper_tiles import in_quarters, whole
+from tests.upper_tiles import from_quarters, to_quarters
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -77,7 +77,7 @@ class Call:
                 filled(x[row, rows, head // shared]) if tiles is None else tiles[tile].float()
                 for x, tiles in ((self.k, p.k), (self.q, p.q))
             )
-            squares = [None if x is None else whole(x[tile]).float() for x in (p.F, p.W, p.FB)]
+            squares = [None if x is None else from_quarters(x[tile]).float() for x in (p.F, p.W, p.FB)]
             E = None if p.E is None else p.E[tile].float()
             v, do = filled(self.v[row, rows, head]).T, filled(self.do[row, rows, head]).T
             found.append(Chunk(tile, rows, q, k, v, do, *p.rows[tile], p.total[tile], E, *squares))
@@ -151,7 +151,7 @@ def draw(
         rows[:, :3] = 1.0
 
     def square() -> Tensor:
-        return in_quarters((torch.eye(C) + 0.1 * r(n, C, C).tril(-1).mT).bfloat16())
+        return to_quarters((torch.eye(C) + 0.1 * r(n, C, C).tril(-1).mT).bfloat16())
 
     def tile() -> Tensor:
         return normalize(r(n, C, K), dim=-1).bfloat16()

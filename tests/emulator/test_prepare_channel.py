@@ -9,7 +9,7 @@ from tests.emulator.cases import cases
 from tests.emulator.compare import require_as_rounded
 from tests.emulator.delta import C, filled, options
 from tests.emulator.machine import Machine
-from tests.upper_tiles import whole
+from tests.upper_tiles import from_quarters
 from torch import Tensor
 
 from wyfold.kernels.prepare.gluon import channel
@@ -94,7 +94,7 @@ def judge(machine: Machine, call: Call) -> None:
     o = call.o.clone()
     with machine.installed(channel, Config(4, 1, {})):
         found = channel.prepare(*call.tokens, call.grid, call.options, o, folded=True, backward=True)
-    got = found.total, found.q, found.k, found.E, whole(found.F), whole(found.W)
+    got = found.total, found.q, found.k, found.E, from_quarters(found.F), from_quarters(found.W)
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
     pairs = zip(("total", "q", "k", "E", "F", "W"), got, call.want, strict=True)
     require_as_rounded(machine, **{name: (x[: len(want)], want) for name, x, want in pairs})

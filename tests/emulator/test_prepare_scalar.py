@@ -7,7 +7,7 @@ from tests.emulator.cases import cases
 from tests.emulator.compare import require_as_rounded
 from tests.emulator.delta import C, filled, options
 from tests.emulator.machine import Machine
-from tests.upper_tiles import whole
+from tests.upper_tiles import from_quarters
 from torch import Tensor
 
 from wyfold.kernels.prepare.gluon import scalar
@@ -88,7 +88,7 @@ def judge(
             for there, back in ((True, True), (True, False), (False, True))
         )
     n = len(want[0])
-    got = both.total.flatten()[:n, None], *(whole(x[:n]) for x in (both.F, both.W, both.FB))
+    got = both.total.flatten()[:n, None], *(from_quarters(x[:n]) for x in (both.F, both.W, both.FB))
     require_as_rounded(machine, **dict(zip(("total", "F", "W", "FB"), zip(got, want, strict=True), strict=True)))
     alone = (both.FB, forward.FB), (both.rows, forward.rows), (both.W, forward.W)
     alone += (both.F, backward.F), (both.back, backward.rows), (both.W, backward.W)

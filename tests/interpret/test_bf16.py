@@ -1,4 +1,4 @@
-"""bfloat16 in the interpreter is what PyTorch computes, bit for bit where both round once."""
+"""bfloat16 in the repaired interpreter equals PyTorch's, bit for bit where both round once."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_elementwise(op: str, interpreter):
 
 
 def test_rounding_is_to_the_nearest_even(interpreter):
-    """Ties between neighbours, a carry into the exponent, the largest number, infinities, zeros of both signs."""
+    """Ties between neighbours, a carry into the exponent, the largest number, infinities and signed zeros."""
     ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 2 - 2.0**-9, 3.4e38, torch.inf, -torch.inf, 0.0, -0.0])
     x, one = ties.repeat(SIZE // 8), torch.ones(SIZE)
     out = torch.empty(SIZE, dtype=BF16)
@@ -85,7 +85,7 @@ def test_rounding_is_to_the_nearest_even(interpreter):
     assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
 
 
-def test_not_a_number_stays_one(interpreter):
+def test_nan_stays_nan(interpreter):
     x = torch.full((SIZE,), torch.nan, dtype=BF16)
     out = torch.zeros(SIZE, dtype=BF16)
     elementwise[(1,)](x, x, out, OP="add", SIZE=SIZE)
@@ -93,7 +93,7 @@ def test_not_a_number_stays_one(interpreter):
 
 
 def test_a_fused_multiply_add_is_rounded_once(interpreter):
-    """Less the product rounded once, it is what that rounding lost."""
+    """x y + z with z = -round(x y) is the rounding error of the product."""
     x, y, out = torch.randn(SIZE), torch.randn(SIZE), torch.empty(SIZE)
     fused[(1,)](x, y, out, SIZE=SIZE)
     assert torch.equal(out.double(), x.double() * y.double() - (x * y).double())

@@ -1,4 +1,4 @@
-"""Guarded tensors: what a kernel reads beside one is no number, and what it writes there is seen."""
+"""Guarded tensors: a kernel that reads outside one gets NaN, and a write outside one is detected."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def shifted(p_x, p_out, by, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_read_outside_meets_no_number(dtype: torch.dtype, guarded: Callable, device: torch.device):
+def test_a_read_outside_gives_nan(dtype: torch.dtype, guarded: Callable, device: torch.device):
     x = torch.randn(SIZE, dtype=dtype).to(device)
     for by in (-SIZE, 0, SIZE):
         out = torch.empty(SIZE, dtype=dtype, device=device)
@@ -26,7 +26,7 @@ def test_a_read_outside_meets_no_number(dtype: torch.dtype, guarded: Callable, d
         assert torch.equal(out, x) if by == 0 else out.isnan().all()
 
 
-def test_a_write_outside_is_seen(guarded: Callable, device: torch.device):
+def test_a_write_outside_is_detected(guarded: Callable, device: torch.device):
     x = torch.ones(SIZE, device=device)
     for by in (-1, 0, 1):
         guards = type(guarded.__self__)()

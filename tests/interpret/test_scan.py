@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.upper_tiles import whole
+from tests.upper_tiles import from_quarters
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -147,7 +147,7 @@ def test_directions_read_beta_where_they_want_it(rule, draw):
     for name, alone, wanted in (("F", back.F, both.F), ("rows", back.rows, both.back), ("W", back.W, both.W)):
         assert torch.equal(alone, wanted), name
     beta = back.rows[:, 3]
-    FB, F = whole(forth.FB), whole(back.F)
+    FB, F = from_quarters(forth.FB), from_quarters(back.F)
     assert torch.equal(FB, F * beta[:, :, None]) and torch.equal(forth.rows[:, 2], beta * back.rows[:, 2])
     none = beta == 0
     assert none.any() and not FB[none].any() and F[none].any() and not forth.rows[:, 2][none].any()

@@ -1,4 +1,4 @@
-"""What the interpreter's shortcuts leave to Triton, and that they give what it gives."""
+"""Operands that the interpreter's shortcuts leave to Triton, and equality of all results with Triton's."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def tiles(p_out, ROWS: tl.constexpr):
     tl.store(p_out, tl.sum(tl.sum(tl.zeros((4, 2), tl.float32) + tl.zeros((ROWS, 1), tl.float32), 0), 0))
 
 
-def test_tiles_that_do_not_fit_are_told(device, interpreter):
+def test_tiles_that_do_not_fit_are_refused(device, interpreter):
     out = torch.ones(1, device=device)
     tiles[(1,)](out, ROWS=4)
     assert out.item() == 0
@@ -22,7 +22,7 @@ def test_tiles_that_do_not_fit_are_told(device, interpreter):
 
 @triton.jit
 def operators(p_out, p_in, a, half, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Tiles, columns, numbers and pointers; of one type, of two, and of types that Triton brings together itself."""
+    """Tiles, columns, numbers and pointers, of one type, of two, and of types that Triton itself promotes."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, 8)
     x = tl.load(p_in + rows[:, None] * 8 + columns[None, :])
     y = tl.load(p_in + rows.to(tl.int64) * 8)[:, None]
@@ -59,7 +59,7 @@ def operators(p_out, p_in, a, half, ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @pytest.mark.parametrize("half", [tl.float16, tl.bfloat16], ids=str)
-def test_they_give_what_triton_gives(half, device, interpreter, monkeypatch):
+def test_shortcuts_give_the_results_of_triton(half, device, interpreter, monkeypatch):
     from tests import triton_shortcuts
 
     x = torch.randn(16, 8, device=device)
@@ -68,15 +68,15 @@ def test_they_give_what_triton_gives(half, device, interpreter, monkeypatch):
     out, expected = torch.full((2, 13, 16, 8), torch.nan, device=device)
     operators[(1,)](out, x, 3, half, 16, 5)
     monkeypatch.setattr(triton_shortcuts, "OPERATORS", {})
-    monkeypatch.setattr(triton_shortcuts, "chosen", None)
+    monkeypatch.setattr(triton_shortcuts, "select", None)
     operators[(1,)](expected, x, 3, half, 16, 5)
     assert expected.isfinite().all() and torch.equal(out.view(torch.int32), expected.view(torch.int32))
 
 
-def test_what_adds_is_known_by_what_it_does():
+def test_additions_are_recognised():
     from tests import triton_shortcuts
 
-    assert triton_shortcuts.adds(lambda a, b, x, y: (a + x, b + y))
-    assert not triton_shortcuts.adds(lambda a, b, x, y: (a + x, y + b))
-    assert not triton_shortcuts.adds(lambda a, b, x, y: (a + b, x + y))
-    assert not triton_shortcuts.adds(lambda a, x: (a - x,))
+    assert triton_shortcuts.is_addition(lambda a, b, x, y: (a + x, b + y))
+    assert not triton_shortcuts.is_addition(lambda a, b, x, y: (a + x, y + b))
+    assert not triton_shortcuts.is_addition(lambda a, b, x, y: (a + b, x + y))
+    assert not triton_shortcuts.is_addition(lambda a, x: (a - x,))

@@ -20,31 +20,31 @@ MIXERS = {
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_every_operator_of_a_mixer_is_asked(kind, taken_for_cuda):
+def test_every_operator_of_a_mixer_is_asked(kind, planned_as_cuda):
     x = torch.randn(1, 40, 24, requires_grad=True)
     layer, cache = kind(**SIZES, backend="eager"), layers.LayerCache()
     layer(x).sum().backward()
     layer(x, layout=SequenceLayout.from_lengths([7, 33]))
     for piece in x.split([33, 1, 6], dim=1):
         layer(piece, cache=cache)
-    assert {operator for operator, _ in taken_for_cuda} == {"causal_conv1d", *MIXERS[kind]}
-    assert {backend for _, backend in taken_for_cuda} == {"eager"}
+    assert {operator for operator, _ in planned_as_cuda} == {"causal_conv1d", *MIXERS[kind]}
+    assert {backend for _, backend in planned_as_cuda} == {"eager"}
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_unasked_a_mixer_is_refused_with_what_to_do(kind, taken_for_cuda):
+def test_unasked_a_mixer_is_refused_with_what_to_do(kind, planned_as_cuda):
     layer = kind(**SIZES)
     with pytest.raises(UnsupportedError, match="no backend serves tensors on cuda") as refused:
         layer(torch.randn(1, 40, 24))
     assert 'backend="eager", an argument of every operator and of the layer' in refused.value.reasons["eager"]
 
 
-def test_the_parts_take_one_too(taken_for_cuda):
+def test_the_parts_take_one_too(planned_as_cuda):
     x = torch.randn(1, 9, 8)
     layers.ShortConvolution(8, backend="eager")(x)
     layers.GatedRMSNorm(8, backend="eager")(x, x)
-    assert taken_for_cuda == [("causal_conv1d", "eager"), ("rms_norm_gated", "eager")]
+    assert planned_as_cuda == [("causal_conv1d", "eager"), ("rms_norm_gated", "eager")]
 
 
 @pytest.mark.parametrize("kind", [*MIXERS, layers.ShortConvolution, layers.GatedRMSNorm])

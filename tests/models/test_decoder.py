@@ -259,17 +259,17 @@ def test_mistakes_are_named(model, ids):
         Decoder(SMALL)
 
 
-def test_the_backend_is_the_instance_s_and_reaches_every_operator(config, ids, tmp_path, taken_for_cuda):
+def test_the_backend_is_the_instance_s_and_reaches_every_operator(config, ids, tmp_path, planned_as_cuda):
     model = Decoder(config, backend="eager")
     model(ids, ids)[1].backward()
     model.generate(ids, 3)
     assert "backend" not in model.config.to_json()
     model.save(tmp_path)
     Decoder.load(tmp_path, backend="eager")(ids)
-    rules = {operator for operator, _ in taken_for_cuda} - {"causal_conv1d", "rms_norm_gated"}
+    rules = {operator for operator, _ in planned_as_cuda} - {"causal_conv1d", "rms_norm_gated"}
     chunked = ("chunk_gated_delta_rule", "chunk_kda", "chunk_ttt_linear", "chunk_delta_rule")
     assert rules == {*chunked, *(rule.replace("chunk", "fused_recurrent") for rule in chunked)}
-    assert {backend for _, backend in taken_for_cuda} == {"eager"}
+    assert {backend for _, backend in planned_as_cuda} == {"eager"}
     for unasked in (Decoder(config), Decoder.load(tmp_path)):
         with pytest.raises(UnsupportedError, match="an argument of every operator and of the layer or decoder"):
             unasked(ids)

@@ -1,14 +1,16 @@
-"""Launches of calls of the delta family, alone on one card: digests of results, us of each launch, ms of a CUDA graph.
+"""Digests of results, microseconds of each launch and milliseconds of a CUDA graph for delta-rule calls on one idle
+card.
 
     PYTHONPATH=src:. python tools/experiments/launch_times.py --commit HASH --out DIR --budget 120 [--cases EXPRESSION]
         [--row KERNEL NAME JSON]... [--against FILE]
 
-bfloat16, K = V = 128; --norm takes the norm of q and k inside, --gate activates the gate and beta there, as layers do.
---row puts a row into a kernel's table, such as `--row
-fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`; a kernel that is chosen by having a row must have
-one in the file. --segments forces a count, --decay says how fast gates forget. --against names such a file of
-another run, whose digests are compared.
-`launch-times.json` is written after every case; nothing new is begun when the budget is spent. With --device cpu and
+Calls are in bfloat16 with K = V = 128. --norm normalises q and k inside, --gate activates the gate and beta inside, as
+layers do. --row puts a row into a kernel's configuration table, such as `--row fold.triton default '{"BV": 16, "BS":
+64, "warps": 8, "stages": 3}'`. A kernel that is selected by having a row needs one in the table file. --segments forces
+a segment count, --decay sets how fast gates decay. --against names the output of another run, whose digests are
+compared.
+
+`launch-times.json` is written after every case; no case starts after the budget is spent. With --device cpu and
 TRITON_INTERPRET=1 sizes are tiny, and nothing is timed.
 """
 
@@ -53,13 +55,13 @@ def drawn(rule, shape, device, decay, gate="given"):
     tokens = [x.bfloat16() for x in (q, k, v)]
     if gate == "given" or rule == "delta_rule":
         return [*tokens, *(() if rule == "delta_rule" else (g,)), beta]
-    # As a layer's projections leave them, and its two parameters.
+    # Raw gate values as a layer's projection gives them, and the layer's two gate parameters.
     A_log, dt_bias = torch.zeros(H, device=device), torch.full((H, *channels), -3.0, device=device)
     return [*tokens, g.mul_(-1 / decay).bfloat16(), beta.logit(1e-3).bfloat16(), A_log, dt_bias]
 
 
 def call(rule, given, fed, norm=False, gate="given"):
-    """Results, and every gradient where one is fed."""
+    """Results, and every gradient if incoming gradients are given."""
     names = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda": "chunk_kda"}
     inside = {}
     if gate != "given" and rule != "delta_rule":
@@ -146,7 +148,7 @@ def main():
     if args.device != "cuda":
         from tests import triton_bf16
 
-        triton_bf16.repair()  # of the interpreter
+        triton_bf16.repair()  # correct bfloat16 in the interpreter
     chosen = [case for case in CASES if re.search(args.cases, case)]
     if not chosen:
         parser.error(f"--cases {args.cases!r}: none of {', '.join(CASES)}")

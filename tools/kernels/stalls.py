@@ -1,10 +1,10 @@
-"""Where a kernel's warps wait, from a profile that ncu wrote: `python tools/kernels/stalls.py SOURCE.csv`.
+"""Warp stalls of a kernel, from an ncu profile: `python tools/kernels/stalls.py SOURCE.csv`.
 
     ncu --section SourceCounters --section WarpStateStats -k regex:wyfold_prepare -c 1 -o profile python CALL.py
     ncu -i profile.ncu-rep --page source --csv > SOURCE.csv
 
-Of every kernel in the file: samples by reason, by kind of instruction with how often a warp runs one, and by stretch of
-the code, whose most frequent instructions tell what it is.
+Prints for every kernel in the file: samples by stall reason; samples by kind of instruction, with the executions per
+warp; and samples by stretch of code, which its most frequent instructions identify.
 """
 
 import csv
@@ -24,7 +24,7 @@ def main(path: str) -> None:
                 show(name, head, rows)
                 name, rows = line[1], []
             elif line[:1] == ["Address"]:
-                head = line  # each kernel has its own: columns differ
+                head = line  # columns differ between kernels
             elif line:
                 rows.append(line)
     show(name, head, rows)
