@@ -1,9 +1,9 @@
 """Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear.
 
-Public names and the packages `cp`, `integrations`, `layers`, `models` and `serving` are imported when they are first
-used (PEP 562): `import wyfold` alone imports no torch, so that the command line answers help and refusals at once.
-Where torch is imported already, the operators are imported with the package, and `torch.ops.wyfold` is complete: an
-exported program is loaded after `import torch, wyfold`.
+Public names and the packages `cp`, `integrations`, `layers`, `models` and `serving` are imported on first use (PEP
+562). `import wyfold` alone does not import torch, so that the command line prints help and errors without delay. If
+torch is already imported, the operators are imported too and `torch.ops.wyfold` is complete: exported programs load
+after `import torch, wyfold`.
 """
 
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ __all__ = [
     "solve_tril",
 ]
 
-if TYPE_CHECKING:  # what type checkers, editors and the documentation read; `_SOURCES` says the same at run time
+if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES` is the run-time equivalent
     from wyfold import cp, integrations, layers, models, serving
     from wyfold.ops.conv import causal_conv1d
     from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation read; `_S
     from wyfold.runtime.check import checked
     from wyfold.runtime.layout import SequenceLayout
     from wyfold.runtime.unsupported import UnsupportedError
-else:  # hidden from type checkers, for which a module with `__getattr__` has every name
+else:  # hidden from type checkers, to which a module with `__getattr__` appears to have every name
     import importlib
     import sys
 
@@ -107,7 +107,7 @@ else:  # hidden from type checkers, for which a module with `__getattr__` has ev
         if name not in _SOURCES:
             raise AttributeError(f"module 'wyfold' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         value = getattr(importlib.import_module(_SOURCES[name]), name)
-        globals()[name] = value  # found directly from now on
+        globals()[name] = value  # later lookups skip this function
         return value
 
     def __dir__():

@@ -1,6 +1,7 @@
-"""Wyfold under other people's names: `transformers` (patches of its models), `fla` (its operators' names and keywords).
+"""Integrations with other libraries.
 
-Nothing here is imported by the rest of the library, and importing one of these modules imports no other package.
+`transformers` patches its models, `fla` offers its names and keywords, `dtensor` adds tensor parallelism, and `flops`
+registers FLOP formulas. The rest of the library imports none of these, and importing one imports no other package.
 """
 
 import importlib
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """Import the module of that name when it is first used, so that `import wyfold` makes all of them reachable."""
+        """Import a submodule on first use, so that `import wyfold` suffices to reach it."""
         if name not in __all__:
             raise AttributeError(f"module 'wyfold.integrations' has no attribute {name!r}", name=name)
         return importlib.import_module(f"wyfold.integrations.{name}")

@@ -1,21 +1,21 @@
-"""Tensor parallelism for a `Decoder`: heads and inner channels divided over the ranks of a mesh, by DTensor.
+"""Tensor parallelism for a `Decoder` by DTensor: heads and inner channels are sharded over the ranks of a mesh.
 
     mesh = init_device_mesh("cuda", (tp,), mesh_dim_names=("tp",))
     wyfold.integrations.dtensor.parallelize(model, mesh)
 
-A head's recurrence never looks at another's, so a rank that holds some of the heads runs them as a layer of so many
-heads. What a mixer or an MLP reads is whole on every rank, and what it returns is the sum of what the ranks make of
-their parts: one all-reduce behind it in the forward, one in front of it in the backward.
+Recurrences of different heads are independent, so a rank with some of the heads runs them as a layer with fewer heads.
+The input of a mixer or MLP is replicated; its output is the sum of the ranks' partial outputs. This takes one
+all-reduce after it in the forward, and one before it in the backward.
 
 | parameters | placement |
 |---|---|
-| projections to queries, keys, values, beta, decay and gate; filters; decay parameters; the MLP's way in | `Shard(0)` |
-| the way out of a mixer and of the MLP | `Shard(1)` |
-| what all heads of a layer share: the norm of a head, the narrow side of a gate of low rank | `Replicate()` |
-| embedding, norms of the residual stream, output matrix | ordinary tensors, alike on all ranks |
+| projections to q, k, v, beta, decay and gate; filters; decay parameters; the MLP's input matrix | `Shard(0)` |
+| output matrix of a mixer and of the MLP | `Shard(1)` |
+| parameters shared by a layer's heads: a head's norm, the down-projection of a low-rank gate | `Replicate()` |
+| embedding, norms of the residual stream, output matrix | ordinary tensors, equal on all ranks |
 
-Matrices whose rows are several projections one after the other (queries, keys and values) are kept in another order:
-each rank's queries, keys and values together. `whole` has the decoder's own order, and names.
+Matrices that stack several projections (queries, keys and values) are stored in another row order, which keeps each
+rank's queries, keys and values together. `whole` restores the decoder's order and names.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from wyfold.layers.delta_net import DeltaMixer
 from wyfold.models import Decoder, DecoderConfig, SwiGLU
 
 STACKED = ("qkv.weight", "conv.weight", "up.weight")
-"""Parameters whose rows are several projections, one after the other."""
+"""Parameters whose rows are several stacked projections."""
 
 
 class Parted(nn.Module):
-    """A module of which each rank of a mesh holds and computes a part.
+    """Module sharded over a mesh: each rank holds and computes one part.
 
     Args:
-        whole: With its parameters, alike on all ranks.
-        part: The same with so many heads or channels fewer; its own parameters are not read.
-        mesh: Of one axis.
-        stacks: Rows of each of the projections in a stacked matrix of the whole.
+        whole: The full module, with parameters equal on all ranks.
+        part: The module with one rank's heads or channels; its parameters' values are not read.
+        mesh: `DeviceMesh` with one axis.
+        stacks: Number of rows of each projection in a stacked matrix of the whole.
     """
 
     def __init__(self, whole: nn.Module, part: nn.Module, mesh: Any, stacks: Sequence[int]):
@@ -62,14 +62,14 @@ class Parted(nn.Module):
             setattr(part.get_submodule(owner), leaf, parameter)
 
     def forward(self, x: Tensor, **where: Any) -> Tensor:
-        """As the whole module's, on every rank."""
+        """Compute the full module's output, on every rank."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         everywhere, summed = [Replicate()], [Partial()]
         own: dict[str, Tensor] = {}
         held: Any
         for name, held in self.part.named_parameters():
-            # What all ranks share gets a gradient from each rank's heads, which are added up: by the way back alone.
+            # Each rank's heads contribute to the gradient of a shared parameter; the backward sums them.
             shared = held.placements[0].is_replicate()
             given = held.redistribute(placements=everywhere) if shared and torch.is_grad_enabled() else held
             own[name] = given.to_local(grad_placements=summed if shared else None)
@@ -78,12 +78,12 @@ class Parted(nn.Module):
         return DTensor.from_local(y, self.mesh, summed, run_check=False).redistribute(placements=everywhere).to_local()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "new_pool":  # of this rank's heads; absent where the part has none, as the decoder asks
+        if name == "new_pool":  # for this rank's heads; absent if the part has none, as the decoder expects
             return self.part.new_pool
         return super().__getattr__(name)
 
     def gathered(self) -> dict[str, Tensor]:
-        """The whole module's parameters, in its own order; every rank calls this alike."""
+        """Gather the full module's parameters in their original order. A collective: all ranks must call it."""
         found = {}
         for name, parameter in self.part.named_parameters():
             kept: Any = parameter.detach()
@@ -94,22 +94,22 @@ class Parted(nn.Module):
         return found
 
     def _order(self, device: torch.device) -> Tensor:
-        """Row of the whole's stacked matrices at each row of ours, rank after rank."""
+        """For each stored row of a stacked matrix, its row in the original order."""
         ranks = self.mesh.size()
         stacks = torch.arange(sum(self.stacks), device=device).split(self.stacks)
         return torch.cat([stack.chunk(ranks)[rank] for rank in range(ranks) for stack in stacks])
 
 
 def parallelize(model: Decoder, mesh: Any) -> None:
-    """Divide the mixers and MLPs of a decoder, in place; its parameters have to be alike on all ranks, or rank 0's win.
+    """Shard the mixers and MLPs of a decoder, in place. If parameters differ between ranks, those of rank 0 are used.
 
     Args:
-        model: Its layers of the delta family or softmax attention.
-        mesh: A `DeviceMesh` of one axis, on whose devices the model is.
+        model: Decoder with layers of the delta family and softmax attention only.
+        mesh: `DeviceMesh` with one axis, on the model's devices.
 
     Raises:
-        ValueError: a number of heads or channels that the ranks do not divide, a layer whose heads are not apart, or
-            a decoder that is divided already.
+        ValueError: A number of heads or channels is not a multiple of the number of ranks, a layer mixes its heads, or
+            the decoder is already sharded.
     """
     ranks, config = mesh.size(), model.config
     blocks: list[Any] = list(model.blocks)
@@ -133,10 +133,13 @@ def parallelize(model: Decoder, mesh: Any) -> None:
 
 
 def whole(model: Decoder) -> dict[str, Tensor]:
-    """State dict of the decoder that was divided, under its own names and in its own order; every rank calls it alike.
+    """Gather the full state dict of a sharded decoder. A collective: all ranks must call it.
 
     Args:
-        model: After `parallelize`.
+        model: Decoder after `parallelize`.
+
+    Returns:
+        Name -> tensor, with the names and row order of an ordinary decoder.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -153,7 +156,7 @@ def _counts(block: Any) -> dict[str, int]:
 
 
 def _narrowed(config: DecoderConfig, name: str, mixer: Any, ranks: int) -> nn.Module:
-    """A mixer like that one with its share of the heads."""
+    """A mixer like the given one, with one rank's share of the heads."""
     options = dict(config.options.get(name, {}))
     heads = {"num_heads": mixer.num_heads // ranks}
     if isinstance(mixer, SoftmaxAttention):

@@ -1,16 +1,15 @@
-"""Floating-point operations of Wyfold's operators, for PyTorch's counter (`torch.utils.flop_counter`).
+"""FLOP formulas of Wyfold's operators for PyTorch's counter (`torch.utils.flop_counter`).
 
     wyfold.integrations.flops.register()
     with FlopCounterMode() as counter:
         loss = model(...)
         loss.backward()
 
-What is counted is what the definition of an operator needs, not what an implementation of it does: a token of a delta
-rule reads the state twice and writes it once, 3 products of K x V at 2 operations an element, and its gradient takes
-two such products for each. Chunks trade that for matrix products which are more operations and less time, and what a
-backward computes again is not counted either. So a number depends on shapes alone, and a share of a card's peak that
-is made from it (model flops utilisation, MFU) can be compared between implementations. Norms and gates count nothing,
-as everywhere in PyTorch's counter.
+The formulas count an operator's definition, not its implementation. A token of a delta rule reads the state twice and
+writes it once: 3 products of K x V with 2 operations per element; the gradient needs two such products for each. The
+chunk form does more operations in less time, and the backward recomputes; neither is counted. Counts therefore depend
+on shapes alone, and model FLOPs utilisation (MFU) is comparable between implementations. Norms and gates count zero, as
+elsewhere in PyTorch's counter.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ Shape = Sequence[int]
 
 
 def delta(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """6 K V for each token of each value head."""
+    """FLOPs of a delta rule: 6 K V for each token of each value head."""
     return 6 * math.prod(v) * k[-1]
 
 
 def ttt(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """6 D^2 for each token of each head: the prediction, the step, the output."""
+    """FLOPs of TTT-Linear: 6 D^2 for each token of each head, for prediction, step and output."""
     return 6 * math.prod(v) * k[-1]
 
 
 def conv(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    """2 W for each token of each channel."""
+    """FLOPs of the short convolution: 2 W for each token of each channel."""
     return 2 * math.prod(x) * weight[-1]
 
 
 def solve(A: Shape, *_: Any, **__: Any) -> int:
-    """C^3 / 3 for each chunk of C rows: the inverse of a triangle."""
+    """FLOPs of a triangular inverse: C^3 / 3 for each chunk of C rows."""
     return math.prod(A) * A[-1] // 3
 
 
 def kkt(k: Shape, beta: Shape, g: Shape | None, cu_seqlens: Shape | None, chunk_size: int, *_: Any, **__: Any) -> int:
-    """K C for each row: half of a square of products."""
+    """FLOPs of a chunk's key Gram matrix: K C for each row, half of a full matrix product."""
     return math.prod(beta) * k[-1] * chunk_size
 
 
@@ -62,15 +61,26 @@ FORMULAS: dict[str, tuple[Callable[..., int], int]] = {
     "solve_tril": (solve, 1),
     "chunk_scaled_dot_kkt": (kkt, 1),
 }
-"""Registered operator -> its formula, and how many times that it takes."""
+"""Registered operator -> its formula, and a factor."""
 
 
 def register() -> None:
-    """Let PyTorch's counter know the operators; once or more often."""
-    # Imported here: it imports Triton, where there is one.
+    """Register the formulas with PyTorch's FLOP counter; repeated calls have no effect.
+
+    Examples:
+        >>> import torch, wyfold
+        >>> from torch.utils.flop_counter import FlopCounterMode
+        >>> wyfold.integrations.flops.register()
+        >>> q = torch.randn(1, 10, 2, 16)
+        >>> with FlopCounterMode(display=False) as counter:
+        ...     _ = wyfold.chunk_delta_rule(q, q, q)
+        >>> counter.get_total_flops() == 6 * 10 * 2 * 16 * 16
+        True
+    """
+    # Imported here, because the module imports Triton if it is installed.
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    import wyfold.ops  # noqa: F401  # registers the operators, where only this module was imported so far
+    import wyfold.ops  # noqa: F401  # registers the operators, if only this module was imported so far
 
     for name, (formula, times) in FORMULAS.items():
         operator = getattr(torch.ops.wyfold, name)

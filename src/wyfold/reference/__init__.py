@@ -1,7 +1,7 @@
-"""What is true, and how far from it one may be.
+"""Reference implementations in float64, test inputs, and tolerances.
 
-The operators of the package as loops over tokens, written to be read and differentiated by autograd; the inputs they
-are tried on; and the rule that judges everything else against them.
+The package's operators as loops over tokens, written to be read and to be differentiated by autograd; the inputs they
+are tested on; and the rule by which all other implementations are judged.
 """
 
 from wyfold.reference.conv import causal_conv1d as causal_conv1d

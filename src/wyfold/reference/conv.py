@@ -1,4 +1,4 @@
-"""Short causal convolution, one token at a time."""
+"""Short causal convolution, token by token."""
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,21 @@ def causal_conv1d(
 
         y_t = act(bias + sum_{j=1..W} weight[:, j] x_{t-W+j}) + residual_t
 
-    where inputs before a sequence's first token come from its state, or are zero.
+    Inputs before a sequence's first token come from its state, or are zero.
 
     Args:
         x: [B, T, D], any float.
-        weight: [D, W]. The last column meets the current token.
+        weight: [D, W]. The last column multiplies the current token.
         bias: [D] or None.
         residual: [B, T, D] or None. Added after the activation.
         initial_state: [N, D, S] or None, S >= W-1. The latest inputs, oldest first.
         output_final_state: Return the latest S inputs (W-1 without an initial state).
-        activation: None, or "silu" or "swish", which are one function.
-        cu_seqlens: [N+1] boundaries of packed sequences, or a layout that has them.
+        activation: None, or "silu" or "swish" (the same).
+        cu_seqlens: [N+1] boundaries of packed sequences, or a layout with that attribute.
 
     Returns:
         y: [B, T, D], dtype of x. Rows past the last boundary are zero.
-        final_state: [N, D, S], dtype of the initial state, else of x; None unless asked for.
+        final_state: [N, D, S], dtype of the initial state, else of x; None without `output_final_state`.
     """
     work = working_dtype(x, weight, bias, residual, initial_state)
     pieces = spans(cu_seqlens, x.shape[0], x.shape[1])

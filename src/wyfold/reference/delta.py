@@ -1,13 +1,13 @@
-"""DeltaNet, Gated DeltaNet and Kimi Delta Attention, token by token: the definition that all else is measured against.
+"""DeltaNet, Gated DeltaNet and Kimi Delta Attention, token by token: the definition other implementations must match.
 
-One loop serves the three. For each token, each value head:
+One loop computes all three. For each token and value head:
 
-    S <- exp(g_t) S                          forget     (no g: DeltaNet; one number: GDN; one per key channel: KDA)
-    e  = v_t - S^T k_t                       what the state gets wrong about this key
-    S <- S + beta_t k_t e^T                  correct it
-    o_t = scale S^T q_t                      read
+    S <- exp(g_t) S                          decay      (no g: DeltaNet; per head: GDN; per key channel: KDA)
+    e  = v_t - S^T k_t                       error of the state's value for this key
+    S <- S + beta_t k_t e^T                  correction
+    o_t = scale S^T q_t                      readout
 
-It is plain PyTorch without in-place steps, so autograd gives the truth of every gradient, and it runs in float64.
+Plain PyTorch without in-place operations, so autograd computes the reference gradients; runs in float64.
 """
 
 import torch
@@ -17,7 +17,7 @@ from wyfold.reference.gates import beta_sigmoid, floored, gdn_gate, kda_gate, ra
 from wyfold.reference.norm import l2norm
 from wyfold.reference.sequences import sequence_count, share_heads, spans, used_rows, working_dtype, zero_rows
 
-# What a precomputed gate is raised to when the caller asserts a bound without naming it.
+# Default bound of `safe_gate`.
 SAFE_BOUND = -5.0
 CHECKPOINT_EVERY = 64
 
@@ -45,7 +45,7 @@ def delta_rule(
     """DeltaNet: the recurrence without a gate. Arguments and results as in `kda`.
 
     Source:
-        DeltaNet, arXiv:2406.06484.
+        DeltaNet, arXiv:2406.06484, section 2.2.
     """
     return _recurrence(
         q, k, v, None, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
@@ -80,7 +80,7 @@ def gated_delta_rule(
     """Gated DeltaNet: one decay per value head, g [B, T, HV]. Other arguments and results as in `kda`.
 
     Source:
-        Gated DeltaNet, arXiv:2412.06464.
+        Gated DeltaNet, arXiv:2412.06464v3, Eq. (10).
     """
     if use_gate_in_kernel and g is not None:
         g = gdn_gate(_owned(g, cu_seqlens), A_log, dt_bias)
@@ -118,37 +118,39 @@ def kda(
 ) -> Result:
     """Kimi Delta Attention: one decay per key channel.
 
-    Everything is computed in the widest dtype among the tensors given, at least float32, and rounded once on return.
+    Computed in the widest dtype of the arguments, at least float32, and rounded once on return.
 
     Args:
         q: [B, T, H, K], any float.
-        k: [B, T, H, K]. Unit rows, or `use_qk_l2norm_in_kernel` makes them so.
+        k: [B, T, H, K]. Unit rows, or any rows with `use_qk_l2norm_in_kernel`.
         v: [B, T, HV, V], HV a multiple of H; value head j reads query and key head `j // (HV // H)`.
-        g: [B, T, HV, K] or None. Natural-log decay per token, <= 0, -inf forgets all before; with
-            `use_gate_in_kernel` what `kda_gate` takes. None decays nothing.
+        g: [B, T, HV, K] or None. Natural log of the decay per token, <= 0; -inf resets. With `use_gate_in_kernel` the
+            pre-activation of `kda_gate`. None: no decay.
         beta: [B, T, HV] or None. Write strength in [0, 1], or [0, 2]; with `use_beta_sigmoid_in_kernel` its logit.
-            None is 1.
-        scale: Multiplies q only. None is K ** -0.5.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None is zero.
+            None: 1.
+        scale: Factor of q. None: K ** -0.5.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None: zeros.
         output_final_state: Return the state after each sequence's last token.
-        use_qk_l2norm_in_kernel: Bring q and k to unit length first, `l2norm`.
+        use_qk_l2norm_in_kernel: Apply `l2norm` to q and k first.
         use_gate_in_kernel, A_log, dt_bias: Apply `kda_gate` first, with `lower_bound`.
-        safe_gate: Raise log decays under `lower_bound` (-5 without one) to it; they have gradient zero.
+        safe_gate: Clamp log decays from below at `lower_bound` (None: -5); clamped entries have gradient zero.
         lower_bound: Negative bound of the gate, natural log.
         use_beta_sigmoid_in_kernel, allow_neg_eigval: beta = sigmoid(beta), and twice that.
-        state_v_first, state_dtype: Layout of states in and out; dtype of states out, the working dtype without it.
-        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout that has them.
-        return_intermediate_states: Add a third result, the states after every `checkpoint_every` tokens.
-        checkpoint_every: Counted from each sequence's first token. None is 64.
+        state_v_first: Layout of states, in and out.
+        state_dtype: Dtype of returned states. None: the working dtype.
+        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout with that attribute.
+        return_intermediate_states: Also return the states after every `checkpoint_every` tokens.
+        checkpoint_every: Tokens between those states, counted from each sequence's first. None: 64.
 
     Returns:
         o: [B, T, HV, V], dtype of v. Rows past the last boundary are zero and were never read.
-        final_state: as initial_state, or None unless asked for. An empty sequence returns what it started from.
-        states: [B, T//n, HV, K, V], or packed [T//n, HV, K, V], sequence after sequence and zero after the last;
+        final_state: Shape of initial_state, or None without `output_final_state`. An empty sequence returns its initial
+            state.
+        states: [B, T//n, HV, K, V], or packed [T//n, HV, K, V], in the order of sequences and zero after the last;
             without gradient.
 
     Source:
-        Kimi Linear, arXiv:2510.26692.
+        Kimi Linear, arXiv:2510.26692, Eq. (1).
     """
     if g is not None:
         if use_gate_in_kernel:
@@ -182,7 +184,7 @@ def _recurrence(
     intermediate: bool,
     every: int | None,
 ) -> Result:
-    """The three rules, told apart by the rank of g: none, [B, T, HV], [B, T, HV, K]."""
+    """The three rules, selected by g: None, [B, T, HV] or [B, T, HV, K]."""
     batch, tokens, value_heads, V = v.shape
     K = q.shape[-1]
     dtype = v.dtype
@@ -199,7 +201,7 @@ def _recurrence(
     q, k = share_heads(q, value_heads), share_heads(k, value_heads)
     decay = None if g is None else floored(g[:, :used].to(work)).exp()
     if decay is not None and decay.ndim == 3:
-        decay = decay.unsqueeze(-1)  # one number for all channels
+        decay = decay.unsqueeze(-1)  # the same for all channels
     strength = v.new_ones(batch, used, value_heads) if beta is None else beta[:, :used].to(work)
     if beta_logits:
         strength = beta_sigmoid(strength, 2.0 if neg_eigval else 1.0)

@@ -1,7 +1,7 @@
-"""How far from the truth a result may be: the only source of tolerances.
+"""The rule of acceptance: the only source of tolerances.
 
-A result is judged against the truth (the token loops of this package in float64, and their autograd) beside a yardstick
-of the result's dtype (the eager backend; `rounded` for 16-bit kernels), which shows what that dtype costs. With
+A result is compared with the truth: the token loops of this package in float64, and their autograd. A yardstick in the
+result's dtype (the eager backend; `rounded` for 16-bit kernels) shows the error that this dtype implies. With
 
     rms(x)     = |x - truth| / |truth|
     largest(x) = max |x - truth|
@@ -13,11 +13,11 @@ a result passes if all of these hold:
     1. rms(result)     <= 1.25 rms(yardstick) + floor / 4
     2. largest(result) <= 2 largest(yardstick) + 2 ulp(max |truth|)
     3. row(result)     <= 2 row(yardstick) + 2 floor
-    4. rms(result)     <= the absolute target, since the yardstick may share a mistake with the result
-    5. where the truth is finite the result is, and where the truth is zero throughout so is the result
-    6. where half an ulp on the inputs moves the truth by more than 5 %, only 5 remains: no arithmetic could do better
+    4. rms(result)     <= the absolute target, since yardstick and result may share a mistake
+    5. the result is finite where the truth is, and zero if the truth is zero throughout
+    6. if half an ulp on the inputs moves the truth by more than 5 %, only rule 5 applies: the problem is ill-posed
 
-Rules 1 to 3 need a yardstick, rule 4 a target; asking for neither is an error, for such a judgement could not fail.
+Rules 1 to 3 need a yardstick, rule 4 a target. Giving neither is an error, because such a judgement could not fail.
 """
 
 import math
@@ -29,14 +29,20 @@ from torch import Tensor
 
 # A row of per-token scalars (beta, a scalar gate, their gradients) is this many tokens of one head.
 TOKENS_PER_ROW = 64
-# Below this share of its natural scale a number is what is left of an exact zero.
+# A number below this fraction of its natural scale counts as an exact zero.
 ZERO = 2.0**-110
 ILL_POSED = 0.05
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The three measures of one tensor, or their limits (infinite where no rule sets one)."""
+    """The three error measures of one tensor, or their limits (infinite where no rule sets one).
+
+    Attributes:
+        rms: Relative error of the whole tensor.
+        largest: Absolute error of the worst element.
+        row: Relative error of the worst row.
+    """
 
     rms: float
     largest: float
@@ -45,16 +51,23 @@ class Errors:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `judge` found for one tensor."""
+    """Result of `judge` for one tensor.
+
+    Attributes:
+        name: Name of the tensor.
+        dtype: Dtype of the result.
+        measured: Measured errors.
+        limits: Limits of the errors.
+        reason: Why it failed; empty if it passed.
+        waived: Rule 6 applied: the errors were measured but not judged.
+    """
 
     name: str
     dtype: torch.dtype
     measured: Errors
     limits: Errors
     reason: str
-    """Why it failed; empty if it passed."""
     waived: bool = False
-    """Rule 6 applied: the errors were measured and nothing was made of them."""
 
     @property
     def passed(self) -> bool:
@@ -68,7 +81,7 @@ class Verdict:
 
 
 def rms(x: Tensor, truth: Tensor) -> float:
-    """Relative error of a whole tensor, `|x - truth| / |truth|`; of a zero truth 0 or infinity."""
+    """Relative error of a whole tensor, `|x - truth| / |truth|`; 0 or infinity for a zero truth."""
     return _ratio(_length(_error(x, truth)), _length(truth.double()))
 
 
@@ -78,12 +91,12 @@ def largest(x: Tensor, truth: Tensor) -> float:
 
 
 def row(x: Tensor, truth: Tensor, *, per_token: bool = False) -> float:
-    """Relative error of the worst row, where a row much shorter than the mean counts as a tenth of it.
+    """Relative error of the worst row; a row's length counts as at least a tenth of the mean length.
 
     Args:
         x: [..., D]; with `per_token` [B, T, HV].
         truth: Shape of x.
-        per_token: A row is 64 tokens of one head. Otherwise it is the last axis.
+        per_token: A row is 64 tokens of one head instead of the last axis.
     """
     if truth.numel() == 0:
         return 0.0
@@ -94,22 +107,22 @@ def row(x: Tensor, truth: Tensor, *, per_token: bool = False) -> float:
 
 
 def floor(truth: Tensor, dtype: torch.dtype) -> float:
-    """The error that storing the truth in `dtype` costs."""
+    """Error of the truth rounded to `dtype`."""
     return rms(truth.to(dtype), truth)
 
 
 def ulp(size: float, dtype: torch.dtype) -> float:
-    """Distance between neighbours of `dtype` at a number of that size."""
+    """Distance between neighbouring numbers of `dtype` at the given size."""
     info = torch.finfo(dtype)
     return info.eps * 2.0 ** math.floor(math.log2(max(size, info.tiny)))
 
 
 def half_ulp_away(x: Tensor, seed: int = 0) -> Tensor:
-    """x in float64, every element moved up or down by half the distance to its neighbour in x's own dtype.
+    """x in float64, with every element moved up or down by half an ulp of x's dtype.
 
     Args:
-        x: Any shape, float32 or narrower. Zeros and infinities stay.
-        seed: Of the directions.
+        x: Any shape, float32 or narrower. Zeros and infinities are unchanged.
+        seed: Seed of the random directions.
     """
     wide = x.double()
     steps = torch.finfo(x.dtype).eps * torch.exp2(torch.frexp(wide).exponent.double() - 1)
@@ -128,20 +141,20 @@ def judge(
     moved: Tensor | None = None,
     natural_scale: float = 1.0,
 ) -> Verdict:
-    """Verdict on one tensor, by the rules at the top of this file.
+    """Judge one tensor by the rules at the top of this file.
 
     Args:
         got: The result, any shape and float dtype; its dtype sets the floor and the ulp.
         truth: Shape of got, float64.
-        yardstick: Shape of got: what the eager backend, or `rounded`, returns for the same inputs in the same dtype.
-        name: Of the tensor, for the table.
+        yardstick: Shape of got: result of the eager backend, or of `rounded`, for the same inputs in the same dtype.
+        name: Name of the tensor, for the table.
         target: Absolute bound on the rms error, from `target`.
         per_token: got holds per-token scalars, [B, T, HV].
-        moved: The truth for inputs moved by `half_ulp_away`; given it, rule 6 is tried.
-        natural_scale: Size of the terms the tensor is a sum of. What is below 2^-110 of it counts as zero.
+        moved: The truth for inputs moved by `half_ulp_away`; enables rule 6.
+        natural_scale: Size of the terms that the tensor sums. Values below 2^-110 of it count as zero.
 
     Raises:
-        ValueError: shapes differ, truth is not float64, or there is neither yardstick nor target.
+        ValueError: Shapes differ, truth is not float64, or there is neither yardstick nor target.
     """
     if truth.dtype != torch.float64:
         raise ValueError(f"judge: truth must be float64, got {truth.dtype}")
@@ -152,7 +165,7 @@ def judge(
         raise ValueError(f"judge: {name} needs a yardstick or a target, got neither")
 
     got, truth = got.detach(), truth.detach()
-    # Beyond the range of the dtype, or where the truth itself is not finite, nothing is asked of the result.
+    # Elements whose truth is not finite, or not in the dtype's range, are not judged.
     defined = truth.to(got.dtype).isfinite()
     if not got[defined].isfinite().all():
         return Verdict(name, got.dtype, Errors(math.inf, math.inf, math.inf), _NONE, "not finite where the truth is")
@@ -175,7 +188,7 @@ def judge(
         )
     if target is not None:
         limits = Errors(min(limits.rms, target), limits.largest, limits.row)
-    # Written so that a limit which is not a number fails.
+    # `not <=` instead of `>`, so that a NaN limit fails.
     over = [
         label
         for label, value, limit in zip(("rms", "largest", "row"), astuple(measured), astuple(limits))
@@ -185,10 +198,10 @@ def judge(
 
 
 def require(*verdicts: Verdict) -> None:
-    """Nothing, if every verdict passed.
+    """Check that every verdict passed.
 
     Raises:
-        AssertionError: one did not; the message is the table of all of them.
+        AssertionError: A verdict failed; the message is the table of all verdicts.
     """
     if not all(verdict.passed for verdict in verdicts):
         raise AssertionError("further from the truth than allowed\n" + "\n".join(map(str, verdicts)))

@@ -1,4 +1,4 @@
-"""From what a layer projects to what the recurrence takes: log decays and write strengths."""
+"""Gate activations: log decays and write strengths from a layer's projections."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,11 @@ from torch import Tensor
 
 from wyfold.reference.sequences import working_dtype
 
-# exp(FLOOR) is exactly zero, so a floored gate forgets as completely as -inf does, and stays a number that can be
-# added, subtracted and multiplied by a zero gradient.
+# exp(FLOOR) is exactly zero, so a floored gate resets like -inf, but stays finite: it can be added, subtracted and
+# multiplied by a zero gradient.
 FLOOR = {torch.float32: -104.0, torch.float64: -746.0}
 
-# Stands for an infinite pre-activation, whose zero gradient would otherwise be multiplied by infinity.
+# Replaces an infinite pre-activation, whose zero gradient would otherwise be multiplied by infinity.
 LARGEST = 1e30
 
 
@@ -23,15 +23,15 @@ def gdn_gate(
 
     Args:
         g: [..., HV], any float. Pre-activation, any sign.
-        A_log: HV elements in any shape, or None for rate 1. Natural log of the rate.
-        dt_bias: [HV], or None for 0.
-        output_dtype: float32 (float64 from float64 inputs) unless given.
+        A_log: HV elements in any shape. Natural log of the rate. None: rate 1.
+        dt_bias: [HV]. None: 0.
+        output_dtype: None: float32, or float64 if an input is float64.
 
     Returns:
-        g': [..., HV], natural-log decay per token, <= 0.
+        g': [..., HV], natural log of the decay per token, <= 0.
 
     Source:
-        Gated DeltaNet, arXiv:2412.06464, with the decay of Mamba2, arXiv:2405.21060.
+        Log of alpha_t in Eq. (10) of Gated DeltaNet, arXiv:2412.06464v3, with the decay of Mamba2, arXiv:2405.21060.
     """
     work = working_dtype(g, A_log, dt_bias)
     bias = None if dt_bias is None else dt_bias.reshape(-1)
@@ -53,16 +53,16 @@ def kda_gate(
 
     Args:
         g: [..., HV, K], any float. Pre-activation, any sign.
-        A_log: HV elements in any shape, or None for rate 1. One rate for all channels of a head.
-        dt_bias: [HV, K] or [HV*K], or None for 0.
-        lower_bound: Negative; the strongest decay per token, natural log.
-        output_dtype: float32 (float64 from float64 inputs) unless given.
+        A_log: HV elements in any shape. Natural log of the rate of all channels of a head. None: rate 1.
+        dt_bias: [HV, K] or [HV*K]. None: 0.
+        lower_bound: Negative; strongest decay per token, natural log. None: unbounded.
+        output_dtype: None: float32, or float64 if an input is float64.
 
     Returns:
-        g': [..., HV, K], natural-log decay per token, <= 0.
+        g': [..., HV, K], natural log of the decay per token, <= 0.
 
     Source:
-        Kimi Linear, arXiv:2510.26692.
+        Log of alpha_t in Eq. (1) of Kimi Linear, arXiv:2510.26692; parameters in section 4.
     """
     work = working_dtype(g, A_log, dt_bias)
     bias = None if dt_bias is None else dt_bias.reshape(g.shape[-2:])
@@ -77,18 +77,18 @@ def beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Args:
         x: Any shape, any float.
-        scale: 1, or 2 where negative eigenvalues are allowed.
+        scale: 1, or 2 to allow negative eigenvalues.
 
     Returns:
-        Shape of x, float32 (float64 from float64).
+        Shape of x, float32; float64 for a float64 x.
     """
     return scale * sigmoid(x.to(working_dtype(x)))
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), with a gradient that is as exact as the value.
+    """1 / (1 + exp(-x)), with a gradient as accurate as the value.
 
-    The gradient of `torch.sigmoid` is s (1 - s), which cancels where x is large: in float64 it is 0 from x = 37 on.
+    The gradient of `torch.sigmoid`, s (1 - s), cancels for large x: in float64 it is 0 from x = 37 on.
     """
     positive = x >= 0
     e = torch.exp(torch.where(positive, -x, x))
@@ -96,17 +96,17 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def raise_to(g: Tensor, bound: float) -> Tensor:
-    """g with every value under the bound raised to it; what was raised has gradient zero, the bound itself has one."""
+    """Clamp g from below at the bound; clamped values have gradient zero, values equal to the bound gradient one."""
     return g.clamp(min=bound)
 
 
 def floored(g: Tensor) -> Tensor:
-    """g with its values bounded below where exp is zero anyway: -inf becomes a reset whose gradient is exactly zero."""
+    """Clamp g from below where exp is zero: -inf becomes a reset whose gradient is exactly zero."""
     return raise_to(g, FLOOR[g.dtype])
 
 
 def _softplus_gate(g: Tensor, A_log: Tensor | None, bias: Tensor | None) -> Tensor:
-    # torch's own softplus turns linear at 20, where log1p(exp(-20)) is still 2e-9; this form is exact everywhere.
+    # torch's softplus is linear from 20 on, where log1p(exp(-20)) is still 2e-9; this form is exact everywhere.
     softplus = -F.logsigmoid(-_shifted(g, bias))
     return -softplus if A_log is None else -A_log.to(g.dtype).exp() * softplus
 

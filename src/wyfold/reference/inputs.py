@@ -1,8 +1,8 @@
-"""Seeded operator arguments by name: what is usual, and what has broken kernels before.
+"""Seeded operator arguments by name: typical ones, and ones that have broken kernels before.
 
-`draw` makes the arguments of one call. A *family* names keys, gate, write strength and values that belong together;
-each of the four may be replaced by name. All numbers are drawn in float64 on the CPU and rounded once, so one seed
-means the same inputs for every dtype, up to that rounding.
+`draw` makes the arguments of one call. A *family* names a combination of keys, gate, write strength and values; each of
+the four may be replaced by name. All numbers are drawn in float64 on the CPU and rounded once, so one seed gives the
+same inputs for every dtype, up to that rounding.
 """
 
 import math
@@ -18,14 +18,21 @@ from wyfold.reference.shapes import DEFAULT, Shape
 Draw = torch.Generator
 Arguments = dict[str, Any]
 
-# Rules by the names of the token loops in this package.
+# Rules, named after the token loops in this package.
 RULES = ("delta_rule", "gated_delta_rule", "kda", "ttt_linear")
-CHUNK = 64  # "first" and "last token of a chunk" are meant for this grid; 16 and 32 divide it
+CHUNK = 64  # grid of the "reset first" and "reset last" gates; 16 and 32 divide it
 
 
 @dataclass(frozen=True)
 class InputFamily:
-    """Keys, gate, write strength and values that are tried together, as names in the tables of this file."""
+    """Combination of keys, gate, write strength and values, by their names in the tables of this file.
+
+    Attributes:
+        keys: Name in `KEYS`.
+        gate: Name in `GATES`.
+        beta: Name in `BETAS`.
+        values: Name in `VALUES`.
+    """
 
     keys: str
     gate: str = "zero"
@@ -66,7 +73,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _from_few(shape: tuple[int, ...], draw: Draw, few: int) -> Tensor:
-    """Every token one of `few` unit keys of its head, at random."""
+    """For each token, a random one of `few` unit keys of its head."""
     B, T, H, K = shape
     words = _unit(_normal((B, H, few, K), draw))
     which = torch.randint(0, few, (B, H, T, 1), generator=draw)
@@ -92,7 +99,7 @@ def _rank_4(shape: tuple[int, ...], draw: Draw) -> Tensor:
 
 
 def _orthonormal(shape: tuple[int, ...], draw: Draw) -> Tensor:
-    """K orthonormal keys of each head, over and over."""
+    """K orthonormal keys of each head, repeated in turn."""
     B, T, H, K = shape
     basis = torch.linalg.qr(_normal((B, H, K, K), draw)).Q
     return basis[:, :, torch.arange(T) % K].transpose(1, 2)
@@ -115,7 +122,7 @@ KEYS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
     "one-hot": _one_hot,
     "zero": lambda shape, draw: torch.zeros(shape, dtype=torch.float64),
     "tiny": lambda shape, draw: 1e-4 * _unit(_normal(shape, draw)),
-    "huge": lambda shape, draw: 1e4 * _unit(_normal(shape, draw)),  # for in-operator norm, or a state that overflows
+    "huge": lambda shape, draw: 1e4 * _unit(_normal(shape, draw)),  # for the operator's norm, or overflowing states
 }
 
 # --- gates: natural-log decay per token, [B, T, HV] or [B, T, HV, K] -------------------------------------------------
@@ -130,7 +137,7 @@ def _weak(shape: tuple[int, ...], draw: Draw) -> Tensor:
 
 
 def _reset_where(chosen: Callable[[Tensor, int], Tensor]) -> Callable[[tuple[int, ...], Draw], Tensor]:
-    """A weak gate that is -inf at the tokens `chosen` picks by (position, T)."""
+    """A weak gate that is -inf at the tokens selected by `chosen(position, T)`."""
 
     def gate(shape: tuple[int, ...], draw: Draw) -> Tensor:
         reset = chosen(torch.arange(shape[1]), shape[1])
@@ -140,17 +147,17 @@ def _reset_where(chosen: Callable[[Tensor, int], Tensor]) -> Callable[[tuple[int
 
 
 def _spiky(shape: tuple[int, ...], draw: Draw) -> Tensor:
-    """About one strong decay, -20 to -40, among thirty-two weak ones."""
+    """Weak decays, with about one in thirty-two strong, -20 to -40."""
     return _weak(shape, draw) - 20 * (1 + _uniform(shape, draw)) * (_uniform(shape, draw) < 1 / 32)
 
 
 def _dead_channel(shape: tuple[int, ...], draw: Draw) -> Tensor:
-    """One channel (of a scalar gate: one head) that remembers nothing."""
+    """One channel (for a scalar gate: one head) with a reset at every token, the others weak."""
     return torch.cat([torch.full((*shape[:-1], 1), -1e6, dtype=torch.float64), _weak(shape, draw)[..., 1:]], dim=-1)
 
 
 def _at_the_bound(shape: tuple[int, ...], draw: Draw) -> Tensor:
-    """About a third exactly -5, the rest anywhere above."""
+    """About a third exactly -5, the rest uniformly above."""
     return (-7.5 * _uniform(shape, draw)).clamp(min=-5.0)
 
 
@@ -168,7 +175,7 @@ GATES: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
     "reset last": _reset_where(lambda position, T: (position % CHUNK == CHUNK - 1) | (position == T - 1)),
     "alternating": _reset_where(lambda position, T: position % 2 == 1),
 }
-# These come before their activation, with A_log and dt_bias as a model would be initialised with.
+# Pre-activations, with A_log and dt_bias as in a newly initialised model.
 MODEL_GATES = ("model", "model bounded")
 
 # --- write strengths: [B, T, HV] -------------------------------------------------------------------------------------
@@ -189,10 +196,10 @@ BETAS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
     "two": _constant(2.0),
     "zero or one": _one_of(0.0, 1.0),
     "mixed": _one_of(0.0, 1e-8, 0.5, 1.0, 2.0),
-    "logits": _one_of(-50.0, -1.0, 0.0, 1.0, 50.0),  # brings use_beta_sigmoid_in_kernel with it
+    "logits": _one_of(-50.0, -1.0, 0.0, 1.0, 50.0),  # sets use_beta_sigmoid_in_kernel
 }
 
-# --- values: [B, T, HV, V], given the keys as each value head reads them ---------------------------------------------
+# --- values: [B, T, HV, V], as functions of the keys of each value head ----------------------------------------------
 
 
 def _linear(keys: Tensor, V: int, draw: Draw) -> Tensor:
@@ -206,7 +213,7 @@ def _scaled(size: float) -> Callable[[Tensor, int, Draw], Tensor]:
 
 VALUES: dict[str, Callable[[Tensor, int, Draw], Tensor]] = {
     "normal": _scaled(1.0),
-    "linear": _linear,  # one matrix per head explains them, so predictions become right
+    "linear": _linear,  # one matrix per head maps keys to values, so errors vanish
     "linear 4096": lambda keys, V, draw: 4096 * _unit(_linear(keys, V, draw)),
     "keys": lambda keys, V, draw: keys,  # TTT: the inner loss starts at its minimum; needs V = K
     "integer": lambda keys, V, draw: torch.randint(-8, 9, (*keys.shape[:-1], V), generator=draw).double(),
@@ -241,15 +248,15 @@ ETAS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
 ETA_COLS: dict[str, Callable[[tuple[int, ...], Draw], Tensor]] = {
     "uniform": lambda shape, draw: 2 * _uniform(shape, draw),
     "some zero": lambda shape, draw: 2 * _uniform(shape, draw) * (_uniform(shape, draw) < 0.75),
-    "signed": _normal,  # what no published layer has
-}  # factors of the tokens' own gradients, of the shape of eta
+    "signed": _normal,  # occurs in no published layer
+}  # factors of the tokens' own gradients, with the shape of eta
 
 STATES: dict[str, float | None] = {
     "none": None,
     "zero": 0.0,
     "normal": 1.0,
     "6e4": 6e4,
-}  # name to size; None: no argument
+}  # name -> size; None: no argument
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
@@ -270,29 +277,29 @@ def draw(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Arguments:
-    """Arguments of one call, by keyword, for a public operator and for its token loop alike.
+    """Keyword arguments of one call, valid for a public operator and for its token loop.
 
     Args:
         family: One of `FAMILIES`; `keys`, `gate`, `beta` and `values` replace its parts.
-        rule: One of `RULES`. Decides which arguments there are, and the shape of g.
+        rule: One of `RULES`. Determines the set of arguments and the shape of g.
         shape: Sizes.
         keys: One of `KEYS`.
-        gate: One of `GATES`, or "model" or, for KDA, "model bounded", which bring A_log, dt_bias and their flags along.
-        beta: One of `BETAS`. "logits" brings its flag along.
+        gate: One of `GATES`, or "model" or, for KDA, "model bounded", which add A_log, dt_bias and their flags.
+        beta: One of `BETAS`. "logits" adds its flag.
         values: One of `VALUES`.
         eta: One of `ETAS`, for TTT-Linear.
         eta_col: One of `ETA_COLS`, for TTT-Linear. None: no argument.
-        state: One of `STATES`, the size of the initial state. TTT-Linear gets its bias state too.
-        sequences: N, rows of the initial state; B unless given.
-        dtype: Of q, k, v, beta, eta, eta_col, w, b. Gates, their parameters and states are float32, or float64 with the
-            rest.
-        seed: Same seed, same numbers.
+        state: One of `STATES`, the size of the initial state. TTT-Linear also gets a bias state.
+        sequences: N, rows of the initial state. None: B.
+        dtype: Dtype of q, k, v, beta, eta, eta_col, w and b. Gates, their parameters and states are float32, or float64
+            if dtype is.
+        seed: Seed of the random numbers.
 
     Returns:
-        Keyword arguments. Tensors are contiguous, on the CPU, and ask for no gradient.
+        Keyword arguments. Tensors are contiguous, on the CPU, and do not require gradients.
 
     Raises:
-        KeyError: a name that no table has.
+        KeyError: A name is in no table.
     """
     named = FAMILIES[family]
     generator = torch.Generator().manual_seed(seed)
@@ -323,19 +330,19 @@ def draw(
         arguments["initial_state"] = (size * _normal((N, HV, K, V), generator)).to(wide)
         if rule == "ttt_linear":
             arguments["initial_state_bias"] = (size * _normal((N, HV, 1, V), generator)).to(wide)
-    if eta_col is not None:  # last, so that what else is drawn does not depend on it
+    if eta_col is not None:  # drawn last, so that other arguments do not depend on it
         arguments["eta_col"] = ETA_COLS[eta_col]((B, T, HV, 1), generator).to(dtype)
     return arguments
 
 
 def incoming(result: Tensor, seed: int = 0, size: float = 1.0) -> Tensor:
-    """A gradient to feed back into `result`: normal, of its shape, dtype and device, times `size`."""
+    """Random gradient of `result`: normal times `size`, with its shape, dtype and device."""
     generator = torch.Generator().manual_seed(seed)
     return (size * _normal(tuple(result.shape), generator)).to(result)
 
 
 def decay_parameters(rate: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """A_log and dt_bias as Mamba2's initialisation has them, of uniform numbers in [0, 1].
+    """A_log and dt_bias of Mamba2's initialisation, from uniform numbers in [0, 1].
 
     Rates are uniform in [1, 16], steps log-uniform in [1e-3, 1e-1] through an inverse softplus.
     """
@@ -344,7 +351,7 @@ def decay_parameters(rate: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gate(name: str, lead: tuple[int, int], channels: tuple[int, ...], draw: Draw, dtype: torch.dtype) -> Arguments:
-    """g, and for a model's gate what turns it into a decay."""
+    """g, and for a model's gate the parameters and flags of its activation."""
     if name not in MODEL_GATES:
         return {"g": GATES[name]((*lead, *channels), draw).to(dtype)}
     step = _uniform(channels, draw)

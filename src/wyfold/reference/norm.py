@@ -1,4 +1,4 @@
-"""Norms over the last axis: of queries and keys to unit length, of outputs under their gate."""
+"""Norms over the last axis: l2norm of queries and keys, gated RMS norm of outputs."""
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +9,15 @@ from wyfold.reference.sequences import working_dtype
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
-    """x at unit length, `x / sqrt(sum x^2 + eps)`.
+    """Normalise rows to unit length, `x / sqrt(sum x^2 + eps)`.
 
     Args:
         x: [..., K], any float. A zero row stays zero.
         eps: Added to the squared length.
-        output_dtype: x's unless given.
+        output_dtype: Dtype of the result. None: dtype of x.
 
     Returns:
-        Shape of x, computed in float32 or better and rounded once.
+        Shape of x, computed in float32 or wider and rounded once.
     """
     wide = x.to(working_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(output_dtype or x.dtype)
@@ -34,7 +34,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     round_before_weight: bool = False,
 ) -> Tensor:
-    """Root-mean-square norm and output gate.
+    """Root-mean-square norm of rows, combined with an output gate.
 
         rms(z) = z / sqrt(mean z^2 + eps)
         y = (rms(x) weight + bias) act(g)           norm_before_gate
@@ -42,13 +42,13 @@ def rms_norm_gated(
 
     Args:
         x: [..., V], any float.
-        g: [..., V], any float. The output gate before its activation; no decay.
+        g: [..., V], any float. Pre-activation of the output gate; not a decay.
         weight: [V].
         bias: [V] or None.
-        activation: "swish" and "silu" are g sigmoid(g); "sigmoid" is sigmoid(g).
+        activation: "swish" or "silu": g sigmoid(g); "sigmoid": sigmoid(g).
         eps: Added to the mean square.
-        norm_before_gate: Which of the two comes first.
-        round_before_weight: Round the normalised row to x's dtype before the weight meets it, as some models do.
+        norm_before_gate: Normalise x before it is gated, or after.
+        round_before_weight: Round the normalised row to x's dtype before it is multiplied by the weight.
 
     Returns:
         y: [..., V], dtype of x.

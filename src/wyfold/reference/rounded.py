@@ -1,22 +1,23 @@
-"""The chunk form of the delta rules with the roundings of 16-bit kernels: what that arithmetic must cost.
+"""Chunk form of the delta rules with the roundings of the 16-bit kernels: the yardstick of `error.judge`.
 
-`error.judge` needs a yardstick: a result of the same dtype that loses what this dtype must lose. A token loop loses
-next to nothing, for it rounds inputs and results alone. Kernels feed matrix units, which take 16-bit operands, and
-leave 16-bit tiles between launches. This is the same form in the same chunks, and it rounds where they do:
+A yardstick is a result in the same dtype with the error that this dtype implies. A token loop is too accurate, because
+it rounds only inputs and results. Kernels use matrix units with 16-bit operands, and store 16-bit tiles between
+launches. This module computes the same form in the same chunks, and rounds the same values:
 
-    prepare     decayed rows of a channel gate, those of its grams (from float16 all) to TF32; E; F; W
+    prepare     decayed rows of a channel gate, those in its Gram matrices (from float16 all) to TF32; E; F; W
     scan        the state as an operand; y; without E also R and the written values
-    scan_bwd    the same; R; e, X, and of each chunk S and dS; what do and dR add to dS, do before the scale; R, and
-                without E the gradient of N, where tokens meet, not what a token keeps of its own: but R all of it
-                where e is written into the state
-    gradients   the gradients of the grams; the decayed rows of each level of a channel gate's. Inside 8 rows neither
+    scan_bwd    the same; R; e, X, and S and dS of each chunk; the terms of do and dR in dS, do before the scale.
+                R, and without E the gradient of N, only as operands of products between tokens, not in a token's own
+                term; but R everywhere if e is written into the state
+    gradients   the gradients of the Gram matrices; the decayed rows of each level of a channel gate; neither inside
+                blocks of 8 rows
 
-All else is float32, also the products that make A, E, F and W: kernels split their operands into pairs, which loses
-less than shows beside the rest. From float64 everything is float64, and nothing is rounded.
+All other values are float32, including the products that form A, E, F and W: kernels split their operands into pairs,
+whose error is negligible in comparison. With float64 inputs everything is float64 and nothing is rounded.
 
     A = (I + diag(beta) J)^-1     F = P A     W = (I + J diag(beta))^-1     E = A^T (k decayed to the chunk's end)
 
-Forward and backward are written out; what comes before them (norms, gates, sigmoids, groups) is left to autograd.
+Forward and backward are explicit; autograd differentiates the operations before them (norms, gates, sigmoids, groups).
 """
 
 import math
@@ -54,10 +55,10 @@ def chunked(
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The three rules, told apart by the rank of g. Arguments and results as of `delta.kda`, but for two.
+    """The three rules, selected by the rank of g. Other arguments and results as in `delta.kda`.
 
     Args:
-        folded: The scans read E instead of W. None is what kernels do: E for a channel gate, else W.
+        folded: The scans read E instead of W. None: as the kernels, E for a channel gate, else W.
         chunk_size: Tokens of a chunk, a power of two.
     """
     batch, tokens, value_heads, V = v.shape
@@ -98,14 +99,21 @@ def chunked(
 
 
 def _tiles(x: Tensor, C: int) -> Tensor:
-    """[B * HV, chunks, C, W] of tokens [B, T, HV, W], zeros behind the last."""
+    """Tokens [B, T, HV, W] as tiles [B * HV, chunks, C, W], padded with zeros."""
     padded = zero_rows(x, -(-x.shape[1] // C) * C)
     return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, C))
 
 
 @dataclass(frozen=True)
 class Form:
-    """What decides the arithmetic of a call: dtype of its inputs, kind of gate, which factors, and the scale."""
+    """Arithmetic of a call.
+
+    Attributes:
+        dtype: Dtype of the inputs.
+        channel: The gate is per key channel.
+        folded: The scans read E instead of W.
+        scale: Factor of q.
+    """
 
     dtype: torch.dtype
     channel: bool
@@ -113,29 +121,29 @@ class Form:
     scale: float
 
     def fed(self, x: Tensor) -> Tensor:
-        """x as an operand of a matrix product. Float16 goes through TF32, the same mantissa without its overflow."""
+        """Round x as an operand of a matrix product. Float16 uses TF32: the same mantissa without overflow."""
         return self.in_a_gram(x) if self.dtype == torch.float16 else self.stored(x)
 
     def in_a_gram(self, x: Tensor) -> Tensor:
-        """x as an operand of a channel gate's grams: TF32, to the nearest."""
+        """Round x as an operand of a channel gate's Gram matrices: TF32, to nearest."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             return x
         return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
     def stored(self, x: Tensor) -> Tensor:
-        """x as a tile that another launch reads. Float16, whose range is too small, leaves float32 tiles."""
+        """Round x as a tile stored for another launch. Float16 has too small a range and stores float32 tiles."""
         return x.to(torch.bfloat16).to(x.dtype) if self.dtype == torch.bfloat16 else x
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """x as decayed rows, which nothing but products read."""
+        """Round x as decayed rows, which are read by matrix products only."""
         return self.stored(x) if self.dtype == torch.bfloat16 else self.in_a_gram(x)
 
     def of_gate(self, x: Tensor) -> Tensor:
-        """Terms of every channel, summed to what one gate covers."""
+        """Sum terms of channels to the granularity of the gate."""
         return x if self.channel else x.sum(-1, keepdim=True)
 
 
-# --- intervals of tokens, as 0/1 matrices [C, C]: their product with a log gate is a decay, their transpose its adjoint
+# --- intervals of tokens, as 0/1 matrices [C, C]; times a log gate they give log decays, transposed their adjoint
 
 
 def _positions(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,17 +152,20 @@ def _positions(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_row(x: Tensor) -> Tensor:
-    """From the chunk's start to each row, with it. The complement is from after each row to the chunk's end."""
+    """Intervals from the chunk's start to each row, inclusive. The complements run from after the row to the end."""
     row, token = _positions(x)
     return (token <= row).to(x)
 
 
-NEAR = 8  # rows of a channel gate whose gradients meet pair by pair, in float32
+NEAR = 8  # block of rows whose gradients under a channel gate are computed pair by pair, in float32
 
 
 def _levels(x: Tensor) -> list[tuple[bool, Tensor, Tensor]]:
-    """Of each halving, into blocks of h rows, with an anchor at the first row of every second block: whether its blocks
-    meet as products of tiles, intervals between rows and the anchor beside them, and which pairs [r, s] meet across it.
+    """Levels of the recursive halving of a chunk into blocks of h rows, with an anchor at every second block's start.
+
+    Returns:
+        For each level: whether blocks are multiplied as tiles; the intervals between each row and its anchor; the mask
+        of the pairs [r, s] that the level covers.
     """
     row, token = _positions(x)
     found = []
@@ -166,7 +177,7 @@ def _levels(x: Tensor) -> list[tuple[bool, Tensor, Tensor]]:
     return found
 
 
-REACH = 96 * math.log(2)  # decay, natural log, that one anchor of the grams serves
+REACH = 96 * math.log(2)  # range of log decay covered by one anchor of the Gram matrices
 
 
 # --- the launches, on tiles [n, chunks, C, width] and states [n, K, V] ------------------------------------------------
@@ -174,10 +185,15 @@ REACH = 96 * math.log(2)  # decay, natural log, that one anchor of the grams ser
 
 @dataclass(frozen=True)
 class Factors:
-    """What `prepare` leaves.
+    """Results of `prepare`, per chunk.
 
-    q, k are rows as the state meets them, k_end as it is written with; read, write decay them after the product where
-    the gate has one number per token. total decays the state, decay what a pair of rows shares. FB: F diag(beta).
+    Attributes:
+        q, k: Rows multiplied with the entering state; decayed under a channel gate.
+        k_end: Keys that write to the state; decayed to the chunk's end under a channel gate.
+        read, write: Decays applied after the products if the gate is per head; else ones.
+        total: Decay of the state over the chunk.
+        E, F, W: Factors, as in the module's docstring.
+        FB: F diag(beta).
     """
 
     q: Tensor
@@ -193,7 +209,14 @@ class Factors:
 
 
 class Borders(NamedTuple):
-    """What `scan_bwd` leaves of each chunk: S entering it, dS leaving it, errors e, gradients X of y."""
+    """Results of `scan_bwd`, per chunk.
+
+    Attributes:
+        S: State entering the chunk.
+        dS: Gradient of the state leaving it.
+        e: Errors.
+        X: Gradients of y.
+    """
 
     S: Tensor
     dS: Tensor
@@ -202,7 +225,7 @@ class Borders(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the tiles, in the order of their arguments."""
+    """Gradients of the tiles, in the order of the arguments."""
 
     q: Tensor
     k: Tensor
@@ -228,12 +251,17 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
 
 
 def divisor(beta: Tensor) -> Tensor:
-    """beta, held away from zero by less than shows, so that A = diag(beta) W / diag(beta)."""
+    """beta with tiny values replaced by 2^-60, so that A = diag(beta) W / diag(beta) is defined."""
     return beta.where(beta.abs() >= 2.0**-60, 2.0**-60)
 
 
 def forward_step(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the output takes, as an operand, errors e = N / beta, and the state leaving chunk i, as in the backward."""
+    """One chunk of the scan.
+
+    Returns:
+        The operand of the output's product, errors e = N / beta as the backward uses them, and the state leaving chunk
+        i.
+    """
     R = v[:, i] - f.read[:, i] * (f.k[:, i] @ form.fed(S))
     r, y, e = form.fed(R), form.fed(beta[:, i] * R), f.W[:, i] @ form.fed(R)
     if form.folded:
@@ -253,7 +281,7 @@ def scan(form: Form, f: Factors, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Te
 def scan_bwd(
     form: Form, f: Factors, v: Tensor, beta: Tensor, do: Tensor, S: Tensor, dS: Tensor
 ) -> tuple[Borders, Tensor]:
-    """Borders, and the gradient of the first state."""
+    """Backward scan; returns borders and the gradient of the initial state."""
     states = v.new_empty(2, *v.shape[:2], S.shape[-2], v.shape[-1])
     e, X = torch.empty_like(v), torch.empty_like(v)
     for i in range(v.shape[1]):
@@ -287,23 +315,24 @@ def gradients(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Ten
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
-    """From the chunk's start to each row, and from there to its end."""
+    """Decays from the chunk's start to each row, and from each row to the chunk's end."""
     start = _to_row(g)
     return (start @ g).exp(), ((1 - start) @ g).exp()
 
 
 def _pairwise(g: Tensor) -> Tensor:
-    """Decay between two rows, of one number per token; selected before it is exponentiated."""
+    """Decay between two rows, for a gate per head; masked before the exponential."""
     G = _to_row(g) @ g
     row, token = _positions(g)
     return (G - G.mT).masked_fill(token > row, -torch.inf).exp()
 
 
 def _grams(form: Form, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """J and P. Under a channel gate, rows of 16 meet all before them and each other at the first of the 16.
+    """Decayed Gram matrices J (keys) and P (queries and keys).
 
-    What decays after that row would grow without bound on its way back; so further anchors follow, `REACH` from each
-    other, each for the rows inside its reach.
+    Under a channel gate, blocks of 16 rows are multiplied with all earlier rows and with themselves relative to an
+    anchor at the block's first row. Inside the block, decays back to that anchor can grow without bound, so further
+    anchors follow at distances `REACH`, each for the rows in its range.
     """
     if not form.channel:
         return (_pairwise(g) * (k @ k.mT)).tril(-1), _pairwise(g) * (q @ k.mT)
@@ -324,7 +353,7 @@ def _grams(form: Form, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _grams_bwd(form: Form, q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and of each token's log gate: of the pairs whose interval holds the token."""
+    """Gradients of q, k and of each token's log gate, which sums over the pairs whose interval contains the token."""
     start = _to_row(g)
     if not form.channel:
         dJ, dP = _pairwise(g) * dJ, _pairwise(g) * dP
@@ -345,7 +374,7 @@ def _grams_bwd(form: Form, q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tens
 
 
 class _Chunks(torch.autograd.Function):
-    """o and the state after the last chunk."""
+    """Autograd function of the chunk form; returns o and the state after the last chunk."""
 
     @staticmethod
     def forward(ctx: Any, form: Form, S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
@@ -356,7 +385,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> Any:
         S, q, k, v, g, beta = ctx.saved_tensors
-        scale = ctx.form.scale or 1.0  # everything here is linear in do and dS, and counted in the scale
+        scale = ctx.form.scale or 1.0  # the backward is linear in do and dS, and computed in units of the scale
         do = do if ctx.form.scale else torch.zeros_like(do)
         borders, dS = scan_bwd(ctx.form, ctx.factors, v, beta, do, S, dS / scale)
         return None, *(scale * x for x in (dS, *gradients(ctx.form, q, k, g, beta, do, borders)))

@@ -1,11 +1,20 @@
-"""The shapes everything is tried at: lengths, boundaries, widths, head groups; and the ones that must be refused."""
+"""Shapes used in tests: lengths, boundaries, widths and head groups; and shapes that must be refused."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one call. B batch, T tokens, H query and key heads, HV value heads, K and V widths."""
+    """Sizes of one call.
+
+    Attributes:
+        B: Batch size.
+        T: Tokens.
+        H: Query and key heads.
+        HV: Value heads.
+        K: Width of queries and keys.
+        V: Width of values.
+    """
 
     B: int = 1
     T: int = 64
@@ -20,13 +29,18 @@ DEFAULT = Shape()
 
 @dataclass(frozen=True)
 class Packing:
-    """Boundaries of sequences packed into a buffer of `tokens` rows."""
+    """Boundaries of sequences packed into a buffer of `tokens` rows.
+
+    Attributes:
+        cu_seqlens: [N+1] boundaries.
+        tokens: T, rows of the buffer.
+    """
 
     cu_seqlens: tuple[int | float, ...]
     tokens: int
 
     def lengths(self) -> list[int]:
-        """Of the sequences, in order."""
+        """Lengths of the sequences, in order."""
         return [int(end - start) for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:])]
 
 
@@ -38,7 +52,7 @@ LONG_LENGTHS = (65_537, 1_048_576)
 
 
 def past_the_grid(chunk_size: int) -> int:
-    """The first length whose chunk count passes 65,536, the limit of a launch grid's second and third axis."""
+    """The first length with more than 65,536 chunks, the limit of a launch grid's second and third axis."""
     return chunk_size * 65_536 + 1
 
 
@@ -62,7 +76,7 @@ MANY_SEQUENCES = Packing(tuple(range(70_001)), 70_000)
 
 
 def every_offset(chunk_size: int) -> list[Packing]:
-    """Two sequences whose border lies at each offset inside a chunk in turn."""
+    """Two sequences, with their border at each offset inside a chunk."""
     return [Packing((0, at, 2 * chunk_size), 2 * chunk_size) for at in range(1, chunk_size + 1)]
 
 

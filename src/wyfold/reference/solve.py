@@ -1,4 +1,4 @@
-"""The two triangular steps of a chunk as row-by-row loops: the key gram, and the inverse of I plus it."""
+"""The triangular steps of a chunk as loops over rows: the key Gram matrix, and the inverse of I plus it."""
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,21 @@ def chunk_scaled_dot_kkt(
     cu_seqlens: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What each token of a chunk would unwrite of every earlier one.
+    """Decayed Gram matrix of the keys of every chunk, times the write strength.
 
         L[r, s] = beta_r sum_d k[r, d] k[s, d] exp(g[s+1, d] + ... + g[r, d])     s < r, else 0
 
     Args:
         k: [B, T, H, K], any float.
         beta: [B, T, HV]. Write strength.
-        g: [B, T, HV] or [B, T, HV, K] or None. Natural-log decay per token, <= 0.
+        g: [B, T, HV] or [B, T, HV, K] or None. Natural log of the decay per token, <= 0.
         chunk_size: C, counted from each sequence's first token.
-        cu_seqlens: [N+1] boundaries of packed sequences, or a layout that has them.
-        output_dtype: float32 (float64 from float64 inputs) unless given.
+        cu_seqlens: [N+1] boundaries of packed sequences, or a layout with that attribute.
+        output_dtype: None: float32, or float64 if an input is float64.
 
     Returns:
-        L: [B, T, HV, C]; row r of a chunk at its token, zero from column r on and past the last boundary.
+        L: [B, T, HV, C]; a token holds its row of the chunk's matrix. Zero from the diagonal on, and past the last
+            boundary.
     """
     work = working_dtype(k, beta, g)
     pieces = spans(cu_seqlens, k.shape[0], k.shape[1])
@@ -39,7 +40,7 @@ def chunk_scaled_dot_kkt(
     strength = beta[:, :used].to(work)
     decay = None if g is None else floored(g[:, :used].to(work)).exp()
     if decay is not None and decay.ndim == 3:
-        decay = decay.unsqueeze(-1)  # one number for all channels
+        decay = decay.unsqueeze(-1)  # the same for all channels
 
     L = [strength[:, :0, :, None].expand(-1, -1, -1, chunk_size)]
     for span in pieces:
@@ -60,9 +61,9 @@ def solve_tril(A: Tensor, *, cu_seqlens: Tensor | None = None, output_dtype: tor
         X[r, :] = I[r, :] - sum_{s<r} A[r, s] X[s, :]
 
     Args:
-        A: [B, T, H, C], any float. Row r of a chunk at its token; only columns s < r are read.
-        cu_seqlens: [N+1] boundaries of packed sequences, or a layout that has them.
-        output_dtype: float32 (float64 from float64 inputs) unless given.
+        A: [B, T, H, C], any float. A token holds its row r of the chunk's matrix; only columns s < r are read.
+        cu_seqlens: [N+1] boundaries of packed sequences, or a layout with that attribute.
+        output_dtype: None: float32, or float64 for a float64 A.
 
     Returns:
         X: [B, T, H, C], unit lower triangular; zero past a short chunk's last column and past the last boundary.

@@ -1,7 +1,7 @@
-"""Absolute targets: the relative RMS error each tensor may have, by dtype and family of inputs.
+"""Absolute targets: bounds on the relative RMS error of each tensor, by dtype and family of inputs.
 
-Rule 4 of `error.py`. The 16-bit figures are 1.2 to 1.4 times what emulated or measured arithmetic loses;
-docs/numerics.md says which are which. They bind at K = V = 128 and below, and at T = 2,048 forward, 1,024 backward.
+Rule 4 of `error.py`. The 16-bit figures are 1.2 to 1.4 times the error of emulated or measured arithmetic;
+docs/numerics.md distinguishes the two. They apply at K = V = 128 and below, and at T = 2,048 forward, 1,024 backward.
 """
 
 import torch
@@ -10,21 +10,21 @@ STATES = ("state", "state_bias")
 OUTPUTS = ("o", *STATES)
 GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "deta_col", "dw", "db", "dc0")
 
-# Float64 and float32 results are held to one figure per tensor...
+# Float64 and float32: one bound per tensor...
 WIDE = {
     torch.float64: dict.fromkeys(OUTPUTS, 1e-12) | dict.fromkeys(GRADIENTS, 1e-10),
     torch.float32: dict.fromkeys(OUTPUTS, 1e-5) | dict.fromkeys(GRADIENTS, 1e-4),
 }
-# ...but for three kinds of input on which float32 itself cannot keep it.
+# ...except for three kinds of input on which float32 cannot meet it.
 FLOAT32_EXCEPTIONS = {
     "identical": {"dg": 3e-4},
     "gate alternating": {"o": 6e-5, "state": 6e-5, "dg": 1.2e-4},
-    # Without a gate. The gram's rounding adds up over the tokens: for fewer of them these bounds shrink in proportion.
+    # Without a gate. The Gram matrix's rounding accumulates: these bounds are proportional to the number of tokens.
     "repeated keys, beta 2": {"o": 1e-3, "state": 1.5e-3, "dh0": 1.5e-3}
     | dict.fromkeys(("dq", "dk", "dv", "dbeta", "dg"), 7e-4),
 }
 
-# Family (or the gate that decides instead of it) to tensor to bound.
+# Input family (or the gate that overrides it) -> tensor -> bound.
 SIXTEEN_BIT = {
     "random": {
         "o": 4.5e-3, "state": 4e-3, "dq": 4.5e-3, "dk": 6e-3, "dv": 5e-3, "dbeta": 6.5e-3, "dg": 4.5e-3,
@@ -62,15 +62,15 @@ def target(name: str, dtype: torch.dtype, family: str = "random") -> float | Non
 
     Args:
         name: One of `OUTPUTS` or `GRADIENTS`.
-        dtype: Of the operator's inputs.
-        family: One of `inputs.FAMILIES`; or "gate " and one of `inputs.GATES` where the gate decides; or
+        dtype: Dtype of the operator's inputs.
+        family: One of `inputs.FAMILIES`; or "gate " and one of `inputs.GATES`, if the gate dominates the error; or
             "repeated keys, beta 2"; or "ttt".
 
     Returns:
-        The bound; None where none has been set for 16-bit inputs, and the yardstick alone decides.
+        The bound. None for 16-bit inputs without one, which are judged by the yardstick alone.
 
     Raises:
-        KeyError: there is no tensor of that name, or no such dtype.
+        KeyError: The name of the tensor or the dtype is unknown.
     """
     if name not in OUTPUTS and name not in GRADIENTS:
         raise KeyError(f"target: name must be one of {OUTPUTS + GRADIENTS}, got {name!r}")

@@ -1,7 +1,7 @@
-"""TTT-Linear, token by token: a linear model (S, c) per head that takes a gradient step while it reads.
+"""TTT-Linear, token by token: a linear model (S, c) per head, trained by gradient steps on the sequence.
 
-All tokens of a mini-batch take their gradients at the state (S0, c0) the mini-batch was entered with; G and a sum them,
-each times the token's own factor eta_col_t, which is 1 unless given:
+All tokens of a mini-batch take their gradients at the state (S0, c0) at its start. G and a sum the gradients, each
+times the token's factor eta_col_t, which is 1 by default:
 
     z  = S0^T k_t + c0           x = (z - mean z) r,   r = (var z + eps)^(-1/2)       biased variance
     y  = w (w x + b - (v_t - k_t))                     gradient of 1/2 |w x + b - (v_t - k_t)|^2 in x
@@ -37,7 +37,7 @@ def ttt_linear(
     state_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """TTT-Linear with its inner norm, its output norm and the residual on its output.
+    """TTT-Linear with inner norm, output norm and residual.
 
     Args:
         q: [B, T, H, K], any float.
@@ -45,27 +45,27 @@ def ttt_linear(
         v: [B, T, HV, V], V = K = D, HV a multiple of H; value head j reads query and key head `j // (HV // H)`.
         w: [HV, V]. Weight of both norms.
         b: [HV, V]. Bias of both norms.
-        eta: [B, T, HV, 1] or [B, T, HV] or a number. Step size; token t rescales the whole sum of its mini-batch.
-        eta_col: As eta. A factor of the token's own gradient, whoever's step takes it: token t steps along what token s
-            gave by eta[t] * eta_col[s]. None is 1.
-        residual: "o": what was read is added to its norm. "q": the query is, as given, without `scale`.
-        scale: Multiplies q only, where it reads. None is K ** -0.5.
+        eta: [B, T, HV, 1] or [B, T, HV] or a number. Step size at token t, a factor of the mini-batch's whole sum.
+        eta_col: As eta. Factor of the token's own gradient: token t uses the step size eta[t] * eta_col[s] for token
+            s's gradient. None: 1.
+        residual: Summand next to the norm of o: "o" adds o itself, "q" the query without `scale`.
+        scale: Factor of q in o. None: K ** -0.5.
         eps: Added to the variances.
-        chunk_size: Tokens of a mini-batch. Part of the model, not a tile; counted from each sequence's first token, and
-            the last mini-batch may be short.
-        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None is zero.
-        initial_state_bias: [N, HV, 1, V]. None is zero.
-        output_final_state: Return the states after each sequence's last token, which closes its mini-batch.
-        state_v_first, state_dtype: Layout of the matrix state in and out; dtype of states out, the working dtype
-            without it.
-        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout that has them.
+        chunk_size: Tokens of a mini-batch, counted from each sequence's first; the last one may be short. Part of the
+            model, not a tile size.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`. None: zeros.
+        initial_state_bias: [N, HV, 1, V]. None: zeros.
+        output_final_state: Return the states after each sequence's last token, which ends its mini-batch.
+        state_v_first: Layout of the matrix state, in and out.
+        state_dtype: Dtype of returned states. None: the working dtype.
+        cu_seqlens: [N+1] boundaries of sequences packed into one row, or a layout with that attribute.
 
     Returns:
         out: [B, T, HV, V], dtype of v. Rows past the last boundary are zero and were never read.
-        final_state, final_state_bias: as the initial ones, or None unless asked for.
+        final_state, final_state_bias: Shapes of the initial ones; None without `output_final_state`.
 
     Source:
-        Learning to (learn at test time), arXiv:2407.04620.
+        Learning to (learn at test time), arXiv:2407.04620, sections 2.4 to 2.7.
     """
     batch, tokens, heads, D = v.shape
     dtype = v.dtype
@@ -120,7 +120,7 @@ def ttt_linear(
 
 
 def _norm(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """z [.., D] at mean 0 and variance 1, and the reciprocal deviation [.., 1] that brought it there."""
+    """z [.., D] normalised to mean 0 and variance 1, and its reciprocal standard deviation [.., 1]."""
     centred = z - z.mean(-1, keepdim=True)
     r = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return centred * r, r

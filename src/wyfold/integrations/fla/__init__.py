@@ -1,9 +1,9 @@
-"""fla's names for this family of operators, on Wyfold: switching a script is one import.
+"""fla's names for Wyfold's operators: switching a script takes one import.
 
     from wyfold.integrations.fla import chunk_gated_delta_rule     # was: from fla.ops.gated_delta_rule import ...
 
-Names, order of arguments, keywords and defaults are those of fla-core 0.6.0; docs/migration.md says what differs. For
-code that imports `fla` itself, `install()` puts a stand-in of that name among Python's modules, where no real one is.
+Names, argument order, keywords and defaults are those of fla-core 0.6.0; docs/migration.md lists the differences. For
+code that imports `fla` itself, `install()` adds a stand-in module of that name to `sys.modules`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 VERSION = "0.6.0"
-"""Of fla-core, whose names these are."""
+"""Version of fla-core whose names these are."""
 
 _Names = dict[str, object]
 
@@ -114,14 +114,14 @@ MODULES: dict[str, _Names] = {
     "fla.modules.l2norm": _L2,
     "fla.modules.norm": {"FusedRMSNormGated": FusedRMSNormGated, "L2Norm": L2Norm},
 }
-"""Modules of the stand-in, parents first, and their names; old paths of fla included. All else is an ImportError."""
+"""Modules of the stand-in, parents first, and their names, including fla's old paths. Other names: ImportError."""
 
 
 class StandIn:
-    """A stand-in that is in place; also a context that takes it away at its end.
+    """Installed stand-in for `fla`; as a context manager it uninstalls itself at the end.
 
     Attributes:
-        modules: Names in `sys.modules` that are Wyfold's now.
+        modules: Names in `sys.modules` that belong to the stand-in.
     """
 
     def __init__(self) -> None:
@@ -130,14 +130,14 @@ class StandIn:
         for name, module in made.items():
             parent, _, child = name.rpartition(".")
             if parent:
-                vars(made[parent]).setdefault(child, module)  # a function of that name comes first, as it does in fla
+                vars(made[parent]).setdefault(child, module)  # a function of that name takes precedence, as in fla
         for name in self._real:
             del sys.modules[name]
         sys.modules.update(made)
         self.modules = tuple(made)
 
     def uninstall(self) -> None:
-        """Take it away, and put back what it shadowed; a second time does nothing."""
+        """Remove the stand-in and restore the modules it shadowed; a second call has no effect."""
         global _standing
         if _standing is not self:
             return
@@ -157,20 +157,19 @@ _standing: StandIn | None = None
 
 
 def install(force: bool = False) -> StandIn:
-    """Let `import fla` find Wyfold.
+    """Make `import fla` import Wyfold's stand-in.
 
-    Code that was imported before has its functions already and keeps them.
+    Code imported earlier keeps the functions it has.
 
     Args:
-        force: Do so even where another fla can be imported, which is then shadowed until `uninstall`.
+        force: Install even if another fla can be imported, which is then shadowed until `uninstall`.
 
     Returns:
-        The stand-in: `.uninstall()`, and a context manager that does so at its end. It is there once; asked again, it
-        is returned again.
+        The stand-in, with `.uninstall()`; also a context manager. Repeated calls return the same object.
 
     Raises:
-        TypeError: force is no flag.
-        ImportError: another fla can be imported, if only a folder of that name, and force is not given.
+        TypeError: force is not a bool.
+        ImportError: Another fla can be imported (a folder of that name suffices), and force is False.
 
     Examples:
         >>> import wyfold.integrations.fla
@@ -194,13 +193,13 @@ def install(force: bool = False) -> StandIn:
 
 
 def uninstall() -> None:
-    """Take the stand-in away, if it is there."""
+    """Remove the stand-in, if installed."""
     if _standing is not None:
         _standing.uninstall()
 
 
 def _importable() -> str | None:
-    """Where `import fla` finds something that is not Wyfold's; a folder without an `__init__.py` is something, too."""
+    """Location of another importable fla, which may be a folder without an `__init__.py`; None if there is none."""
     imported = "fla" in sys.modules
     spec = sys.modules["fla"].__spec__ if imported else importlib.util.find_spec("fla")
     if spec is None:
@@ -209,7 +208,7 @@ def _importable() -> str | None:
 
 
 def _made(name: str, names: _Names) -> ModuleType:
-    """A module that holds the names, and nothing that could be found on a disk beneath it."""
+    """A module with the given names, and no submodules on disk."""
     module = ModuleType(name, f"{name}, as far as Wyfold stands in for it (wyfold.integrations.fla).")
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []

@@ -1,4 +1,4 @@
-"""Modules under fla's names: the same parameters under the same keys, so that checkpoints load either way."""
+"""Modules under fla's names, with its parameter names and shapes, so that checkpoints load in either library."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from wyfold.runtime import check
 
 
 class ShortConvolution(nn.Conv1d):
-    """Causal convolution over time, one filter per channel, and an activation.
+    """Depthwise causal convolution over time, followed by an activation; fla's module of that name.
 
     Args:
         hidden_size: D.
-        kernel_size: W, the filter's length, 2 to 8.
-        bias: Whether to add one.
-        activation: None, "silu" or "swish".
-        backend: Whose kernel fla would take; Wyfold has its own choice.
-        device, dtype: Of the parameters, `weight` [D, 1, W] and `bias` [D].
+        kernel_size: W, length of the filter, 2 to 8.
+        bias: Add a learned bias.
+        activation: None, "silu" or "swish" (the same as "silu").
+        backend: fla's kernel choice; accepted and ignored.
+        device, dtype: Device and dtype of the parameters, `weight` [D, 1, W] and `bias` [D].
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ShortConvolution(nn.Conv1d):
         )
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
 
-    def forward(  # type: ignore[override]  # a convolution with a memory has more to say than one without
+    def forward(  # type: ignore[override]  # has a cache, unlike nn.Conv1d
         self,
         x: Tensor,
         residual: Tensor | None = None,
@@ -56,20 +56,25 @@ class ShortConvolution(nn.Conv1d):
         cu_seqlens: Tensor | None = None,
         chunk_indices: Tensor | None = None,
     ) -> Result:
-        """Convolved x, and the latest inputs.
+        """Convolve x; return the result and the latest inputs.
 
         Args:
             x: [B, T, D]; packed B = 1.
             residual: [B, T, D]. Added after the activation.
-            mask: [B, T], zero where a token is padding; not with cu_seqlens. x itself is not written.
-            cache: [N, D, W] the latest inputs. As in fla it is written in place where every sequence has one token
-                and no gradient is kept, and nowhere else.
-            output_final_state: Whether to return the latest inputs.
+            mask: [B, T], zero for padding; not with cu_seqlens. x itself is not written.
+            cache: [N, D, W] latest inputs. As in fla, written in place only if every sequence has one token and
+                gradients are disabled.
+            output_final_state: Return the latest inputs.
             cu_seqlens: [N+1] boundaries of packed sequences.
-            chunk_indices: Not needed.
+            chunk_indices: Accepted and ignored.
 
         Returns:
-            y: [B, T, D]; and [N, D, W] or None.
+            y: [B, T, D].
+            latest: [N, D, W], or None without `output_final_state`.
+
+        Raises:
+            TypeError: An argument has the wrong Python type.
+            ValueError: A shape, dtype or device is wrong, or mask comes with cu_seqlens.
         """
         if mask is not None:
             if cu_seqlens is not None:
@@ -89,7 +94,7 @@ class ShortConvolution(nn.Conv1d):
                 cu_seqlens=cu_seqlens,
             )
         except ValueError:
-            # Its checks name a weight and an initial state, which the caller did not give.
+            # The operator's checks name weight and initial_state; raise in the names of this module's arguments.
             sizes = {"D": self.hidden_size, "W": self.kernel_size[0]}
             check.shapes("ShortConvolution", known=sizes, x=(x, "B T D"))
             sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -103,7 +108,7 @@ class ShortConvolution(nn.Conv1d):
 
     @staticmethod
     def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
-        """Whether this is a step of decoding; boundaries are read where their number says it may be."""
+        """Whether every sequence has one token; boundaries are read only if their number allows it."""
         B, T = x.shape[:2]
         if cu_seqlens is None:
             return T == 1
@@ -115,14 +120,14 @@ class ShortConvolution(nn.Conv1d):
 
 
 class FusedRMSNormGated(nn.Module):
-    """Root-mean-square norm of the last dimension, times an activated gate.
+    """Root-mean-square norm of the last dimension, times an activated gate; fla's module of that name.
 
     Args:
         hidden_size: Size of the last dimension.
-        elementwise_affine: Whether there is a weight.
+        elementwise_affine: Use a weight.
         eps: Added to the mean square.
-        activation: "swish", "silu" or "sigmoid".
-        device, dtype: Of the parameter, `weight` [hidden_size].
+        activation: "swish", "silu" (the same) or "sigmoid".
+        device, dtype: Device and dtype of the parameter, `weight` [hidden_size].
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class FusedRMSNormGated(nn.Module):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor:
-        """[..., D] normed x under the gate g, as `wyfold.rms_norm_gated`; a residual is refused."""
+        """Normalise and gate x [..., D] with `wyfold.rms_norm_gated`; a residual raises UnsupportedError."""
         return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
     def extra_repr(self) -> str:
@@ -163,11 +168,11 @@ class FusedRMSNormGated(nn.Module):
 
 
 class L2Norm(nn.Module):
-    """Rows at unit length, as `wyfold.l2norm`.
+    """Normalise rows to unit length with `wyfold.l2norm`; fla's module of that name.
 
     Args:
         eps: Added to the squared length.
-        output_dtype: Of the result; None: x's.
+        output_dtype: Dtype of the result. None: dtype of x.
     """
 
     def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None):

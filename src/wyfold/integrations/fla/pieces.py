@@ -1,4 +1,4 @@
-"""What layers put around a recurrence, and the triangular steps inside it, under fla's names."""
+"""Convolution, norms, gates and triangular steps under fla's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def solve_tril(
     chunk_indices: Tensor | None = None,
     output_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """`wyfold.solve_tril`; output_dtype=None keeps A's dtype, as it does there."""
+    """`wyfold.solve_tril`; output_dtype=None keeps the dtype of A, as in fla."""
     return solve.solve_tril(A, cu_seqlens=cu_seqlens, output_dtype=output_dtype or A.dtype)
 
 
@@ -35,7 +35,8 @@ def chunk_scaled_dot_kkt_fwd(
     """`wyfold.chunk_scaled_dot_kkt`.
 
     Args:
-        g: [B, T, HV]. As there: sums within chunks, base 2. Wyfold's own operator takes a natural log per token.
+        g: [B, T, HV]. As in fla: base-2 logs, cumulative within chunks. Wyfold's own operator takes a natural log per
+            token.
     """
     if beta is None:
         raise ValueError("chunk_scaled_dot_kkt_fwd: beta must be given, got None")
@@ -46,7 +47,7 @@ def chunk_scaled_dot_kkt_fwd(
 
 
 def per_token(summed: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:
-    """Natural log decays [B, T, HV] of sums within chunks to base 2."""
+    """Natural-log decays per token [B, T, HV], from base-2 logs that are cumulative within chunks."""
     T = summed.shape[1]
     token = torch.arange(T, device=summed.device)
     position = token if cu_seqlens is None else SequenceLayout(cu_seqlens, T).positions
@@ -89,7 +90,7 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`wyfold.rms_norm_gated`; a residual stream inside the norm is refused."""
+    """`wyfold.rms_norm_gated`; residual and prenorm raise UnsupportedError."""
     if residual is not None or prenorm:
         raise UnsupportedError(
             "rms_norm_gated: residual and prenorm are not offered",
@@ -116,7 +117,7 @@ def causal_conv1d(
     """`wyfold.causal_conv1d`, with states of W columns, [N, D, W].
 
     Args:
-        backend: Whose kernel fla would take; Wyfold has its own choice.
+        backend: fla's kernel choice; accepted and ignored.
     """
     no_context("causal_conv1d", cp_context)
     D, W = weight.shape

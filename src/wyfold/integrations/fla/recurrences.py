@@ -1,8 +1,8 @@
-"""Delta rules and TTT-Linear under fla's names, with fla's order of arguments and its keywords.
+"""Delta rules and TTT-Linear under fla's names, with fla's argument order and keywords.
 
-What every one of them does is in the docstring of the operator it calls; a docstring here says what differs. An
-argument that only tells fla how to go about its work is taken and not used; one that Wyfold cannot honour is refused
-where it is given, and a keyword neither of them has is a TypeError.
+The operator that a function calls documents formula, arguments, results and errors; docstrings here list differences.
+Arguments that only affect fla's implementation are accepted and ignored. Arguments that Wyfold cannot honour raise
+UnsupportedError, and unknown keywords raise TypeError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def chunk_delta_rule(
     *,
     chunk_size: int | None = None,
 ) -> Result:
-    """`wyfold.chunk_delta_rule`; float32 is computed, not refused."""
+    """`wyfold.chunk_delta_rule`; unlike fla's, it accepts float32."""
     o, state = delta_rule.chunk_delta_rule(
         q,
         k,
@@ -60,7 +60,7 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Result:
-    """`wyfold.fused_recurrent_delta_rule`; beta is one number per head, not a vector over value channels."""
+    """`wyfold.fused_recurrent_delta_rule`; unlike in fla, beta cannot be a vector over value channels."""
     o, state = delta_rule.fused_recurrent_delta_rule(
         q,
         k,
@@ -99,7 +99,7 @@ def chunk_gated_delta_rule(
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """`wyfold.chunk_gated_delta_rule`; A_log and dt_bias without `use_gate_in_kernel` are refused, not ignored."""
+    """`wyfold.chunk_gated_delta_rule`; A_log and dt_bias without `use_gate_in_kernel` raise ValueError."""
     no_context("chunk_gated_delta_rule", cp_context)
     o, state = gated_delta_rule.chunk_gated_delta_rule(
         q,
@@ -146,7 +146,10 @@ def fused_recurrent_gated_delta_rule(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """`wyfold.fused_recurrent_gated_delta_rule`; gk, a decay per key channel, makes it KDA; gv is refused."""
+    """`wyfold.fused_recurrent_gated_delta_rule`; with gk, a decay per key channel, `wyfold.fused_recurrent_kda`.
+
+    gv raises UnsupportedError.
+    """
     op = "fused_recurrent_gated_delta_rule"
     if gv is not None:
         raise UnsupportedError(f"{op}: gv is not offered", {"wyfold": "a decay per value channel has no chunk form"})
@@ -224,9 +227,10 @@ def chunk_kda(
     chunk_indices: Tensor | None = None,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """`wyfold.chunk_kda`; with `safe_gate` ready-made gates below the bound are raised to it.
+    """`wyfold.chunk_kda`; `safe_gate` also clamps precomputed gates at the bound.
 
-    Intermediate states are refused: fla's are those that enter each chunk, Wyfold's those after every n tokens.
+    Intermediate states raise UnsupportedError: fla returns those entering each chunk, Wyfold those after every n
+    tokens.
     """
     no_context("chunk_kda", cp_context)
     if return_intermediate_states:
@@ -281,7 +285,7 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """`wyfold.fused_recurrent_kda`, with a backward; A_log and dt_bias without `use_gate_in_kernel` are refused."""
+    """`wyfold.fused_recurrent_kda`, with a backward. A_log and dt_bias need `use_gate_in_kernel`."""
     o, state = kda.fused_recurrent_kda(
         q,
         k,
@@ -320,7 +324,7 @@ def chunk_ttt_linear(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`wyfold.chunk_ttt_linear`; packed sequences have a backward, and padding never counts."""
+    """`wyfold.chunk_ttt_linear`; packed sequences have a backward, and padding is never read."""
     return ttt_linear.chunk_ttt_linear(
         q,
         k,
@@ -344,21 +348,21 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def _check_decays(op: str, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor) -> None:
-    """Decays per head and per key channel can be added."""
+    """Check that decays per head and per key channel can be added."""
     check.shapes(op, optional=("g",), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV"), gk=(gk, "B T HV K"))
     check.floating(op, g=g, gk=gk)
     check.same_attribute(op, "device", k=k, g=g, gk=gk)
 
 
 def no_context(op: str, cp_context: object) -> None:
-    """Refuse context parallelism, which fla's callers name even where they do not use it."""
+    """Refuse a cp_context; fla's callers often pass None explicitly."""
     if cp_context is not None:
         remedy = f"call wyfold.{op} with one of wyfold.cp.build_cp_context"
         raise UnsupportedError(f"{op}: cp_context is not offered under fla's names", {"instead": remedy})
 
 
 def _v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """The layout of states, under its new or its old name."""
+    """State layout, given under its new or its old name."""
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:

@@ -1,11 +1,11 @@
-"""Models of transformers on Wyfold's operators, without a fork.
+"""Run transformers models on Wyfold's operators, without a fork.
 
     with patch(model):
         model(input_ids, position_ids=...)
 
-Rebound are names: the functions that a modelling file calls (transformers 5.15 and later) or keeps on its layers (4.57
-to 5.14). Calls of `forward` of the class that hands positions to the layers are intercepted, also where an instance has
-a `forward` of a hook or wrapper. Parameters, configurations, and with them loading and saving stay as they are.
+A patch rebinds the functions that a modelling file calls (transformers 5.15 and later) or stores on its layers (4.57 to
+5.14). It also intercepts `forward` of the text model's class, even if a hook or wrapper replaced it on an instance.
+Parameters, configurations, loading and saving are unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["FAMILIES", "Family", "Patch", "Replaced", "Report", "patch"]
 
 
 class Patch:
-    """A patch that holds; also a context that undoes it at its end.
+    """Active patch; as a context manager it undoes itself at the end.
 
     Attributes:
-        report: What was replaced, and what became of every call.
+        report: Replaced names and outcomes of calls.
     """
 
     def __init__(self, report: Report):
@@ -32,7 +32,7 @@ class Patch:
         self._installations: list[Installation] = []
 
     def undo(self) -> Report:
-        """Put back what no other patch holds; a second time does nothing. Returns the report."""
+        """Restore the names that no other patch still uses; a second call has no effect. Returns the report."""
         while self._installations:
             self._installations.pop().leave(self.report)
         return self.report
@@ -55,45 +55,44 @@ def patch(
     norm: bool = False,
     on_unsupported: str = "raise",
 ) -> Patch:
-    """Let models of transformers run on Wyfold.
+    """Make transformers models run on Wyfold's operators.
 
-    Replaced are the chunked and the token-by-token delta rule, the short convolution over a sequence and over one more
-    token, and on demand the gated norm. The decision is made call by call, by what the operators support on that
-    device, with that dtype and head size.
+    Replaces the chunked and the recurrent delta rule, the short convolution of a sequence and of one token, and
+    optionally the gated norm. Each call is checked separately for support of its device, dtype and head size.
 
-    Since transformers 5.15 the functions belong to a model type, and every model of the type follows; before, they
-    belong to the layers of one model, which has to be given. A second patch of a type joins the first, if it asks for
-    the same, and everything comes back with the last `undo`.
+    Since transformers 5.15 the functions belong to a model type, so the patch affects every model of the type. Before,
+    they belong to the layers of one model, which must be given as target. A second patch of a type shares the first
+    one's replacements if its options are the same; the last `undo` restores everything.
 
-    Hooks and wrappers of the model may be made before or after the patch, and removed before or after `undo`:
-    `accelerate.dispatch_model`, `cpu_offload`, `Accelerator.prepare`, peft, `torch.compile`, FSDP. A method that was
-    taken from the model before (`f = model.model.forward`) and is called by itself is not intercepted.
+    Hooks and wrappers of the model may be added before or after the patch, and removed before or after `undo`:
+    `accelerate.dispatch_model`, `cpu_offload`, `Accelerator.prepare`, peft, `torch.compile`, FSDP. A bound method saved
+    before the patch (`f = model.model.forward`) is not intercepted.
 
     Args:
-        target: A model; names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid",
-            "kimi_linear", "bailing_hybrid", "glm5_next"); None for every one of these that is imported.
-        packing: Keep documents apart that are packed into a row by `position_ids` that begin again, by `cu_seq_lens_q`
-            or by `seq_idx`: attention, convolution and recurrence get the same boundaries, and no cache is kept.
-            Reading positions waits for the device once per forward. Refused are packed documents of "qwen4_exp" and
-            "glm5_next", whose attention picks its tokens from the whole row.
-        norm: Replace the gated norm too. Of a norm whose `forward` was wrapped before the patch, as by a hook that
-            loads its weight, the stock function stays; `report.kept` lists those of target.
-        on_unsupported: "raise", or "stock": such a call runs the model's own code, and the report says why and
-            how often. Calls with packed documents always raise.
+        target: A model; or names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid",
+            "kimi_linear", "bailing_hybrid", "glm5_next"); or None for each of these types that is imported.
+        packing: Separate documents packed into a row, given by restarting `position_ids`, `cu_seq_lens_q` or `seq_idx`.
+            Attention, convolution and recurrence get the same boundaries, and no cache is kept. Reading positions
+            synchronises with the device once per forward. Packed documents of "qwen4_exp" and "glm5_next" are refused,
+            because their attention selects tokens from the whole row.
+        norm: Also replace the gated norm. A norm whose `forward` was wrapped before the patch, for example by a hook
+            that loads its weight, keeps the stock function; `report.kept` lists those of target.
+        on_unsupported: "raise": raise for an unsupported call. "stock": run the model's own code and count the call in
+            the report. Calls with packed documents always raise.
 
     Returns:
-        The patch: `.report`, `.undo()`, and a context manager that undoes at its end.
+        The patch, with `.report` and `.undo()`; also a context manager.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         TypeError: target is neither a model nor names.
-        ValueError: an unknown type, nothing to patch, or a patch of the same type holds and asks for something else.
-        UnsupportedError: this version of transformers keeps its functions elsewhere, or gives them other parameters.
+        ValueError: A model type is unknown, there is nothing to patch, or an active patch of the type has other
+            options.
+        UnsupportedError: This version of transformers keeps its functions elsewhere, or with other parameters.
 
-    While it holds, a patched model raises ValueError on packed documents together with a cache or with padding, or
-    with a mask of four dimensions by which they attend to each other; on positions that contradict given boundaries, or
-    boundaries that contradict each other; and on padding on the right where a cache is filled, which the CPU and
-    `wyfold.checked()` see.
+    A patched model raises ValueError for packed documents with a cache, with padding, or with a four-dimensional mask
+    that connects documents; for positions or boundaries that contradict each other; and, on the CPU and inside
+    `wyfold.checked()`, for padding on the right while a cache is filled.
     """
     check.flag("patch", packing=packing, norm=norm)
     check.choice("patch", "on_unsupported", on_unsupported, ("raise", "stock"))

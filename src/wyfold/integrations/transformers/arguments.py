@@ -1,7 +1,7 @@
-"""Arguments of the functions that are patched, resolved by their real signatures when a patch is made.
+"""Arguments of patched functions, resolved from their signatures when a patch is made.
 
-transformers renames parameters between minor versions. A check that looks for a keyword under its former name never
-sees it and passes everything, so every name that is relied upon has to be a parameter of what is patched.
+transformers renames parameters between minor versions, and a check of a keyword's former name would silently pass.
+Therefore every name this integration relies on must be a parameter of the patched function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CACHES = ("past_key_values", "cache")
-"""Names of a text model's cache: up to 5.23, and since 5.24."""
+"""Names of a text model's cache argument: up to 5.23, and since 5.24."""
 
 RULE = ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 EXPECTED = {
@@ -23,11 +23,11 @@ EXPECTED = {
     "norm": ("hidden_states", "gate"),
     "forward": ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"),
 }
-"""What is patched -> parameters it must have. The convolved tensor is handed over by position."""
+"""Purpose of a patched function -> parameters it must have. The convolved tensor is passed by position."""
 
 
 def missing_parameters(purpose: str, stock: Callable[..., Any]) -> list[str]:
-    """Names in `EXPECTED` that are no parameters of a function."""
+    """Names in `EXPECTED` that a function does not have as parameters."""
     parameters = inspect.signature(stock).parameters
     return [name for name in EXPECTED[purpose] if name not in parameters]
 
@@ -37,8 +37,8 @@ class Arguments:
     """Parameters of a text model's `forward`.
 
     Attributes:
-        positional: Names in order, without the module.
-        cache: Name of the cache.
+        positional: Names of positional parameters in order, without self.
+        cache: Name of the cache parameter.
     """
 
     positional: tuple[str, ...]
@@ -49,7 +49,7 @@ class Arguments:
         """Read the signature of a class's `forward`.
 
         Raises:
-            LookupError: a parameter that packing relies on is absent. Says which.
+            LookupError: A parameter that packing relies on is missing; the message names it.
         """
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         missing = missing_parameters("forward", forward)
@@ -67,7 +67,7 @@ class Arguments:
         """Arguments of a call by name.
 
         Raises:
-            TypeError: too many positional arguments, or one given twice, as Python does.
+            TypeError: There are too many positional arguments, or one is given twice.
         """
         if len(args) > len(self.positional):
             raise TypeError(f"{op}: forward takes {len(self.positional)} positional arguments, got {len(args)}")

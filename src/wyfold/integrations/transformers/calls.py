@@ -1,8 +1,8 @@
-"""What stands where the models' own functions stood: their calling conventions, Wyfold's operators.
+"""Replacements for the models' functions: their calling conventions, with Wyfold's operators.
 
-A call is served, or it is refused before any work with the operator's own reason. `on_unsupported="stock"` hands a
-refused call on to the function that stood there before, and counts it under that reason; a packed call never, since
-that function would mix the documents.
+A call runs on Wyfold, or the operator refuses it before any work. With `on_unsupported="stock"`, a refused call runs
+the replaced function and is counted under the reason. Packed calls are excepted, because that function would mix the
+documents.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Function = Callable[..., Any]
 
 
 class Boundaries(threading.local):
-    """Boundaries of the forward that runs on this thread.
+    """Boundaries of the forward running on this thread.
 
     Attributes:
-        current: [N+1] of the packed documents, or None.
+        current: [N+1] boundaries of packed documents, or None.
     """
 
     current: Tensor | None = None
@@ -37,14 +37,14 @@ class Boundaries(threading.local):
 
 @dataclass
 class Calls:
-    """Makes replacements for one model type.
+    """Factory of the replacements for one model type.
 
     Attributes:
-        family: The model type.
-        reports: Where calls are counted: one report for each patch that shares the replacements.
-        fall_back: Whether a refused call goes to the stock function.
-        on_layers: Whether layers hand no keywords on, as up to 5.14; then a call's boundaries are those of the forward.
-        boundaries: Boundaries of the forward.
+        family: Model type.
+        reports: Reports that count calls, one for each patch that shares the replacements.
+        fall_back: A refused call runs the stock function.
+        on_layers: Layers pass no keywords on, as up to 5.14; boundaries then come from `boundaries`.
+        boundaries: Boundaries of the running forward.
     """
 
     family: Family
@@ -54,13 +54,13 @@ class Calls:
     boundaries: Boundaries = field(default_factory=Boundaries)
 
     def replacing(self, purpose: str, stock: Function | None) -> Function:
-        """The function for "chunk", "recurrent", "conv" or "conv_update"."""
+        """Replacement for "chunk", "recurrent", "conv" or "conv_update"."""
         makers = {"conv": self._conv, "conv_update": self._conv_update}
         maker = makers.get(purpose)
         return maker(stock) if maker else self._rule(purpose, stock)
 
     def by(self, purpose: str) -> str:
-        """Name of the operator that serves."""
+        """Name of the operator that runs the call."""
         return f"wyfold.{causal_conv1d.__name__ if 'conv' in purpose else self._operator(purpose).__name__}"
 
     def _operator(self, purpose: str) -> Function:
@@ -72,12 +72,12 @@ class Calls:
         return chunk if purpose == "chunk" else recurrent
 
     def _serve(self, name: str, ours: Callable[[], Any], stock: Callable[[], Any] | None, packed: bool) -> Any:
-        """Ours; where it refuses and that is allowed, or no patch holds any more, the stock function's."""
+        """Run `ours`; run `stock` if ours refuses and fallback is allowed, or if no patch is active any more."""
         if not self.reports and stock is not None:
             return stock()
         try:
             result = ours()
-        except ValueError as refusal:  # operators check before they work, so nothing has been done
+        except ValueError as refusal:  # operators check before any work, so the call can be repeated
             if not self.fall_back or stock is None or packed:
                 raise
             self._count(name, str(refusal))
@@ -86,7 +86,7 @@ class Calls:
         return result
 
     def _count(self, name: str, outcome: str) -> None:
-        # A number that changes would make the compiler recompile at every call.
+        # In compiled code, a changing counter would cause recompilation at every call.
         if not torch.compiler.is_compiling():
             for report in self.reports:
                 report.calls[self.family.name, name, outcome] += 1
@@ -125,7 +125,7 @@ class Calls:
                 return o if cu is None else o.view(value.shape), state
 
             def theirs() -> Any:
-                return stock(  # type: ignore[misc]  # called only where there is one
+                return stock(  # type: ignore[misc]  # called only if stock is not None
                     query,
                     key,
                     value,
@@ -174,8 +174,8 @@ class Calls:
                     output_final_state=True,
                     activation=activation,
                 )
-                # The model goes on from the cache's own storage.
-                conv_state.copy_(latest)  # type: ignore[arg-type]  # asked for, so there
+                # The model continues from the cache's storage, so update it in place.
+                conv_state.copy_(latest)  # type: ignore[arg-type]  # requested, so not None
                 return y.transpose(1, 2)
 
             def theirs() -> Any:
@@ -204,7 +204,7 @@ class Calls:
         return forward
 
     def _packed(self, model_kwargs: dict[str, Any]) -> Tensor | None:
-        """A call's boundaries, under whichever name they came."""
+        """Boundaries of a call, under any of their names; None without packed documents."""
         for name in ("cu_seqlens", "cu_seq_lens_q"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs[name]

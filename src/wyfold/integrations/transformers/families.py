@@ -1,4 +1,4 @@
-"""Model types of transformers that have delta-rule layers, and what their modelling files call things."""
+"""Model types of transformers with delta-rule layers, and the names in their modelling files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Family:
     """One model type.
 
     Attributes:
-        name: As the folder under `transformers.models` has it.
-        model: Class that owns the decoder layers and is handed positions.
-        norm: Class of the gated norm behind the recurrence.
-        channel: Whether the decay is one per key channel (KDA), or one per head (GDN).
-        rounds: Whether the norm rounds to its input's dtype before the weight.
-        separable: Whether the other layers can keep documents of one row apart; an attention that picks its tokens by
-            an index over the whole row cannot.
+        name: Name of the folder under `transformers.models`.
+        model: Name of the class that owns the decoder layers and receives positions.
+        norm: Name of the gated norm's class.
+        channel: The decay is per key channel (KDA) instead of per head (GDN).
+        rounds: The norm rounds to its input's dtype before the weight.
+        separable: The other layers can separate documents in a row. False for attention that selects tokens by an index
+            over the whole row.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Family:
 
     @property
     def on_layers(self) -> bool:
-        """Whether this version of transformers keeps the functions as attributes of each layer.
+        """Whether this version of transformers stores the functions as attributes of each layer.
 
-        Up to 5.14 a layer chose them when it was made; since 5.15 they are looked up in the module at every call.
+        Up to 5.14 a layer chose them when created; since 5.15 they are looked up in the module at every call.
         """
         return "is_fast_path_available" in vars(self.module)
 
     def text_models(self, model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
-        """Instances of the class that is handed positions, by that class; wrappers derive classes of it."""
+        """Instances of the class that receives positions, grouped by class; wrappers may derive from it."""
         found: dict[type[nn.Module], list[nn.Module]] = {}
         for part in model.modules():
             for cls in type(part).__mro__:
@@ -66,7 +66,7 @@ class Family:
 
     @property
     def functions(self) -> dict[str, str]:
-        """What a call is for -> the module's name of it, since 5.15."""
+        """Purpose -> name of the function in the module, since 5.15."""
         chunk, recurrent = (
             ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
             if self.channel
@@ -86,7 +86,7 @@ ON_LAYERS = {
     "conv": "causal_conv1d_fn",
     "conv_update": "causal_conv1d_update",
 }
-"""What a call is for -> the layer's attribute, up to 5.14; there were no KDA models then."""
+"""Purpose -> name of the layer's attribute, up to 5.14, which had no KDA models."""
 
 FAMILIES = {
     family.name: family
@@ -106,11 +106,11 @@ FAMILIES = {
 
 
 def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list[Family]:
-    """The families a user means.
+    """Model types selected by `patch`'s target.
 
     Raises:
         TypeError: target is neither a module, nor names, nor None.
-        ValueError: an unknown name, no name, or nothing with delta-rule layers.
+        ValueError: A name is unknown, there is no name, or target has no delta-rule layers.
     """
     known = ", ".join(FAMILIES)
     if target is None:
@@ -138,7 +138,7 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
 
 
 def layers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Any]]:
-    """Every layer of a model that keeps the functions itself, with its path."""
+    """(path, layer) of every layer of a model that stores the functions itself."""
     for path, part in model.named_modules():
         if ON_LAYERS["chunk"] in vars(part) and any(cls.__module__ == family.module_name for cls in type(part).__mro__):
             yield path, part

@@ -1,9 +1,9 @@
-"""Interception of a class's `forward`, for every instance, hooked or not.
+"""Interception of a class's `forward` for all instances, with or without hooks.
 
-An instance may have a `forward` in its own `__dict__`: accelerate's hooks, `Accelerator.prepare` and
-`module.forward = torch.compile(module.forward)` put one there. Python prefers it to a function of the class, so a
-function assigned to the class is never called for such an instance. A data descriptor on the class takes precedence
-over the instance's `__dict__`, whichever of the two was put there first.
+An instance may have a `forward` in its `__dict__`, set by accelerate's hooks, by `Accelerator.prepare` or by
+`module.forward = torch.compile(module.forward)`. Python prefers it to the class's function, so a function assigned to
+the class would never be called. A data descriptor on the class takes precedence over the instance's `__dict__`,
+regardless of which was set first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 Forward = Callable[..., Any]
 Handler = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""Called as handler(forward, module, args, kwargs), where `forward` is bound and is what would have run."""
+"""Called as handler(forward, module, args, kwargs), where `forward` is the intercepted bound method."""
 
 
 def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
@@ -27,10 +27,10 @@ def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
 
     Args:
         owner: Class that has `forward`, its own or an inherited one.
-        handler: Runs outside of the handlers that are there.
+        handler: Runs around the existing handlers.
 
     Returns:
-        A function that removes the handler. With the last one the class becomes what it was.
+        A function that removes the handler. Removing the last one restores the class.
     """
     found = vars(owner).get("forward")
     interceptor = found if isinstance(found, ForwardInterceptor) else ForwardInterceptor(owner.forward)
@@ -41,7 +41,7 @@ def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
 
     def remove() -> None:
         interceptor.handlers.remove(handler)
-        # A function that other code has assigned since then stays.
+        # Keep a function that other code has assigned since then.
         if interceptor.handlers or vars(owner).get("forward") is not interceptor:
             return
         if interceptor.inherited:
@@ -53,22 +53,22 @@ def intercept(owner: type[nn.Module], handler: Handler) -> Callable[[], None]:
 
 
 class _Running(threading.local):
-    """Modules whose handlers run on this thread, by id."""
+    """Ids of the modules whose handlers are running on this thread."""
 
     def __init__(self) -> None:
         self.modules: set[int] = set()
 
 
 class ForwardInterceptor:
-    """The data descriptor that `intercept` puts in place of a class's `forward`.
+    """Data descriptor that `intercept` puts in place of a class's `forward`.
 
-    Wrappers that were made from `module.forward` while it was installed, like a hook's, go on working afterwards. A
-    call passes through the handlers once, however many such wrappers it goes through.
+    Wrappers made from `module.forward` while it was installed, such as a hook's, keep working afterwards. A call passes
+    through the handlers once, regardless of the number of such wrappers.
 
     Attributes:
-        stock: The function it stands for.
-        handlers: The last one is the outermost.
-        inherited: Whether `stock` belongs to a base class.
+        stock: The replaced function.
+        handlers: Active handlers; the last one is the outermost.
+        inherited: `stock` belongs to a base class.
     """
 
     def __init__(self, stock: Forward):
@@ -82,11 +82,11 @@ class ForwardInterceptor:
         if module is None:
             return self._of_class
         if "forward" in module.__dict__:
-            # Dynamo of PyTorch 2.11 reads `module.__dict__["forward"]` as `module.forward`, and calls this again.
+            # Dynamo of PyTorch 2.11 reads `module.__dict__["forward"]` as `module.forward`, which would recurse.
             own = object.__getattribute__(module, "__dict__")["forward"]
             return types.MethodType(self._over(own), module)
         if torch.compiler.is_compiling():
-            return functools.partial(self._of_class, module)  # Dynamo does not trace the making of a bound method
+            return functools.partial(self._of_class, module)  # Dynamo cannot trace the creation of a bound method
         return types.MethodType(self._of_class, module)
 
     def __set__(self, module: nn.Module, forward: Forward) -> None:
@@ -105,7 +105,7 @@ class ForwardInterceptor:
         return forward
 
     def _over(self, own: Forward) -> Forward:
-        """An instance's own `forward`, behind the handlers."""
+        """Wrap an instance's own `forward` with the handlers."""
 
         @functools.wraps(own)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class ForwardInterceptor:
 
     def _call(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = self._running.modules
-        if id(module) in running:  # inside of a hook that was made from an intercepted `forward`
+        if id(module) in running:  # called from a hook made from an intercepted `forward`
             return forward(*args, **kwargs)
         for handler in self.handlers:
             forward = functools.partial(_handled, handler, forward, module)

@@ -1,7 +1,7 @@
-"""Replacements for one model type, shared by every patch that asks for the same.
+"""Replacements for one model type, shared by all patches with the same options.
 
-Since transformers 5.15 the functions belong to a model type: a second patch of the type finds its models served
-already. It joins the replacements that are there, and what was replaced comes back with the last patch that holds.
+Since transformers 5.15 the functions belong to a model type, so a second patch of the type finds them replaced. It
+shares these replacements; the last patch to be undone restores the originals.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from wyfold.integrations.transformers.report import Replaced, Report
 from wyfold.runtime.check import UnsupportedError
 
 KNOWN = "4.57 to 5.24"
-"""Versions of transformers that were tried."""
+"""Tested versions of transformers."""
 
 
 class Options(NamedTuple):
-    """What a patch asks for, by the names of `patch`'s arguments."""
+    """Options of a patch, named as in `patch`."""
 
     packing: bool
     norm: bool
@@ -37,18 +37,18 @@ _installed: list[Installation] = []
 
 
 def installed(family: Family, options: Options, target: object, version: str) -> Installation:
-    """Replacements for a model type, those that are there or new ones; `join` makes them a patch's.
+    """Return the installed replacements for a model type, or install them; a patch then calls `join`.
 
     Args:
-        family: The model type.
-        options: What the patch asks for.
-        target: What `patch` was given; up to 5.14 a model.
-        version: Of transformers.
+        family: Model type.
+        options: Options of the patch.
+        target: `patch`'s target; up to 5.14 it must be a model.
+        version: Version of transformers.
 
     Raises:
-        ValueError: an earlier patch that holds asks for something else, or shares a layer; or target is no model
-            where it has to be.
-        UnsupportedError: this version keeps its functions elsewhere, or gives them other parameters.
+        ValueError: An active patch has other options or shares only some layers, or target is not a model where it
+            must be one.
+        UnsupportedError: This version keeps its functions elsewhere, or with other parameters.
     """
     layers = _layers(family, target, version) if family.on_layers else []
     new = Installation(family, options, [layer for _, layer in layers])
@@ -69,7 +69,7 @@ def installed(family: Family, options: Options, target: object, version: str) ->
 
 
 def _layers(family: Family, target: object, version: str) -> list[tuple[str, Any]]:
-    """Up to 5.14: layers of one model that keep the functions as attributes."""
+    """Layers of one model that store the functions as attributes, as up to 5.14."""
     if not isinstance(target, nn.Module):
         raise ValueError(
             f"patch: target must be a model with transformers {version}, whose layers keep the functions themselves, "
@@ -88,50 +88,50 @@ def _unknown(version: str, what: str) -> UnsupportedError:
 
 
 class Installation:
-    """Names that are rebound for one model type, or up to 5.14 for the layers of one model.
+    """Rebound names of one model type, or up to 5.14 of one model's layers.
 
     Attributes:
-        family: The model type.
-        options: What all of its patches ask for.
-        replaced: Every name that was rebound.
+        family: Model type.
+        options: Options common to all patches that share it.
+        replaced: Every rebound name.
     """
 
     def __init__(self, family: Family, options: Options, layers: list[Any]):
         self.family, self.options, self.replaced = family, options, list[Replaced]()
-        self._layers = {id(layer): layer for layer in layers}  # kept alive, so that the keys stay theirs
+        self._layers = {id(layer): layer for layer in layers}  # kept alive, so that ids stay unique
         self._reports: list[Report] = []
         self._undo: list[Callable[[], None]] = []
         self._calls = Calls(family, self._reports, options.on_unsupported == "stock", family.on_layers)
 
-    # --- patches that hold -------------------------------------------------------------------------------------------
+    # --- active patches ----------------------------------------------------------------------------------------------
 
     def join(self, report: Report, target: object) -> None:
-        """Count into a patch's report too, until it leaves."""
+        """Add a patch: count calls in its report until it leaves."""
         self._reports.append(report)
         report.replaced += self.replaced
         if self.options.norm and isinstance(target, nn.Module):
             report.kept |= self._hooked_norms(target)
 
     def leave(self, report: Report) -> None:
-        """Let a patch go; with the last one everything is put back."""
+        """Remove a patch; removing the last one restores all names."""
         self._reports[:] = [held for held in self._reports if held is not report]
         if not self._reports:
             _installed.remove(self)
             self.restore()
 
     def restore(self) -> None:
-        """Put back every name that was rebound."""
+        """Restore every rebound name."""
         while self._undo:
             self._undo.pop()()
 
     def shares(self, other: Installation) -> bool:
-        """Whether the two replace a name of the same owner."""
+        """Whether both replace a name of the same owner."""
         if self.family.name != other.family.name:
             return False
         return not (self._layers or other._layers) or not self._layers.keys().isdisjoint(other._layers)
 
     def refuse_other(self, other: Installation) -> None:
-        """Raise unless another one would be the same."""
+        """Raise unless the other installation has the same layers and options."""
         if self._layers.keys() != other._layers.keys():
             raise ValueError(
                 f"patch: target must be the model that an earlier patch of {self.family.name} serves, got one that "
@@ -147,7 +147,7 @@ class Installation:
     # --- replacements ------------------------------------------------------------------------------------------------
 
     def replace_in_module(self, version: str) -> None:
-        """Since 5.15: names a modelling file looks up at every call."""
+        """Rebind the names that a modelling file looks up at every call, since 5.15."""
         family, module = self.family, self.family.module
         names = [*family.functions.values(), family.model, family.norm]
         missing = [name for name in names if not hasattr(module, name)]
@@ -163,7 +163,7 @@ class Installation:
         self._replace_norm(version)
 
     def replace_on_layers(self, layers: list[tuple[str, Any]], model: Any, version: str) -> None:
-        """Up to 5.14: attributes of one model's layers, which hand no boundaries on."""
+        """Rebind attributes of one model's layers, which pass no boundaries on, up to 5.14."""
         family = self.family
         for path, layer in layers:
             for purpose, name in ON_LAYERS.items():
@@ -181,7 +181,7 @@ class Installation:
             raise _unknown(version, f"{where} has no parameter {', '.join(missing)}")
 
     def _rebind(self, owner: Any, name: str, ours: object, replaced: Replaced) -> None:
-        """Set owner.name to ours until `restore` runs or other code assigns it."""
+        """Set owner.name to `ours`; `restore` undoes it unless other code has assigned the name since."""
         own, kept = name in vars(owner), vars(owner).get(name)
 
         def restore() -> None:
@@ -197,7 +197,7 @@ class Installation:
         self.replaced.append(replaced)
 
     def _intercept_forward(self, version: str, owner: type[nn.Module], only: list[nn.Module] | None) -> None:
-        """Settle the boundaries before `forward` of a text model's class begins; only: of these instances."""
+        """Settle boundaries before `forward` of a text model's class. only: restrict to these instances."""
         op, where = f"patch({self.family.name})", f"{self.family.module_name}.{owner.__name__}"
         try:
             arguments = Arguments.of(owner.forward)
@@ -226,7 +226,7 @@ class Installation:
         self.replaced.append(Replaced(self.family.name, where, "forward", "boundaries for all layers"))
 
     def _refuse_inseparable(self, op: str, model: nn.Module) -> None:
-        """Packed documents of a model that cannot keep them apart."""
+        """Refuse packed documents of a model that cannot separate them."""
         if not self.family.separable:
             raise ValueError(
                 f"{op}: documents must come in rows of their own, got several in one; the attention of this type picks "
@@ -234,7 +234,7 @@ class Installation:
             )
         if not self._layers:
             return
-        # Layers of old versions read boundaries while the model runs, and through the functions that were replaced.
+        # Layers of old versions read boundaries only during the forward, and only in the replaced functions.
         if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
             raise ValueError(
                 f"{op}: gradient checkpointing must be off for packed documents with transformers before 5.15, got it "
@@ -258,9 +258,9 @@ class Installation:
         self._rebind(owner, "forward", ours, Replaced(family.name, where, "forward", "wyfold.rms_norm_gated"))
 
     def _hooked_norms(self, model: nn.Module) -> dict[str, str]:
-        """Gated norms whose `forward` was wrapped before the class's was replaced: they call the stock function.
+        """Gated norms whose `forward` was wrapped before the class's was replaced, which keep the stock function.
 
-        The wrapper may load the weight, so it must run, and what it calls cannot be exchanged.
+        The wrapper may load the weight, so it must run, and the function it calls cannot be replaced.
         """
         owner = getattr(self.family.module, self.family.norm)
         return {

@@ -1,11 +1,11 @@
-"""Attention masks in the forms that transformers makes, and what they say about padding and documents.
+"""Padding and document boundaries in the attention masks of transformers.
 
-    [B, T] or [B, past + T]     padding, zero where a token is none
-    [B or 1, H or 1, T, keys]   bool, or float added to the scores: prepared, or made by the caller
-    {layer type: mask}          what `generate` prepares for a static cache; recurrent layers' is [B, T]
-    BlockMask                   flex attention's
+    [B, T] or [B, past + T]     padding mask, zero for padding
+    [B or 1, H or 1, T, keys]   bool, or float added to the scores; prepared by the model or the caller
+    {layer type: mask}          prepared by `generate` for a static cache; that of recurrent layers is [B, T]
+    BlockMask                   flex attention
 
-Recurrent layers read padding from two dimensions alone, so this is what padding means here too.
+Recurrent layers read padding from two-dimensional masks only, and so do these functions.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ RECURRENT = "linear_attention"
 
 
 def padding(mask: Any, T: int) -> Tensor | None:
-    """[B, T] mask of the tokens of this call, zero where there is padding; None where no mask says so."""
+    """[B, T] padding mask of this call's tokens, zero for padding; None without a two-dimensional mask."""
     if isinstance(mask, dict):
         mask = mask.get(RECURRENT)
     return mask[:, -T:] if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def packed_mask(op: str, mask: Any, starts: Tensor) -> Any:
-    """The mask to hand on with packed documents.
+    """Mask to pass to the model with packed documents.
 
-    Without one, models make a mask that keeps documents apart. A mask of four dimensions is used as it is, and has to.
+    Without a mask, models build one that separates documents. A four-dimensional mask is used unchanged, so it must
+    separate them itself.
 
     Args:
-        op: For messages.
-        mask: In any form; [B, T] has been seen to have no padding.
+        op: Name for messages.
+        mask: Mask in any form; a [B, T] mask is already known to have no padding.
         starts: [B, T] bool, True where a document begins.
 
     Raises:
-        ValueError: a mask that lets a token attend to another document, or whose contents cannot be read.
+        ValueError: The mask lets a token attend to another document, or its contents cannot be read.
     """
     if isinstance(mask, dict):
         kept = {layers: packed_mask(op, part, starts) for layers, part in mask.items()}

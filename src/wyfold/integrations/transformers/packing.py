@@ -1,8 +1,8 @@
-"""Documents that share a row: one set of boundaries for attention, convolution and recurrence.
+"""Packed documents: one set of boundaries for attention, convolution and recurrence.
 
-The models take packed documents as positions that begin again, or as `cu_seq_lens_q`. Attention keeps such documents
-apart if it is told by positions, has no mask and no cache; the delta-rule layers know of them by `cu_seq_lens_q` alone.
-`settled` brings a call into the form in which every layer reads the same boundaries, or refuses it.
+The models accept packed documents as restarting positions or as `cu_seq_lens_q`. Attention separates them by positions,
+if there is no mask and no cache. The delta-rule layers read only `cu_seq_lens_q`. `settled` rewrites a call so that all
+layers read the same boundaries, or refuses it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Call = dict[str, Any]
 
 
 def settled(op: str, call: Call) -> Call:
-    """The keywords of a model's forward, made consistent.
+    """Make the keywords of a model's forward consistent.
 
-    A call without packed documents is returned as it came. Reading positions waits for the device once. Inside compiled
-    code given boundaries are believed, since nothing can be read there; positions alone break the graph, and are
-    refused by `torch.export`, which has to have all in one.
+    A call without packed documents is returned unchanged. Reading positions synchronises with the device once. In
+    compiled code, given boundaries are trusted, because tensors cannot be read there. Positions without boundaries
+    break the graph; `torch.export`, which needs a single graph, refuses them.
 
     Args:
-        op: The model type, for messages.
+        op: Model type, for messages.
         call: Keywords of the text model's forward.
 
     Returns:
-        The same keywords, and where documents are packed: `cu_seq_lens_q` [N+1] over all rows laid one after
-        another, `position_ids` that begin again at each boundary, no mask of padding, and `use_cache=False`.
+        The same keywords. With packed documents: `cu_seq_lens_q` [N+1] over all rows of the flattened batch,
+        `position_ids` that restart at each boundary, no padding mask, and `use_cache=False`.
 
     Raises:
-        ValueError: documents are packed, and a cache or a mask with padding is asked for as well, or a mask that lets
-            them attend to each other; or positions and boundaries disagree; or boundaries have another's name; or a
-            cache would be filled from rows with padding on the right.
+        ValueError: Packed documents come with a cache, a padding mask with padding, or a mask that connects documents;
+            positions and boundaries disagree; boundaries are given under another name; or a cache would be filled from
+            rows with padding on the right.
     """
     _refuse_other_names(op, call)
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
@@ -77,7 +77,7 @@ def settled(op: str, call: Call) -> Call:
 
 
 def _refuse_other_names(op: str, call: Call) -> None:
-    """Boundaries under names that layers pass over, or that collide with their own."""
+    """Refuse boundaries under names that layers ignore, or that collide with their own arguments."""
     if call.get("cu_seqlens") is not None:
         raise ValueError(f"{op}: boundaries must be given as cu_seq_lens_q, got cu_seqlens")
     if call.get("cu_seq_lens_q") is None and call.get("cu_seq_lens_k") is not None:
@@ -85,7 +85,7 @@ def _refuse_other_names(op: str, call: Call) -> None:
 
 
 def _given(op: str, call: Call, tokens: Tensor) -> tuple[str, Tensor | None]:
-    """The argument that gives boundaries, and [B, T] bool, True where a document begins; None without one."""
+    """Name of the argument with boundaries, and [B, T] bool, True where a document begins; None without boundaries."""
     B, T = tokens.shape[:2]
     seq_idx = call.get("seq_idx")
     changes = None if seq_idx is None else _changes(op, seq_idx, B, T).to(tokens.device)
@@ -105,10 +105,10 @@ def _given(op: str, call: Call, tokens: Tensor) -> tuple[str, Tensor | None]:
 
 
 def _text_positions(position_ids: Tensor | None, B: int, T: int) -> Tensor | None:
-    """[B, T] positions in the text; None where there are none.
+    """[B, T] text positions, or None.
 
-    Multimodal models stack them: text, time, height, width. Without the first of the four, positions repeat within
-    one picture and say nothing about documents.
+    Multimodal models stack four kinds: text, time, height, width. Without the text positions, positions repeat within
+    an image and do not identify documents.
     """
     if position_ids is None:
         return None
@@ -120,9 +120,9 @@ def _text_positions(position_ids: Tensor | None, B: int, T: int) -> Tensor | Non
 
 
 def _starts(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, T] bool: a row begins, or its position is not the one after the token before.
+    """[B, T] bool, True at a row's first token and where a position does not follow the previous token's.
 
-    Beside padding positions are whatever their maker left there.
+    Positions of padding are arbitrary and ignored.
     """
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff() != 1
@@ -133,7 +133,7 @@ def _starts(positions: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _changes(op: str, seq_idx: Tensor, B: int, T: int) -> Tensor:
-    """[B, T] bool: a row begins, or the number of the sequence changes."""
+    """[B, T] bool, True at a row's first token and where the sequence index changes."""
     if list(check.tensor(op, "seq_idx", seq_idx).shape) != [B, T]:
         raise ValueError(f"{op}: seq_idx must be [B, T] = [{B}, {T}], got {list(seq_idx.shape)}")
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
@@ -142,13 +142,13 @@ def _changes(op: str, seq_idx: Tensor, B: int, T: int) -> Tensor:
 
 
 def _boundaries(starts: Tensor) -> Tensor:
-    """[N+1] int32 of rows laid one after another."""
+    """[N+1] int32 boundaries over the flattened batch."""
     first = starts.flatten().nonzero().flatten()
     return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
 
 
 def _starts_of(op: str, name: str, given: Tensor, tokens: Tensor) -> Tensor:
-    """[B, T] bool of boundaries; an empty document at the end begins behind the batch."""
+    """[B, T] bool, True where a document begins; an empty last document begins after the batch and is dropped."""
     B, T = tokens.shape[:2]
     boundaries = checked_boundaries(op, given, name).to(tokens.device)
     if not torch.compiler.is_compiling():
@@ -160,7 +160,7 @@ def _starts_of(op: str, name: str, given: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor) -> Tensor:
-    """[B, T] int64 that count from 0 at each start."""
+    """[B, T] int64 positions that count from 0 at each start."""
     token = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     return token - torch.where(starts, token, 0).cummax(1).values
 
@@ -177,7 +177,7 @@ def _refuse_cache(op: str, call: Call, cached: bool, named: str) -> None:
 
 
 def _check_contents(op: str, named: str, given: Tensor, starts: Tensor | None, mask: Tensor | None) -> None:
-    """Every row of the batch begins a document, positions say the same, and no token is padding."""
+    """Check that every row begins a document, positions agree with boundaries, and there is no padding."""
     if not bool(given[:, 0].all()):
         raise ValueError(f"{op}: {named} must have a boundary where a row of the batch begins")
     if mask is not None and not bool((mask != 0).all()):
@@ -192,7 +192,7 @@ def _check_contents(op: str, named: str, given: Tensor, starts: Tensor | None, m
 
 
 def _refuse_right_padding(op: str, mask: Tensor) -> None:
-    """The tokens of padding would go into the state that is carried on."""
+    """Refuse padding on the right, whose tokens would enter the cached state."""
     if check.readable(mask) and bool(((mask[:, :-1] != 0) & (mask[:, 1:] == 0)).any()):
         raise ValueError(
             f"{op}: attention_mask must have its padding on the left where a cache is filled, got padding on the right"

@@ -1,4 +1,4 @@
-"""What a patch replaced, and what became of every call."""
+"""Report of a patch: replaced names and outcomes of calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SERVED = "wyfold"
 
 
 class Replaced(NamedTuple):
-    """One name that was rebound.
+    """One rebound name.
 
     Attributes:
         family: Model type.
         where: Module, class or layer.
         name: Name in it.
-        by: What stands there now.
+        by: Name of the replacement.
     """
 
     family: str
@@ -27,14 +27,14 @@ class Replaced(NamedTuple):
 
 @dataclass
 class Report:
-    """The account of one patch, live while it holds and kept afterwards.
+    """Report of one patch, updated while the patch is active and valid afterwards.
 
     Attributes:
-        version: Of transformers.
-        replaced: Every name that was rebound.
-        calls: (model type, name, outcome) -> times. The outcome is "wyfold", or why the model's own code ran.
-            Inside compiled code nothing is counted. Calls of all models of a type count, while the patch holds.
-        kept: Modules of the given model that run their stock function, and why.
+        version: Version of transformers.
+        replaced: Every rebound name.
+        calls: (model type, name, outcome) -> number of calls. The outcome is "wyfold", or the reason why the model's
+            own code ran. Calls of all models of a type are counted while the patch is active, except in compiled code.
+        kept: Modules of the given model that keep their stock function -> reason.
     """
 
     version: str
@@ -44,12 +44,12 @@ class Report:
 
     @property
     def served(self) -> int:
-        """Calls that Wyfold served."""
+        """Number of calls that Wyfold ran."""
         return sum(times for (*_, outcome), times in self.calls.items() if outcome == SERVED)
 
     @property
     def stock(self) -> dict[str, int]:
-        """Reason -> calls that were left to the model's own code."""
+        """Reason -> number of calls left to the model's own code."""
         reasons: Counter[str] = Counter()
         for (*_, outcome), times in self.calls.items():
             if outcome != SERVED:
