@@ -1,4 +1,4 @@
-"""`prepare` in PyTorch: batched over the chunks and value heads of a part."""
+"""`prepare` in PyTorch, batched over the chunks and value heads of a part."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def load(
     table: ChunkTable,
     options: DeltaOptions,
 ) -> Inputs:
-    """A part's tokens as tiles, normalised and activated.
+    """Cut a part's tokens into tiles, normalised and activated.
 
     Args:
         q, k: [B, T, H, K] of the part, any strides.
         v: [B, T, HV, V].
-        g: [B, T, HV] or [B, T, HV, K] or None, as the caller gave it.
-        beta: [B, T, HV] or None (1), as the caller gave it.
+        g: [B, T, HV] or [B, T, HV, K] gate of the call; None without a gate.
+        beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters or None.
-        table: The part's chunk grid.
+        table: The part's chunk table.
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`.
     """
     HV, dtype = v.shape[2], wide(q.dtype)
@@ -48,7 +48,7 @@ def load(
 
 
 def fold(inputs: Inputs, kept: ChunkFactors | None = None) -> ChunkFactors:
-    """G, E, F, A, J and P of every chunk; with `kept` only G is made anew, which is cheap."""
+    """Compute G, E, F, A, J and P of every chunk; with `kept`, recompute only G, which is cheap."""
     G = running_sum(inputs.g)
     if kept is not None:
         return kept._replace(G=G)

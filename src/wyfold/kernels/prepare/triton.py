@@ -44,7 +44,7 @@ from wyfold.tile.index.triton import (
     strides,
     token_descriptor,
 )
-from wyfold.tile.inverse.triton import divisor, inverse_transposed, inverse_transposed_whole
+from wyfold.tile.inverse.triton import inverse_transposed, inverse_transposed_whole, nonzero_beta
 from wyfold.tile.norm.triton import reciprocal_norm
 
 
@@ -64,41 +64,41 @@ def prepare(
     forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
-    """Factors of every chunk, from tokens where they lie.
+    """Compute the factors of every chunk from the caller's tensors.
 
     Args:
         q, k: [B, T, H, K], any strides.
-        g: [B, T, HV] or [B, T, HV, K] or None, as the caller gave it.
-        beta: [B, T, HV] or None (1), as the caller gave it.
+        g: [B, T, HV] or [B, T, HV, K] gate of the call; None without a gate.
+        beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters or None.
         grid: The call's chunk grid.
         options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
-        o: [B, T, HV, V] written only past a packed batch's last boundary, with zeros.
-        folded: Whether the scans will read E instead of W.
+        o: [B, T, HV, V] output of the call; only tokens past a packed batch's last boundary are written, with zeros.
+        folded: Whether the scans read E instead of W.
         backward: Whether `scan_bwd` and `summary_bwd` will read these.
         forward: Whether `scan` and `segment_summary` will.
-        clear: Whether o is written at all; if not, any tensor of its shape serves.
+        clear: Whether o is written at all; if not, any tensor of its shape may be passed.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
     tiles, whole = grid.chunks * HV, tile_width(K)
     found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
     if clear and backward and grid.cu is not None:
-        # The forward keeps them, and a registered operator must not return what happened to lie in memory: not every
+        # The forward saves these tensors, and a registered operator must not return uninitialised memory. Not every
         # tile of a packed batch is written.
         for x in found:
             if x is not None:
                 x.zero_()
     config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
-    # With a channel gate a warp has a sub-chunk of its own.
+    # With a channel gate, one warp per sub-chunk.
     warps = C // 16 if channel else config.warps
     BK = BE = whole
     if channel:
         BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
     written = found if found.W is not None else found._replace(W=found.F)
     rows = None
-    # With a channel gate sub-chunks are loaded. A chunk that a sequence does not fill has no box; and sums along rows
-    # lie in registers as the rows do, which differs with how they came.
+    # No TMA with a channel gate, which loads sub-chunks, and none for partial chunks. Row norms are reduced in the
+    # layout of the load, which differs between TMA and pointer loads, and so would the bits.
     plain = not channel and not options.qk_l2norm and grid.cu is None and grid.tokens % C == 0
     if plain and has_tma(q.device):
         rows = all_or_none((q, k), [token_descriptor(x, C, whole) for x in (q, k)])
@@ -131,7 +131,7 @@ def prepare(
         options.clamp or FLOOR,
         options.beta_most,
         int(clear),
-        # A number, so that both directions of the folded form launch one kernel, which is compiled once.
+        # A runtime argument, so that both directions of the folded form share one compiled kernel.
         int(found.W is not None),
         H=H,
         HV=HV,
@@ -162,7 +162,7 @@ def prepare(
 def empty(
     q: Tensor, g: Tensor | None, tiles: int, chunk_size: int, *, folded: bool, backward: bool, forward: bool = True
 ) -> Prepared:
-    """Unwritten factors of so many tiles; sizes come from metadata alone."""
+    """Allocate the factors of `tiles` tiles without writing them; sizes depend on metadata alone."""
     C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
     stored, both = workspace(q.dtype), forward and backward and not folded
     upper = tiles, 3, C // 2, C // 2
@@ -180,12 +180,12 @@ def empty(
 
 
 def reads_folded(g: Tensor | None) -> bool:
-    """Whether a call's scans read E, which spares them a product, or W, which spares them memory."""
+    """Whether a call's scans read E, which saves a product per chunk, or W, which saves memory traffic."""
     return gate_kind(g) == "channel"
 
 
 def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
-    """What a launch configuration depends on."""
+    """Launch configuration key."""
     return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
 
 
@@ -245,7 +245,7 @@ def wyfold_prepare_triton(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    """One program computes the factors of a chunk of one value head."""
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
@@ -259,7 +259,7 @@ def wyfold_prepare_triton(
     o_r = tl.arange(0, BT)
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
     if CHANNEL:
-        # 0, for addresses in sub-chunks.
+        # A 0 that the compiler cannot fold, for addresses in sub-chunks.
         opaque_zero = tl.minimum(T, 0)
         b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
@@ -291,7 +291,7 @@ def wyfold_prepare_triton(
         before = o_r[:, None] < o_r[None, :]
         b_JT = tl.where(before, b_JT, 0.0)
         b_PT = tl.where(before, b_PT, tl.where(o_r[:, None] == o_r[None, :], b_qk[None, :], 0.0))
-        # Goes to no product of tiles.
+        # Only substitution reads it, no tile product.
         b_J = tl.trans(b_JT)
     else:
         b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
@@ -304,7 +304,7 @@ def wyfold_prepare_triton(
             b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
-    b_divisor = divisor(b_beta)
+    b_divisor = nonzero_beta(b_beta)
     if WHOLE:
         b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
     else:
@@ -351,6 +351,7 @@ def wyfold_prepare_triton(
 
 @triton.jit
 def _store_rows(p, i_tile, b_in_k, b_in_q, b_out, b_beta, BT: tl.constexpr):
+    """Store a tile's four numbers per token, `Prepared.rows`."""
     p += i_tile * (4 * BT) + tl.arange(0, BT)
     tl.store(p, b_in_k)
     tl.store(p + BT, b_in_q)
@@ -360,7 +361,7 @@ def _store_rows(p, i_tile, b_in_k, b_in_q, b_out, b_beta, BT: tl.constexpr):
 
 @triton.jit
 def _row_products(x_q, s_q, x_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """Reciprocal norms of rows of q and k, or ones, and the product of each q with its own k, normalised.   3 x [BT]"""
+    """Reciprocal norms of the rows of q and k (ones without NORM), and the normalised <q, k> of each row.   3 x [BT]"""
     BW: tl.constexpr = 64
     b_qq, b_kk, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for column in range(0, K, BW):

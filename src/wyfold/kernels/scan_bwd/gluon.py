@@ -68,7 +68,7 @@ from wyfold.tile.index.triton import (
     upper_descriptor,
     vector_descriptor,
 )
-from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.inverse.triton import nonzero_beta
 
 
 def scan_bwd(
@@ -763,7 +763,7 @@ def _reverse_step(
         total = smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
     dS = dS * total
     if not FOLDED:
-        out = factors.slice(2 * BT, BT).load(ROW) * divisor(factors.slice(3 * BT, BT).load(ROW))
+        out = factors.slice(2 * BT, BT).load(ROW) * nonzero_beta(factors.slice(3 * BT, BT).load(ROW))
         dY = warpgroup_mma_wait(1, deps=[dY])
         d, d_wide = in_bfloat16(dY * out[None, :])
         less = gl.fma(dY, out[None, :], -d_wide)
@@ -778,7 +778,7 @@ def _reverse_step(
     if FOLDED:
         X += dY
     else:
-        X += dY * one_over(divisor(beta))[None, :]
+        X += dY * one_over(nonzero_beta(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=OUT - 1)

@@ -44,7 +44,7 @@ from wyfold.tile.index.triton import (
     token_descriptor,
     vector_descriptor,
 )
-from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.inverse.triton import nonzero_beta
 from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
 
 Half = Literal["forward", "reverse", "both"]
@@ -393,7 +393,7 @@ def _reverse_step(
         b_X += b_dY
     else:
         b_WT = load_upper(p_W, i_tile, BT)
-        b_divisor = divisor(b_beta)
+        b_divisor = nonzero_beta(b_beta)
         b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
         b_X += b_dR * (1.0 / b_divisor)[None, :]
     store_tile_block(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, USE_TMA)

@@ -38,7 +38,7 @@ from wyfold.tile.index.triton import (
     token_descriptor,
     vector_descriptor,
 )
-from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.inverse.triton import nonzero_beta
 from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
 
 
@@ -503,7 +503,7 @@ def _reverse_step(
         b_X += b_dY
     else:
         b_WT = load_upper(p_W, i_tile, BT)
-        b_divisor = divisor(b_beta)
+        b_divisor = nonzero_beta(b_beta)
         b_X += mm(b_dY * (b_out * b_divisor)[None, :], tl.trans(b_WT), None, OP, PRECISION) * (1.0 / b_divisor)[None, :]
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:

@@ -12,7 +12,7 @@ from wyfold.runtime.kernel_configs import dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.index.triton import chunk_span
-from wyfold.tile.inverse.triton import corner, merged, substituted
+from wyfold.tile.inverse.triton import inverse_by_substitution, merge_halves, off_diagonal_block
 
 
 def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
@@ -94,17 +94,17 @@ def wyfold_solve_tril_triton(
     APART: tl.constexpr = 32 if BT == 64 else 0
     if BT >= 32:
         b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16)
-    b_X = substituted(b_L, 2, 2)  # [pair, row, half, column]
+    b_X = inverse_by_substitution(b_L, 2, 2)  # [pair, row, half, column]
     if BT == 16:
         store_diagonal(p_X, s_X, b_X, rows, heads)
     else:
         b_low, b_high = b_X.permute(0, 1, 3, 2).split()
-        b_X = merged(b_low, b_lower, b_high, 2, 16, EXACT)
+        b_X = merge_halves(b_low, b_lower, b_high, 2, 16, EXACT)
         store_blocks(p_X, s_X, b_X, 0, 0, APART, rows, heads, 2, 32)
     if BT == 64:
         b_below = load_blocks(p_L, s_L, 32, 0, 0, rows, heads, 1, 32)
         b_low, b_high = b_X.permute(1, 2, 0).split()
-        b_X = corner(b_low, b_below.reshape(32, 32), b_high, EXACT)
+        b_X = off_diagonal_block(b_low, b_below.reshape(32, 32), b_high, EXACT)
         store_blocks(p_X, s_X, b_X[None], 32, 0, 0, rows, heads, 1, 32)
         store_blocks(p_X, s_X, tl.zeros((1, 32, 32), tl.float32), 0, 32, 0, rows, heads, 1, 32)
 

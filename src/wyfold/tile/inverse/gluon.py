@@ -1,12 +1,12 @@
-"""(I + U)^-1 of a strictly upper tile U = L^T, its pieces where a program has four warps, each with 16 rows (Gluon).
+"""(I + U)^-1 of a strictly upper triangular tile U = L^T in Gluon, for programs of four warps with 16 rows each.
 
-With D the inverses of the blocks of I + U on the diagonal, the columns of A^T = (I + U)^-1 are found from the left, 16
-at a time:
+With D the inverses of the diagonal blocks of I + U, the columns of A^T = (I + U)^-1 are computed from the left, 16 at a
+time:
 
     A^T[:, j] = D[j] - (sum over m < j of A^T[:, m] U[m, j]) D[j]
 
-so that what one column hands to the next stays in its warp's registers. A D is found by substitution, row after row, a
-thread holding one of its rows.
+so the data passed from one column block to the next stays in the warp's registers. D is computed by substitution, row
+after row, with one of its rows per thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from wyfold.tile.dot.gluon import mm_pairs, parts
 
 
 @gluon.jit
-def invert_near(near, D, BT: gl.constexpr):
-    """Inverses of I + U of the blocks on the diagonal, from -U, [block, s, r], as bfloat16 pairs.
+def invert_diagonal_blocks(near, D, BT: gl.constexpr):
+    """Invert the diagonal blocks of I + U, given -U [block, s, r] in `near`; stores bfloat16 pairs to D.
 
-    A = (I + L)^-1 is found row after row, a thread holding a column; its transpose is what is wanted, in which a
-    thread's numbers are a row.
+    A = (I + L)^-1 is computed row after row, with a column per thread. Its transpose is stored, in which a thread holds
+    a row.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [4, 1, 1], [2, 1, 0])
     STEP: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [1, 2, 0])
@@ -38,15 +38,15 @@ def invert_near(near, D, BT: gl.constexpr):
 
 
 @gluon.jit
-def add_exact(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.constexpr):
-    """acc + x (-U[m, j]) of a pair x [BT, 16]."""
+def add_product(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.constexpr):
+    """acc + x (-U[m, j]), with x [BT, 16] a bfloat16 pair."""
     u_high = U.slice(16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
     u_low = U.slice(U.shape[0] // 2 + 16 * m, 16).slice(16 * j, 16, dim=1).load(gl.DotOperandLayout(1, LB, 2))
     return mm_pairs(high, low, u_high, u_low, acc, LB)
 
 
 @gluon.jit
-def times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
+def add_diagonal_product(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
     """acc + y D[j]."""
     high, low = parts(y)
     d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
@@ -56,11 +56,13 @@ def times_own(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
 
 @gluon.jit
 def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
-    """(I + U)^-1 in columns of 16, left to right, from the inverses of its own blocks and -U, pairs both: the numbers,
-    and their pairs.
+    """(I + U)^-1 in four blocks of 16 columns, left to right, from D and -U, both bfloat16 pairs.
 
-    What a column gives to those after it is added as soon as it is known: of 27 products, each of which would wait for
-    the one before, 18 do, and every sum is that of one column after another all the same.
+    A block's contribution to later blocks is added as soon as it is known. So the dependent chain has 18 products
+    instead of 27, and every sum still adds one column block after another.
+
+    Returns:
+        The column blocks in float32, and the high and low parts of their bfloat16 pairs.
     """
     d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
     d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
@@ -69,24 +71,24 @@ def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
     x_0 = gl.where(block == 0, d, 0.0)
     high_0, low_0 = gl.where(block == 0, d_high, 0.0), gl.where(block == 0, d_low, 0.0)
-    y_1 = add_exact(high_0, low_0, U, 1, 0, zero_acc, LB)
-    y_2 = add_exact(high_0, low_0, U, 2, 0, zero_acc, LB)
-    y_3 = add_exact(high_0, low_0, U, 3, 0, zero_acc, LB)
-    x_1 = times_own(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
+    y_1 = add_product(high_0, low_0, U, 1, 0, zero_acc, LB)
+    y_2 = add_product(high_0, low_0, U, 2, 0, zero_acc, LB)
+    y_3 = add_product(high_0, low_0, U, 3, 0, zero_acc, LB)
+    x_1 = add_diagonal_product(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
     high_1, low_1 = parts(x_1)
-    y_2 = add_exact(high_1, low_1, U, 2, 1, y_2, LB)
-    y_3 = add_exact(high_1, low_1, U, 3, 1, y_3, LB)
-    x_2 = times_own(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
+    y_2 = add_product(high_1, low_1, U, 2, 1, y_2, LB)
+    y_3 = add_product(high_1, low_1, U, 3, 1, y_3, LB)
+    x_2 = add_diagonal_product(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
     high_2, low_2 = parts(x_2)
-    y_3 = add_exact(high_2, low_2, U, 3, 2, y_3, LB)
-    x_3 = times_own(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
+    y_3 = add_product(high_2, low_2, U, 3, 2, y_3, LB)
+    x_3 = add_diagonal_product(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
     high_3, low_3 = parts(x_3)
     return (x_0, x_1, x_2, x_3), (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
 
 
 @gluon.jit
-def columns(x, BT: gl.constexpr, LB: gl.constexpr):
-    """A tile's columns, 16 each; nothing moves.   4 x [BT, 16]"""
+def split4_columns(x, BT: gl.constexpr, LB: gl.constexpr):
+    """Split a tile into blocks of 16 columns; moves no data.   [BT, 64] -> 4 x [BT, 16]"""
     even, odd = gl.split(gl.permute(x.reshape((BT, 2, 2, 16)), (0, 3, 1, 2)))
     x_0, x_2 = gl.split(even)
     x_1, x_3 = gl.split(odd)
@@ -99,13 +101,13 @@ def columns(x, BT: gl.constexpr, LB: gl.constexpr):
 
 
 @gluon.jit
-def joined(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
-    """The tile of these columns; nothing moves."""
-    return gl.convert_layout(beside(x_0, x_1, x_2, x_3), LC, assert_trivial=True)
+def join4_columns(x_0, x_1, x_2, x_3, BT: gl.constexpr, LC: gl.constexpr):
+    """Inverse of `split4_columns`; moves no data."""
+    return gl.convert_layout(concat4_columns(x_0, x_1, x_2, x_3), LC, assert_trivial=True)
 
 
 @gluon.jit
-def beside(x_0, x_1, x_2, x_3):
-    """Four tiles side by side, in whatever layout that is."""
+def concat4_columns(x_0, x_1, x_2, x_3):
+    """Concatenate four tiles along columns, in the layout that results."""
     x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))
     return gl.permute(x, (0, 3, 2, 1)).reshape((x_0.shape[0], 4 * x_0.shape[1]))

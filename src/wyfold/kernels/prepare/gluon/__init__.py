@@ -1,5 +1,7 @@
-"""`prepare` in Gluon, for Hopper: bfloat16, K = 128, chunks of 64; a kernel for a gate that is one number, or none, and
-one for a gate over channels."""
+"""`prepare` in Gluon for Hopper: bfloat16, K = 128, chunks of 64.
+
+`scalar` serves no gate and a scalar gate, `channel` a channel gate.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ def prepare(
     forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
-    """Factors of every chunk, from tokens where they lie; arguments as of the Triton launch.
+    """Compute the factors of every chunk; takes the arguments of the Triton launch.
 
-    Unfolded without a gate or with a scalar one, E and F with one over channels, as the configurations' rows say.
+    Unfolded without a gate or with a scalar gate; E and F with a channel gate.
     """
     channels = gate_flags(g)["CHANNEL"]
     launch = channel.prepare if channels else scalar.prepare

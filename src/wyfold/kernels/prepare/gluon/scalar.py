@@ -1,20 +1,20 @@
-"""`prepare` in Gluon, for Hopper: no gate or a scalar one, bfloat16, chunks of 64, unfolded.
+"""`prepare` in Gluon for Hopper: no gate or a scalar gate, bfloat16, chunks of 64, unfolded.
 
-A program owns a chunk of one value head, whatever its rows, full or not, packed or not, boxes or addresses. What it
-leaves is what the Triton launch beside it leaves, to the accuracy of the same bfloat16 pairs, if not to the last bit.
-What differs is that k and q are both under way before anything is waited for, that products are no larger than what
-they are for, and that so little is held that five programs share a multiprocessor (docs/facts/hopper.md, SASS-6).
+One program computes a chunk of one value head: full or partial, packed or not, loaded by TMA or by pointer. Its results
+have the accuracy of the Triton launch, with the same bfloat16 pairs, but not its bits. The differences: the loads of k
+and q are both issued before any wait, products are no larger than needed, and five programs fit a multiprocessor
+(docs/facts/hopper.md, SASS-6).
 
-All tiles are [s, r], upper triangular, and (I + U)^-1 is found as in `tile.inverse.gluon`: each of the four warps has
-16 rows, of W^T as of everything before it. W = (I + J diag(beta))^-1 is found and not A = diag(beta) W / beta: so the
-weights of pairs have beta in their rows, for U as for P, and what the forward reads needs no more of it,
+All tiles are [s, r], upper triangular, and (I + U)^-1 is computed as in `tile.inverse.gluon`: each of the four warps
+holds 16 rows. The result is W = (I + J diag(beta))^-1, not A = diag(beta) W / beta. So the weights of pairs have beta
+in their rows, for U as for P, and the forward's factor needs no further scaling:
 
     F diag(beta) = (P diag(beta)) W
 
-F is that over beta, which is held away from zero throughout, so that W has the same bits in both directions; what the
-forward reads is zero where beta is.
+F is that divided by beta, which is held away from zero throughout, so that W has the same bits in both directions. The
+forward's factor is exactly zero where beta is.
 
-Rows that are no tokens may hold anything; r at or past them is selected away with r before s, and so is s.
+Rows past the last token may hold anything. Results with such an r or s are masked, like those with r before s.
 """
 
 from __future__ import annotations
@@ -58,8 +58,14 @@ from wyfold.tile.index.triton import (
     token_descriptor,
     upper_descriptor,
 )
-from wyfold.tile.inverse.gluon import beside, columns, invert_columns, invert_near, joined
-from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.inverse.gluon import (
+    concat4_columns,
+    invert_columns,
+    invert_diagonal_blocks,
+    join4_columns,
+    split4_columns,
+)
+from wyfold.tile.inverse.triton import nonzero_beta
 
 
 def prepare(
@@ -78,10 +84,9 @@ def prepare(
     forward: bool = True,
     clear: bool = True,
 ) -> Prepared:
-    """Factors of every chunk, from tokens where they lie.
+    """Compute the factors of every chunk; takes the arguments of the Triton launch.
 
-    Arguments as of the Triton launch. Without a gate or with a scalar one, bfloat16, K = 128, chunks of 64, not folded,
-    as the configurations' rows say.
+    No gate or a scalar gate, bfloat16, K = 128, chunks of 64, unfolded.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
@@ -90,7 +95,7 @@ def prepare(
         "prepare", all_or_none(found[5:8], [None if x is None else upper_descriptor(x) for x in found[5:8]])
     )
     if clear and backward and grid.cu is not None:
-        # As in the Triton launch: a registered operator must not return what happened to lie in memory.
+        # As in the Triton launch: a registered operator must not return uninitialised memory.
         for x in found:
             if x is not None:
                 x.zero_()
@@ -144,13 +149,20 @@ def prepare(
     return found
 
 
-class Numbers(NamedTuple):
-    """Shared memory for one number a row: beta held away from zero, its inverse, 1 if it is beta itself, else 0; the
-    gate's running sum, reciprocal norms of k and q."""
+class RowNumbers(NamedTuple):
+    """Shared memory for per-row numbers, [BT] each.
 
-    over: Any
-    under: Any
-    share: Any
+    Attributes:
+        safe_beta: beta, held away from zero.
+        inverse_beta: 1 / safe_beta.
+        beta_mask: 1 where safe_beta is beta itself, else 0.
+        G: Running sum of the log gate.
+        r_k, r_q: Reciprocal norms of k and q.
+    """
+
+    safe_beta: Any
+    inverse_beta: Any
+    beta_mask: Any
     G: Any
     r_k: Any
     r_q: Any
@@ -201,13 +213,13 @@ def wyfold_prepare_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program owns a chunk of one value head; nothing lives longer than its tiles."""
+    """One program computes the factors of a chunk of one value head."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    # Accumulators: a whole tile's, and that of 16 columns, whose registers are a part of it.
+    # Accumulator layouts: of a whole tile, and of 16 of its columns, whose registers are a subset.
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
@@ -217,9 +229,9 @@ def wyfold_prepare_gluon(
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
-    # Where every chunk is full, a chunk's number is its place among tokens: no copy waits for a division.
-    PLACED: gl.constexpr = FULL and USE_TMA
-    if not PLACED:
+    # Where every chunk is full, the chunk's number gives its first token: no load waits for a division.
+    TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
+    if not TOKEN_FROM_PID:
         i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
@@ -231,7 +243,7 @@ def wyfold_prepare_gluon(
     q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
     D = gl.allocate_shared_memory(gl.bfloat16, [2 * BT, 16], SLIM)
     near = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    numbers = Numbers(
+    numbers = RowNumbers(
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
@@ -239,31 +251,31 @@ def wyfold_prepare_gluon(
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
         gl.allocate_shared_memory(gl.float32, [BT], FLAT),
     )
-    come_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    come_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     if USE_TMA:
-        mbarrier.init(come_k, count=1)
-        mbarrier.init(come_q, count=1)
-        mbarrier.expect(come_k, x_k.block_type.nbytes)
-        mbarrier.expect(come_q, x_q.block_type.nbytes)
+        mbarrier.init(k_ready, count=1)
+        mbarrier.init(q_ready, count=1)
+        mbarrier.expect(k_ready, x_k.block_type.nbytes)
+        mbarrier.expect(q_ready, x_q.block_type.nbytes)
         fence_async_shared()
         barrier()
-        token = (i_c * BT).to(gl.int32) if PLACED else (b * T + t).to(gl.int32)
-        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], come_k, k)
-        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], come_q, q)
-        # Without a barrier the assembler asks for q when the gate, loaded below, has come
-        # (docs/facts/hopper.md, SASS-6).
+        token = (i_c * BT).to(gl.int32) if TOKEN_FROM_PID else (b * T + t).to(gl.int32)
+        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], k_ready, k)
+        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], q_ready, q)
+        # Without this barrier the assembler moves the load of q behind the gate's arrival (docs/facts/hopper.md,
+        # SASS-6).
         barrier()
     else:
         k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
         q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
         fence_async_shared()
         barrier()
-    if PLACED:
+    if TOKEN_FROM_PID:
         i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
         rows = BT
 
-    # One number a row, two of them in each lane of every warp; what is made of them does not hold up the products.
+    # Per-row numbers, two in each lane of every warp. Their arithmetic comes after the first products are issued.
     o = gl.arange(0, BT, layout=ONE)
     beta, x = gl.where(o < rows, 1.0, 0.0), 0.0
     if p_beta is not None:
@@ -275,24 +287,24 @@ def wyfold_prepare_gluon(
 
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     if USE_TMA:
-        mbarrier.wait(come_k, 0)
+        mbarrier.wait(k_ready, 0)
     kk = warpgroup_mma(k, k.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     if NORM:
         numbers.r_k.store(_reciprocal_norm(k, K, BT))
     if USE_TMA:
-        mbarrier.wait(come_q, 0)
-    if NORM:  # before the second product, as there are no registers for its result beside those for these rows
+        mbarrier.wait(q_ready, 0)
+    if NORM:  # before the second product: there are not enough registers for its result and these rows
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
     kq = warpgroup_mma(k, q.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
 
     if LOGIT and p_beta is not None:
         beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
-    over = divisor(beta)
-    numbers.over.store(over)
+    safe_beta = nonzero_beta(beta)
+    numbers.safe_beta.store(safe_beta)
     if x_F is not None:
-        numbers.under.store(1.0 / over)
+        numbers.inverse_beta.store(1.0 / safe_beta)
     if x_FB is not None:
-        numbers.share.store(gl.where(over == beta, 1.0, 0.0))
+        numbers.beta_mask.store(gl.where(safe_beta == beta, 1.0, 0.0))
     if SCALAR:
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
         numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
@@ -301,51 +313,51 @@ def wyfold_prepare_gluon(
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
-    # The places of q and of k are free: -U takes that of q, P^T that of k, both as bfloat16 pairs.
+    # The memory of q and k is free: -U overwrites q, and P^T overwrites k, both as bfloat16 pairs.
     U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     PT = k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
     P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-    kk_0, kk_1, kk_2, kk_3 = columns(kk, BT, LB)
-    kq_0, kq_1, kq_2, kq_3 = columns(kq, BT, LB)
-    own, u_3, p_3 = _pairs(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
-    own, u_2, p_2 = _pairs(kk_2, kq_2, own, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
-    own, u_1, p_1 = _pairs(kk_1, kq_1, own, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
-    own, _, p_0 = _pairs(kk_0, kq_0, own, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
-    U.store(beside(u_1, u_1, u_2, u_3))  # no product reads -U's first columns
-    PT.store(beside(p_0, p_1, p_2, p_3))
+    kk_0, kk_1, kk_2, kk_3 = split4_columns(kk, BT, LB)
+    kq_0, kq_1, kq_2, kq_3 = split4_columns(kq, BT, LB)
+    diagonal, u_3, p_3 = _weighted_columns(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_2, p_2 = _weighted_columns(kk_2, kq_2, diagonal, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_1, p_1 = _weighted_columns(kk_1, kq_1, diagonal, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    diagonal, _, p_0 = _weighted_columns(kk_0, kq_0, diagonal, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
+    U.store(concat4_columns(u_1, u_1, u_2, u_3))  # products do not read the first columns of -U
+    PT.store(concat4_columns(p_0, p_1, p_2, p_3))
     o_s = gl.arange(0, BT, layout=ROW)
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
-    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
+    diagonal = gl.where((o_s % 16)[:, None] < o_n[None, :], diagonal, 0.0)
+    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(diagonal)
     fence_async_shared()
     barrier()
-    invert_near(near, D, BT)
+    invert_diagonal_blocks(near, D, BT)
     barrier()
 
-    # W leaves its registers before F diag(beta) is found, by products with it.
+    # W is stored to shared memory before F diag(beta) is computed by products with it.
     columns_W, highs, lows = invert_columns(D, U, BT, LB)
-    # Every warp is past its last -U, whose place what leaves takes.
+    # Every warp has read its last block of -U; results overwrite its memory.
     barrier()
     out = q._reinterpret(gl.bfloat16, [2, BT, BT], HALF)
-    parts = quarters(out, x_W, 2)
-    out.index(1).store(joined(*columns_W, BT, LC).to(gl.bfloat16))
+    quarter_tiles = quarters(out, x_W, 2)
+    out.index(1).store(join4_columns(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), zero_acc, False, AC)
     for m in gl.static_range(1, 4):
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
     if x_FB is not None:
-        _send_weighed(x_FB, F, numbers.share, out.index(0), parts, pid, LC)
+        _store_scaled(x_FB, F, numbers.beta_mask, out.index(0), quarter_tiles, pid, LC)
     else:
-        _send_weighed(x_F, F, numbers.under, out.index(0), parts, pid, LC)
-    tma_store_upper(x_W, pid, parts, 1)
+        _store_scaled(x_F, F, numbers.inverse_beta, out.index(0), quarter_tiles, pid, LC)
+    tma_store_upper(x_W, pid, quarter_tiles, 1)
     tma.store_wait(pendings=0)
     if x_F is not None and x_FB is not None:
         barrier()
-        _send_weighed(x_F, F, numbers.under, out.index(0), parts, pid, LC)
+        _store_scaled(x_F, F, numbers.inverse_beta, out.index(0), quarter_tiles, pid, LC)
         tma.store_wait(pendings=0)
-    # Where a barrier has been, nothing else may be (docs/facts/hopper.md, KDA-NAN-1).
-    come_k._keep_alive()
-    come_q._keep_alive()
+    # The memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1).
+    k_ready._keep_alive()
+    q_ready._keep_alive()
 
 
 @gluon.jit
@@ -372,12 +384,12 @@ def _store_rows(
     BT: gl.constexpr,
     ONE: gl.constexpr,
 ):
-    """What the scans multiply rows by: their decays from the chunk's start and to its end, norms, beta."""
+    """Store the scans' row factors: decays from the chunk's start and to its end, norms, and beta."""
     o = gl.arange(0, BT, layout=ONE)
     r_k, r_q = gl.full([BT], 1.0, gl.float32, ONE), gl.full([BT], 1.0, gl.float32, ONE)
     if NORM:
         r_k, r_q = numbers.r_k.load(ONE), numbers.r_q.load(ONE)
-        if not FULL:  # a box brings rows of the next sequence too; what is made of them meets zeros, and may be NaN
+        if not FULL:  # TMA also loads rows of the next sequence; their norms are multiplied by zeros, but may be NaN
             r_k, r_q = gl.where(o < rows, r_k, 1.0), gl.where(o < rows, r_q, 1.0)
     in_k, in_q, out = r_k, r_q, r_k
     total = 1.0
@@ -389,14 +401,15 @@ def _store_rows(
         total = gl.exp(last)
     gl.store(p_total + i_tile, total)
     if p_back is not None:
-        _store_four(p_back + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
+        _store_row_numbers(p_back + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
     if FORWARD:
         out = beta * out
-    _store_four(p_rows + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
+    _store_row_numbers(p_rows + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
 
 
 @gluon.jit
-def _store_four(p, in_k, in_q, out, beta, BT: gl.constexpr):
+def _store_row_numbers(p, in_k, in_q, out, beta, BT: gl.constexpr):
+    """Store four numbers per row, `Prepared.rows`."""
     gl.store(p, in_k)
     gl.store(p + BT, in_q)
     gl.store(p + 2 * BT, out)
@@ -404,10 +417,10 @@ def _store_four(p, in_k, in_q, out, beta, BT: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(
+def _weighted_columns(
     kk,
     kq,
-    own,
+    diagonal,
     numbers,
     rows,
     j: gl.constexpr,
@@ -417,18 +430,24 @@ def _pairs(
     BT: gl.constexpr,
     LB: gl.constexpr,
 ):
-    """16 columns of -U where they lie on the diagonal, beside those before; then theirs and those of P^T, as pairs."""
-    weight = _weight(numbers, j, SCALAR, NORM, BT, LB)
-    p = _up_to(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
-    u = _strictly_before(kk, weight, numbers, rows, j, FULL, NORM, LB)
+    """16 columns of -U and of P^T.
+
+    Returns:
+        The diagonal blocks of -U so far, and the columns of -U and of P^T as bfloat16 pairs.
+    """
+    weight = _pair_weight(numbers, j, SCALAR, NORM, BT, LB)
+    p = _P_columns(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
+    u = _negative_U_columns(kk, weight, numbers, rows, j, FULL, NORM, LB)
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
-    return gl.where(block == j, u, own), pair(u), pair(p)
+    return gl.where(block == j, u, diagonal), pair(u), pair(p)
 
 
 @gluon.jit
-def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr):
-    """What products of keys with 16 columns of rows are multiplied by: beta, norm and decay of the keys."""
-    weight = numbers.over.load(gl.SliceLayout(1, LB))
+def _pair_weight(
+    numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, LB: gl.constexpr
+):
+    """Factor of the gram entries in 16 columns: beta and norm of the key s, and the decay from s to r."""
+    weight = numbers.safe_beta.load(gl.SliceLayout(1, LB))
     if NORM:
         weight = weight * numbers.r_k.load(gl.SliceLayout(1, LB))
     weight = weight[:, None]
@@ -440,10 +459,10 @@ def _weight(numbers, j: gl.constexpr, SCALAR: gl.constexpr, NORM: gl.constexpr, 
 
 
 @gluon.jit
-def _strictly_before(
+def _negative_U_columns(
     x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, LB: gl.constexpr
 ):
-    """-U of 16 columns, from products of keys, where s < r: zero where r is no token's; elsewhere anything."""
+    """16 columns of -U from products of keys; valid where s < r, zero where r is past the last token."""
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     x = -(x * weight)
     if NORM:
@@ -452,7 +471,7 @@ def _strictly_before(
 
 
 @gluon.jit
-def _up_to(
+def _P_columns(
     x,
     weight,
     numbers,
@@ -463,7 +482,7 @@ def _up_to(
     BT: gl.constexpr,
     LB: gl.constexpr,
 ):
-    """(P diag(beta))^T of 16 columns, from products of keys and queries: zero unless s <= r < rows."""
+    """16 columns of (P diag(beta))^T from products of keys and queries; zero unless s <= r < rows."""
     o_s = gl.arange(0, BT, layout=gl.SliceLayout(1, LB))
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     last = o_r if FULL else gl.where(o_r < rows, o_r, -1)
@@ -474,9 +493,9 @@ def _up_to(
 
 
 @gluon.jit
-def _send_weighed(x_out, x, by, place, parts, pid, LC: gl.constexpr):
-    """A tile leaves by way of the first tile in shared memory, with one number for each of its rows."""
-    place.store((x * by.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
+def _store_scaled(x_out, x, row_scale, buffer, quarter_tiles, pid, LC: gl.constexpr):
+    """Scale a tile's rows and store it by TMA through a shared memory buffer."""
+    buffer.store((x * row_scale.load(gl.SliceLayout(1, LC))[:, None]).to(gl.bfloat16))
     fence_async_shared()
     barrier()
-    tma_store_upper(x_out, pid, parts, 0)
+    tma_store_upper(x_out, pid, quarter_tiles, 0)

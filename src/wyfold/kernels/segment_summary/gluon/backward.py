@@ -53,7 +53,7 @@ from wyfold.tile.index.triton import (
     upper_descriptor,
     vector_descriptor,
 )
-from wyfold.tile.inverse.triton import divisor
+from wyfold.tile.inverse.triton import nonzero_beta
 from wyfold.tile.state.gluon import state_offsets
 
 
@@ -497,7 +497,7 @@ def _step(
     mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
     doT, in_q = do.permute((1, 0)).load(LC), factors.slice(BT, BT).load(ROW)
     if not FOLDED:
-        out = factors.slice(2 * BT, BT).load(ROW) * divisor(factors.slice(3 * BT, BT).load(ROW))
+        out = factors.slice(2 * BT, BT).load(ROW) * nonzero_beta(factors.slice(3 * BT, BT).load(ROW))
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True),
         smem.F.index(stage).permute((1, 0)),
@@ -525,7 +525,7 @@ def _step(
     if FOLDED:
         X += dY
     else:
-        X += dY * one_over(divisor(beta))[None, :]
+        X += dY * one_over(nonzero_beta(beta))[None, :]
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), AC, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     return warpgroup_mma_wait(0, deps=[dS]), later_total
