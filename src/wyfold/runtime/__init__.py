@@ -1,1 +1,1 @@
-"""Services without mathematics: checks, layouts, options, plans."""
+"""Infrastructure without mathematics: checks, layouts, options, plans, kernel launches and their replay."""

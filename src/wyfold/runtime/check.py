@@ -1,4 +1,4 @@
-"""Refusals: what an argument must be, what came, and the name of both.
+"""Checks of arguments. An error names the operator and the argument, what was expected, and what was passed.
 
 Every check reads metadata only, so it works on meta and fake tensors, traces under `torch.compile(fullgraph=True)` and
 never waits for a device. Checks of contents are opt-in (`checked`).
@@ -24,9 +24,9 @@ _checked_depth = 0
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Within this context operators also check contents: boundaries, gate signs, the triangle `solve_tril` reads.
+    """Context in which operators also check contents: boundaries, gate signs, the triangle that `solve_tril` reads.
 
-    It costs a device synchronisation per check, and holds for the whole process, all threads included.
+    Each such check costs a device synchronisation. The context applies to all threads of the process.
 
     Examples:
         >>> import torch, wyfold
@@ -47,9 +47,9 @@ def checking_contents() -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether contents of x may be read here: a real CPU tensor, or any real tensor inside `checked`.
+    """Whether the contents of x may be read: x is a real tensor on the CPU, or any real tensor inside `checked`.
 
-    While a CUDA graph is captured no GPU tensor may: waiting for it would end the capture.
+    During the capture of a CUDA graph no GPU tensor may be read, because waiting for it would end the capture.
     """
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
@@ -61,7 +61,7 @@ def readable(x: Tensor) -> bool:
 
 
 def tensor(op: str, name: str, x: object) -> Tensor:
-    """x, if it is a tensor of rows and columns: no sparse or nested one."""
+    """Return x if it is a strided tensor on this rank; raise if it is sparse, nested or a DTensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
@@ -80,27 +80,27 @@ def tensor(op: str, name: str, x: object) -> Tensor:
 
 
 def flag(op: str, **flags: object) -> None:
-    """Every given flag is True or False."""
+    """Raise unless every given flag is True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def number(op: str, name: str, value: object) -> float:
-    """A finite real number as float."""
+    """Return a finite real number as a float, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    # Compared, since a compiler has a symbol for a number that changes, of which it cannot ask `isfinite`.
+    # A comparison, because `isfinite` does not work on a compiler's symbol for a number that changes.
     if isinstance(value, float) and not -math.inf < value < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
     try:
         return float(value)
-    except OverflowError:  # an int that no float is as large as
+    except OverflowError:  # an int larger than any float
         raise ValueError(f"{op}: {name} must be finite, got an int that no float64 can hold") from None
 
 
 def epsilon(op: str, value: object, dtype: torch.dtype) -> None:
-    """The eps of a norm: above 0, also where arithmetic is done in dtype, so that the norm of a zero row is finite."""
+    """Raise unless the eps of a norm is above 0, also in dtype. Otherwise the norm of a zero row is not finite."""
     least = torch.finfo(dtype).smallest_normal
     if number(op, "eps", value) <= 0:
         raise ValueError(f"{op}: eps must be above 0, got {value}")
@@ -112,7 +112,7 @@ def epsilon(op: str, value: object, dtype: torch.dtype) -> None:
 
 
 def integer(op: str, name: str, value: object, *, least: int, most: int | None = None) -> int:
-    """An int of at least `least` and, unless None, at most `most`."""
+    """Return an int that is at least `least` and, unless None, at most `most`; raise for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -123,7 +123,7 @@ def integer(op: str, name: str, value: object, *, least: int, most: int | None =
 
 
 def choice(op: str, name: str, value: object, options: Sequence[object]) -> None:
-    """value is one of options."""
+    """Raise unless value is one of options. Types must agree too: True is not 1."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in options):
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, options))}, got {value!r}")
 
@@ -135,17 +135,17 @@ def shapes(
     known: Mapping[str, int] | None = None,
     **arguments: tuple[Tensor | None, str],
 ) -> dict[str, int]:
-    """Sizes of the letters that the arguments' shapes bind; a letter bound twice must agree.
+    """Check shapes against patterns of letters, and return the size of each letter. Equal letters have equal sizes.
 
     Args:
-        op: Operator's name, for the message.
-        optional: Arguments that may be None, which then bind nothing.
-        known: Letters that are bound already.
-        arguments: name -> (tensor or None, "B T H K"). A digit stands for itself.
+        op: Name of the operator, for the message.
+        optional: Names of arguments that may be None, and then bind no letter.
+        known: Sizes of letters that are bound already.
+        arguments: name -> (tensor or None, pattern such as "B T H K"). A number in a pattern is a size.
 
     Raises:
         TypeError: an argument is no tensor.
-        ValueError: wrong rank, or a letter that an earlier argument bound to another size.
+        ValueError: a wrong rank, or a size other than the one that an earlier argument bound to the letter.
     """
     sizes = dict(known or {})
     for name, (x, letters) in arguments.items():
@@ -166,7 +166,7 @@ def shapes(
 
 
 def _form(expected: Sequence[str], sizes: Mapping[str, int], rank: int) -> str:
-    """What a shape must be, with the sizes that are bound; a wrong number of dimensions is told first of all."""
+    """Text of an expected shape, with the sizes that are bound. If the rank is wrong, the text begins with the rank."""
     letters = ", ".join(expected)
     wanted = ", ".join(letter if letter.isdigit() else str(sizes.get(letter, letter)) for letter in expected)
     form = f"[{letters}]" if wanted == letters else f"[{letters}] = [{wanted}]"
@@ -176,19 +176,19 @@ def _form(expected: Sequence[str], sizes: Mapping[str, int], rank: int) -> str:
 
 
 def floating(op: str, dtypes: Sequence[torch.dtype] = FLOATS, **arguments: Tensor | None) -> None:
-    """Every given tensor has one of the dtypes."""
+    """Raise unless every given tensor has one of the dtypes."""
     for name, x in arguments.items():
         if x is not None and tensor(op, name, x).dtype not in dtypes:
             raise ValueError(f"{op}: {name} must be {_dtype_names(dtypes)}, got {_dtype_name(x.dtype)}")
 
 
 def state_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes that states may have beside x, the default first."""
+    """Dtypes of states that inputs with the dtype of x may have, the default first."""
     return (torch.float64, *STATE_DTYPES) if x.dtype == torch.float64 else STATE_DTYPES
 
 
 def dtype_option(op: str, name: str, dtype: object, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """A dtype option is None or one of the dtypes."""
+    """Raise unless a dtype option is None or one of the dtypes."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: {name} must be a torch.dtype or None, got {type(dtype).__name__}")
     if dtype is not None and dtype not in dtypes:
@@ -196,7 +196,7 @@ def dtype_option(op: str, name: str, dtype: object, dtypes: Sequence[torch.dtype
 
 
 def same_attribute(op: str, what: str, **arguments: Tensor | None) -> None:
-    """Given tensors share device or dtype (`what`) with the first of them."""
+    """Raise unless all given tensors have the device or dtype (`what`) of the first of them."""
     first_name, first = next((name, x) for name, x in arguments.items() if x is not None)
     for name, x in arguments.items():
         if x is not None and getattr(x, what) != getattr(first, what):
@@ -205,7 +205,7 @@ def same_attribute(op: str, what: str, **arguments: Tensor | None) -> None:
 
 
 def output_dtype(op: str, out: Tensor | None, **values: Tensor) -> None:
-    """`out` has the dtype of what it is made from, or float32, which holds outputs that 16 bits do not."""
+    """Raise unless `out` has the dtype of the input it is computed from, or is float32 for a 16-bit input."""
     (name, v), *_ = values.items()
     if out is None or out.dtype == v.dtype or (out.dtype == torch.float32 and v.itemsize == 2):
         return
@@ -216,7 +216,7 @@ def output_dtype(op: str, out: Tensor | None, **values: Tensor) -> None:
 
 
 def no_overlap(op: str, **arguments: Tensor | None) -> None:
-    """Tensors that are written: no two numbers in one place, as far as sizes and strides tell."""
+    """Raise if two elements of a tensor may share memory, judged by sizes and strides. For tensors that are written."""
     for name, x in arguments.items():
         if x is None or 0 in x.shape:
             continue
@@ -228,13 +228,19 @@ def no_overlap(op: str, **arguments: Tensor | None) -> None:
 
 
 def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str = "v") -> None:
-    """Value heads come in equal groups, one group per query/key head; `keys` and `values` are who has them."""
+    """Raise unless the value heads divide into equal groups, one group per query/key head.
+
+    Args:
+        op: Name of the operator, for the message.
+        H, HV: Numbers of query/key heads and of value heads.
+        keys, values: Names of the arguments that have them, for the message.
+    """
     if H < 1 or HV < H or HV % H != 0:
         raise ValueError(f"{op}: {values} must have a multiple of the {H} heads of {keys}, got {HV} value heads")
 
 
 def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -math.inf) -> None:
-    """Inside `checked`, where they may be read: log decays up to the last boundary lie from `least` to 0."""
+    """Inside `checked`, raise unless the log decays up to the last boundary lie between `least` and 0."""
     if not (checking_contents() and readable(g)):
         return
     g = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
@@ -245,7 +251,7 @@ def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -
 
 
 def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> None:
-    """A head width the kernels are built for: a multiple of 8 from 8 to `most`."""
+    """Raise unless a head width is one that kernels support: a multiple of 8 from 8 to `most`."""
     if size % 8 != 0 or not 8 <= size <= most:
         raise ValueError(f"{op}: {name} must have width {letter} a multiple of 8 from 8 to {most}, got {size}")
 

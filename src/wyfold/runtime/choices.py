@@ -1,10 +1,10 @@
-"""Values that an argument may be one of, where the command line offers them too: it lists them without torch."""
+"""Values of arguments that the command line offers as well. Imports no torch, so that the help can list them."""
 
 BACKENDS = ("eager", "triton", "gluon")
-"""Of every operator's `backend`."""
+"""Values of every operator's `backend`."""
 
 CHUNK_SIZES = (16, 32, 64)
-"""Tokens of a chunk that a call may ask for."""
+"""Chunk sizes, in tokens, that a call may select."""
 
 RECOMPUTED = ("selective", "blocks")
-"""What `Decoder.recompute` may be asked for, beside None."""
+"""Values of `Decoder.recompute` other than None."""

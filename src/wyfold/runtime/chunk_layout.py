@@ -1,8 +1,11 @@
-"""Which tokens each chunk of a part holds, decided on the host.
+"""Index tables of chunks and segments.
 
-A part is a run of whole chunks that one pass of the launches handles (`autograd/workspace.py` cuts them). Inside a part
-chunks are numbered column by column: column j holds the j-th chunk of every sequence that has one, longest sequences
-first, so that a scan steps through columns and the sequences still running are always a prefix of the states.
+`ChunkTable` says which tokens each chunk of a part holds. It is made on the host. A part is a run of whole chunks that
+one pass over the stages processes (`autograd/workspace.py` cuts them). Inside a part, chunks are numbered column by
+column: column j holds the j-th chunk of every sequence that has one, longest sequences first. A scan steps through
+columns, and the sequences that are not finished are always a prefix of the states.
+
+`ChunkGrid` and `Segments` describe a whole call for the kernels. They are made on the device, without waiting for it.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ class ChunkTable:
         chunk_size: Rows of a chunk tile, C.
         sequences: Sequences with tokens in the part, n.
         columns: columns[j] sequences have a j-th chunk.
-        tokens: Tokens of each of the n buffer rows if all sequences are alike, else of the one row they share.
-        order: [n] rank -> sequence, longest first; None when all are alike.
-        token: [chunks, C] token in the shared row, or -1 in padding; None when all are alike.
-        slot: [tokens] chunk * C + row of each token; None when all are alike.
+        tokens: Tokens of each of the n buffer rows if the sequences are uniform, else of the one row they share.
+        order: [n] rank -> sequence, longest first; None if uniform.
+        token: [chunks, C] token in the shared row, or -1 in padding; None if uniform.
+        slot: [tokens] chunk * C + row of each token; None if uniform.
     """
 
     chunk_size: int
@@ -42,7 +45,7 @@ class ChunkTable:
 
     @property
     def uniform(self) -> bool:
-        """Every sequence is a buffer row of its own, all of `tokens` tokens."""
+        """Whether every sequence is a separate buffer row, each of `tokens` tokens."""
         return self.token is None
 
     @cached_property
@@ -51,7 +54,7 @@ class ChunkTable:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First chunk of each column."""
+        """Number of the first chunk of each column."""
         starts = [0]
         for count in self.columns[:-1]:
             starts.append(starts[-1] + count)
@@ -59,7 +62,7 @@ class ChunkTable:
 
     @cached_property
     def valid(self) -> Tensor:
-        """[chunks] int64 real rows of each chunk; only the last of a sequence may have fewer than C."""
+        """[chunks] int64 rows of each chunk that hold a token; fewer than C only in the last chunk of a sequence."""
         if self.token is not None:
             return (self.token >= 0).sum(1)
         valid = torch.full((self.chunks,), self.chunk_size)
@@ -69,19 +72,19 @@ class ChunkTable:
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """[chunks, C] bool, True in rows that hold no token; None where every row holds one."""
+        """[chunks, C] bool, True in rows that hold no token; None if every row holds one."""
         if self.uniform and self.tokens % self.chunk_size == 0:
             return None
         return torch.arange(self.chunk_size) >= self.valid[:, None]
 
 
 def dense_table(rows: int, tokens: int, chunk_size: int) -> ChunkTable:
-    """Grid of `rows` buffer rows that each hold one sequence of `tokens` tokens."""
+    """Chunk table of `rows` buffer rows, each with one sequence of `tokens` tokens."""
     return ChunkTable(chunk_size, rows, (rows,) * math.ceil(tokens / chunk_size), tokens)
 
 
 def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
-    """Grid of sequences that lie one after another in one buffer row.
+    """Chunk table of sequences that lie one after another in one buffer row.
 
     Args:
         lengths: [n] int64 on the CPU. A sequence of length 0 has no chunk.
@@ -109,22 +112,22 @@ def packed_table(lengths: Tensor, chunk_size: int) -> ChunkTable:
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """Chunk grid of a whole call, on the tensors' device: sized by capacity, made without waiting for the device.
+    """Chunk grid of a whole call, on the tensors' device. Its tensors are sized by capacity, without device waits.
 
-    Chunks are numbered sequence by sequence. Of a packed batch there are at most `chunks`; the numbers that no sequence
-    needs belong to a pseudo-sequence N, the tokens past the last boundary.
+    Chunks are numbered sequence by sequence. A packed batch has at most `chunks` chunks. Unused numbers belong to a
+    pseudo-sequence N, the tokens past the last boundary.
 
     Attributes:
         chunk_size: Rows of a chunk tile, C.
         batch, tokens: B and T of the token tensors.
         sequences: N.
         chunks: Number of chunks, or its bound for a packed batch.
-        cu: [N+2] int64 boundaries, legal whatever the caller's tensor held, and T; None when each row is a sequence.
-        first: [N+1] int64 first chunk of each sequence, and of the pseudo-sequence; None likewise.
-        sequence: [chunks] int64 sequence of each chunk; None likewise.
-        every: Tokens between the states that are kept of a sequence; 0: none are.
-        first_state: [N+1] int64 such states of the sequences before each, and of all; None of a dense batch, or if none
-            are kept.
+        cu: [N+2] int64 boundaries and T. Made legal, whatever the caller's tensor holds. None for a dense batch.
+        first: [N+1] int64 first chunk of each sequence, and of the pseudo-sequence; None for a dense batch.
+        sequence: [chunks] int64 sequence of each chunk; None for a dense batch.
+        every: Tokens between the kept states of a sequence; 0 if none are kept.
+        first_state: [N+1] int64 number of kept states in the sequences before each, and in all; None for a dense batch,
+            or if none are kept.
     """
 
     chunk_size: int
@@ -144,7 +147,7 @@ class ChunkGrid:
         return -(-self.tokens // self.chunk_size)
 
     def first_states(self, device: torch.device) -> Tensor:
-        """`first_state`, of a dense batch [N] too: the row of each sequence's first state among all that are kept."""
+        """Row of each sequence's first state among all kept states: `first_state`, or [N] for a dense batch."""
         if self.first_state is not None:
             return self.first_state
         step = self.tokens // self.every
@@ -154,13 +157,13 @@ class ChunkGrid:
 
 
 def max_chunks(batch: int, tokens: int, chunk_size: int, packed_sequences: int | None) -> int:
-    """Chunks of a dense batch (packed_sequences None), or what a packed one cannot need more of."""
+    """Number of chunks of a dense batch (packed_sequences None), or an upper bound for a packed batch."""
     per_row = -(-tokens // chunk_size)
     return batch * per_row if packed_sequences is None else per_row + packed_sequences
 
 
 def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | None, every: int = 0) -> ChunkGrid:
-    """The grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
+    """Chunk grid of a call; cu_seqlens [N+1] on any device, or None for a dense batch."""
     if cu_seqlens is None:
         return ChunkGrid(chunk_size, batch, tokens, batch, max_chunks(batch, tokens, chunk_size, None), every=every)
     N = cu_seqlens.shape[0] - 1
@@ -180,13 +183,13 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
 
 
 class Cut(NamedTuple):
-    """How long sequences are cut into segments, runs of whole chunks that are scanned side by side.
+    """How long sequences are cut into segments: runs of whole chunks that are scanned in parallel.
 
-    A sequence of n chunks is left whole if n < CUT_FROM * chunks, and is cut after every max(chunks, ceil(n / most))
-    chunks otherwise: its own length decides, and numbers that are the same for every batch.
+    A sequence of n chunks is left whole if n < CUT_FROM * chunks. Otherwise it is cut after every
+    max(chunks, ceil(n / most)) chunks. Only the length of the sequence matters, not the rest of the batch.
 
     Attributes:
-        chunks: Fewest chunks of a segment that is not its sequence's last; 0: nothing is cut.
+        chunks: Fewest chunks of a segment other than the last of its sequence; 0 if nothing is cut.
         most: Most segments of a sequence.
     """
 
@@ -194,37 +197,39 @@ class Cut(NamedTuple):
     most: int
 
     def segments(self, chunks: int) -> int:
-        """Of a sequence of so many chunks."""
+        """Number of segments of a sequence of so many chunks."""
         return max(1, -(-chunks // self.length(chunks)))
 
     def length(self, chunks: int) -> int:
-        """Chunks of every segment of such a sequence but its last."""
+        """Chunks of every segment of a sequence of so many chunks, except its last segment."""
         if not self.chunks or chunks < CUT_FROM * self.chunks:
             return max(1, chunks)
         return max(self.chunks, -(-chunks // self.most))
 
 
 CUT_FROM = 4
+"""Fewest segments into which a sequence is cut."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the segments of a call lie, on the tensors' device: sized by capacity, like the grid they are cut from.
+    """Segments of a call, on the tensors' device. Sized by capacity, like the chunk grid that they are cut from.
 
-    To a scan they are the sequences of one packed buffer, all rows of a dense batch one after another. They are
-    numbered sequence by sequence; numbers that no sequence needs belong to the pseudo-sequence N and have no token. A
-    border is where a segment ends and its sequence goes on: after segment i of sequence n, border i - n.
+    A scan treats segments as the sequences of one packed buffer, in which the rows of a dense batch follow each other.
+    Segments are numbered sequence by sequence. Unused numbers belong to the pseudo-sequence N and have no token. A
+    border is the point between two segments of one sequence: border i - n follows segment i of sequence n.
 
     Attributes:
-        grid: Chunk grid of the buffer whose sequences are the segments; chunks are those of the call's own grid.
+        grid: Chunk grid of the buffer whose sequences are the segments. Its chunks are those of the call's grid.
         sequences: N of the call.
         borders: Number of borders, or its bound for a packed batch.
-        sequence: [segments] int64 sequence of each.
+        sequence: [segments] int64 sequence of each segment.
         first: [N+1] int64 first segment of each sequence, and of the pseudo-sequence.
-        leading: [borders] int64 segment before each; of a border that no sequence needs, one behind which no sequence
-            goes on, and which no segment of a sequence follows.
-        divided: [most_divided] int64 sequences that are cut, in their order; N in the places of those there are fewer.
-        expected: Segments there are if all sequences are alike: to choose a launch by, where lengths are on the device.
+        leading: [borders] int64 segment before each border. For an unused border, a segment that ends its sequence and
+            is followed by no segment of a sequence.
+        divided: [max_divided] int64 sequences that are cut, in order; N in unused entries.
+        expected: Number of segments if all sequences have equal lengths. Selects launches while the lengths are known
+            on the device only.
     """
 
     grid: ChunkGrid
@@ -238,26 +243,26 @@ class Segments:
 
 
 def max_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
-    """Borders of a dense batch, or what a packed one cannot have more of; from sizes alone."""
+    """Number of borders of a dense batch, or an upper bound for a packed batch; from sizes alone."""
     if not packed:
         return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
     return tokens // (chunk_size * cut.chunks) if cut.segments(-(-tokens // chunk_size)) > 1 else 0
 
 
 def max_divided(grid: ChunkGrid, cut: Cut) -> int:
-    """Sequences of a dense batch that are cut, or what a packed one cannot have more of."""
+    """Number of sequences of a dense batch that are cut, or an upper bound for a packed batch."""
     if grid.cu is None:
         return grid.sequences if cut.segments(grid.per_sequence) > 1 else 0
     return min(grid.sequences, grid.tokens // ((CUT_FROM * cut.chunks - 1) * grid.chunk_size + 1))
 
 
 def expected_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> int:
-    """Segments of so many sequences that share B T tokens evenly: those of a dense batch."""
+    """Number of segments if the sequences share `tokens` tokens (B T) evenly, as in a dense batch."""
     return sequences * cut.segments(-(-tokens // (chunk_size * max(1, sequences))))
 
 
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
-    """The segments of a call's grid."""
+    """Segments of a call, from its chunk grid."""
     N, C = grid.sequences, grid.chunk_size
     borders = max_borders(grid.batch, grid.tokens, C, grid.cu is not None, cut)
     begins = torch.arange(N + 1, device=device) * grid.tokens if grid.cu is None else grid.cu[: N + 1]
@@ -270,7 +275,7 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     torch.cumsum(chunks, 0, out=before[1:])
     number = torch.arange(N + borders, device=device)
     sequence = torch.searchsorted(first[1:], number, right=True)
-    # A place past the last sequence, so that what lies there has no token.
+    # An entry for the pseudo-sequence, whose segments have no token.
     length = torch.cat([length, length.new_zeros(1)])
     at = (number - first[sequence]) * length[sequence]
     cu = torch.cat([begins[sequence] + at * C, begins[-1:]])

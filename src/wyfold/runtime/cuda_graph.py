@@ -1,4 +1,4 @@
-"""A step that is repeated, as a CUDA graph."""
+"""CUDA graph of a step that is repeated, such as a decode step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor
 
 
 class Replay:
-    """`run` of one tensor on a GPU, from its second call on as a graph; what a call returns the next one overwrites.
+    """A function of one GPU tensor that runs as a CUDA graph from its second call on.
 
-    The first call is made as it is: it compiles and loads what the graph will hold. The second is captured, which runs
-    nothing, and then replayed, so every call takes effect once, whatever it writes in place. What `run` reads beside
-    its argument has to stay where it is; its contents may change.
+    The first call runs eagerly, which compiles and loads the kernels. The second call is captured, which executes
+    nothing, and then replayed. Every call therefore takes effect once, also on tensors that it writes in place. A call
+    overwrites the result of the call before it.
 
     Args:
-        run: Waits for nothing, and takes tensors of one shape.
+        run: The function. It must not synchronise, and its argument always has the same shape. Other tensors that it
+            reads must keep their addresses; their contents may change.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor]):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and safetensors headers read as data. Imports no torch."""
+"""Atomic file writes, guarded reads, and safetensors headers as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-"""What `Decoder.save` writes."""
+"""Names of the files that `Decoder.save` writes."""
 LARGEST_CONFIG = 2**20
-"""Bytes of a configuration that is read; one has about a thousand."""
+"""Most bytes of a configuration file. A usual one has about a thousand."""
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""What parameters may be stored in, by safetensors' names."""
+"""Dtypes of stored parameters, by safetensors' names."""
 PART = 2**20
 
 
 class TensorInfo(NamedTuple):
-    """What a safetensors header says of one tensor.
+    """Entry of a safetensors header for one tensor.
 
     Attributes:
-        dtype: As safetensors spells it: "F32", "BF16".
+        dtype: By safetensors' names: "F32", "BF16".
         shape: Extents.
     """
 
@@ -35,11 +35,11 @@ class TensorInfo(NamedTuple):
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, in the folder of `file`, that takes its place when the block ends without an exception.
+    """Temporary path in the folder of `file` that replaces `file` when the block ends without an exception.
 
-    The temporary name cannot be predicted and is created exclusively, so a link planted there is not followed; a link
-    at `file` is replaced, not written through. The mode is what the umask leaves, also where the writer replaces
-    the temporary file. After an exception the temporary file is removed and `file` is as it was.
+    The temporary name cannot be predicted and is created exclusively, so a link planted there is not followed. A link
+    at `file` is replaced, not written through. The mode is what the umask leaves, even if the writer replaces the
+    temporary file. After an exception the temporary file is removed and `file` is unchanged.
     """
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -56,13 +56,13 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write(file: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all."""
+    """Write a text file in UTF-8 atomically."""
     with replacing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,7 +79,7 @@ def read_bytes(file: Path, most: int) -> bytes:
     content = bytearray()
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        # The size is no limit: the file may grow meanwhile, and files of /proc have size 0.
+        # Do not rely on the size: the file may grow meanwhile, and files of /proc have size 0.
         while size <= most and len(content) <= most:
             part = stream.read(min(PART, most + 1 - len(content)))
             if not part:
@@ -90,7 +90,7 @@ def read_bytes(file: Path, most: int) -> bytes:
 
 @contextmanager
 def opened(file: Path) -> Iterator[BufferedReader]:
-    """A regular file, opened for reading; a pipe or a device is not waited for.
+    """Open a regular file for reading, without blocking on a pipe or a device.
 
     Raises:
         ValueError: the reason why it cannot be read, without the file's name.
@@ -109,7 +109,7 @@ def opened(file: Path) -> Iterator[BufferedReader]:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Name -> dtype and shape of each tensor in a safetensors file, by the library's own checks; no tensor is read.
+    """Read the header of a safetensors file: name -> dtype and shape. safetensors validates it; no tensor is read.
 
     Raises:
         ValueError: the reason why it is no safetensors file, without the file's name.
@@ -133,6 +133,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def os_error(error: Exception) -> OSError:
-    """The operating system's error that safetensors reports as text only."""
+    """Recover the operating system's error from safetensors' error, which has it as text only."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))

@@ -1,7 +1,7 @@
-"""Where the documents of a packed buffer begin and end, known once per batch.
+"""Sequence layouts: boundaries of the documents in a packed buffer, made once per batch.
 
-`SequenceLayout` is what a user makes and hands to every operator and layer of a model. Its tensors live on the batch's
-device and are sized by capacity, so making or refilling one never waits for the device.
+A user makes a `SequenceLayout` and passes it to every operator and layer of a model. Its tensors are on the batch's
+device and are sized by capacity, so making or refilling a layout never waits for the device.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _NAME = "SequenceLayout"
 class SequenceLayout:
     """Boundaries of the documents that share one buffer of tokens.
 
-    Sequence n holds tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1; tokens from cu_seqlens[N] on belong to none, are
-    never read, and their outputs are zero. A layout is a pytree and equal layouts give equal bits, however they were
-    made.
+    Sequence n holds tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Tokens from cu_seqlens[N] on belong to no sequence;
+    they are never read, and their outputs are zero. A layout is a pytree. Equal layouts give equal bits, however they
+    were made.
 
     Args:
         cu_seqlens: [N+1] int32 or int64. Non-decreasing, from 0 to at most `tokens`; equal neighbours are an empty
             sequence.
-        tokens: Length of the buffer, T of every tensor the layout goes with.
-        max_seqs: Capacity: N is raised to it by empty sequences at the end, so that `update_` can bring more of them.
+        tokens: Length of the buffer: T of every tensor that is used with the layout.
+        max_seqs: Capacity. Empty sequences at the end raise N to it, so that `update_` can set more sequences.
 
     Raises:
         TypeError: cu_seqlens is no tensor, or a number no int.
-        ValueError: wrong shape or dtype, contents that are no boundaries (read on the CPU only), or more than max_seqs.
+        ValueError: wrong shape or dtype, contents that are no boundaries (read on the CPU only), or more than max_seqs
+            sequences.
 
     Examples:
         >>> import torch
@@ -48,7 +49,7 @@ class SequenceLayout:
     cu_seqlens: Tensor
     tokens: int
     longest: int | None = None
-    """Tokens of the longest sequence, if the host was told them and `update_` has brought no other boundaries."""
+    """Tokens of the longest sequence, if the layout was made from lengths and not updated since; else None."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int, *, max_seqs: int | None = None):
         boundaries(_NAME, cu_seqlens)
@@ -60,7 +61,7 @@ class SequenceLayout:
             if check.integer(_NAME, "max_seqs", max_seqs, least=0) < N:
                 raise ValueError(f"{_NAME}: max_seqs must be at least the number of sequences, {N}, got {max_seqs}")
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(max_seqs - N)])
-        self.cu_seqlens = cu_seqlens.clone()  # `update_` writes into it, and the caller's tensor is the caller's
+        self.cu_seqlens = cu_seqlens.clone()  # `update_` must not write into the caller's tensor
 
     @classmethod
     def from_lengths(
@@ -82,7 +83,7 @@ class SequenceLayout:
 
         Args:
             position_ids: [T] or [1, T] integer. Must begin with 0.
-            max_seqs: Capacity; None counts the sequences, which waits for the device once.
+            max_seqs: Capacity. None counts the sequences, which waits for the device once.
         """
         position_ids = _row(position_ids, "position_ids")
         if check.readable(position_ids) and bool((position_ids[:1] != 0).any()):
@@ -94,8 +95,9 @@ class SequenceLayout:
         """Layout in which a sequence starts wherever the sequence's number changes.
 
         Args:
-            seq_idx: [T] or [1, T] integer, each token's sequence; a negative number (at the end) belongs to none.
-            max_seqs: Capacity; None counts the sequences, which waits for the device once.
+            seq_idx: [T] or [1, T] integer, the sequence of each token. Tokens with a negative number belong to no
+                sequence, and are at the end.
+            max_seqs: Capacity. None counts the sequences, which waits for the device once.
         """
         seq_idx = _row(seq_idx, "seq_idx")
         if check.readable(seq_idx) and bool(((seq_idx[:-1] < 0) & (seq_idx[1:] >= 0)).any()):
@@ -111,11 +113,11 @@ class SequenceLayout:
         T = starts.shape[0]
         N = int(starts.sum()) if max_seqs is None else check.integer(_NAME, "max_seqs", max_seqs, least=0)
         if check.readable(starts) and N < int(starts.sum()):
-            # The last sequence kept would swallow those that find no room.
+            # Sequences beyond the capacity would become part of the last one.
             raise ValueError(
                 f"{_NAME}: max_seqs must be at least the number of sequences, {int(starts.sum())}, got {N}"
             )
-        # Tokens sorted starts first, each group in its order: the first N are the starts, the rest take the end.
+        # A stable sort puts the starts first, in order. Entries without a start get the end.
         first = torch.argsort(~starts, stable=True)[:N]
         found = torch.arange(first.shape[0], device=starts.device) < starts.sum()
         end = torch.tensor(T, device=starts.device) if end is None else end
@@ -124,7 +126,7 @@ class SequenceLayout:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> PaddedLayout:
-        """Layout of a padded batch, with `pack` and `unpack` between the two forms.
+        """Layout of a padded batch, with `pack` and `unpack` to convert between padded and packed tensors.
 
         Args:
             mask: [B, T] bool or integer, nonzero where a token is real. Padding may be left or right.
@@ -133,7 +135,7 @@ class SequenceLayout:
 
     @property
     def max_seqs(self) -> int:
-        """Number of sequences, the empty ones of the capacity included."""
+        """Number of sequences N, including empty ones at the end."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
@@ -160,13 +162,13 @@ class SequenceLayout:
         return torch.where(ids >= 0, token - self.cu_seqlens.to(token.dtype)[ids.clamp(min=0)], -1)
 
     def checkpoint_offsets(self, n: int) -> Tensor:
-        """[N+1] int64: sequence i's states after n, 2n, ... tokens are rows offsets[i] to offsets[i+1] - 1."""
+        """[N+1] int64 offsets: states of sequence i after n, 2n, ... tokens are rows offsets[i] to offsets[i+1] - 1."""
         check.integer(_NAME, "n", n, least=1)
         rows = (self.lengths // n).to(torch.int64).cumsum(0)
         return torch.cat([rows.new_zeros(1), rows])
 
     def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
-        """Refill the boundaries in place, for graph replay and reused buffers; fewer sequences leave empty ones."""
+        """Replace the boundaries in place, for graph replay and reused buffers. Missing sequences become empty."""
         boundaries(_NAME, cu_seqlens)
         if check.readable(cu_seqlens):
             legal_boundaries(_NAME, cu_seqlens, self.tokens)
@@ -179,11 +181,11 @@ class SequenceLayout:
         return self
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> SequenceLayout:
-        """The layout on a device, as data loaders move a batch; itself if it is there already.
+        """Copy the layout to a device, as data loaders move a batch; returns itself if it is there already.
 
         Args:
-            device: Where the boundaries go.
-            non_blocking: Whether the copy from pinned memory may run beside the host.
+            device: Target of the boundaries.
+            non_blocking: Whether a copy from pinned memory may run asynchronously to the host.
 
         Raises:
             TypeError: device is a dtype; boundaries are not cast.
@@ -193,11 +195,11 @@ class SequenceLayout:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
-        """The layout in pinned memory, from which a copy to a GPU need not wait; itself if it is there already."""
+        """Copy the layout to pinned memory, for asynchronous copies to a GPU; returns itself if it is there already."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> SequenceLayout:
-        """A layout with changed tensors and all that the host knows of this one; itself if none changes."""
+        """A copy with `change` applied to each tensor and all other attributes kept; itself if no tensor changes."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         changed = {name: change(x) for name, x in tensors.items()}
         if all(changed[name] is x for name, x in tensors.items()):
@@ -207,7 +209,7 @@ class SequenceLayout:
         return layout
 
     def check(self) -> None:
-        """Read the boundaries, waiting for the device, and raise a ValueError unless they are legal."""
+        """Wait for the device, read the boundaries, and raise a ValueError unless they are legal."""
         legal_boundaries(_NAME, self.cu_seqlens, self.tokens)
 
     def __repr__(self) -> str:
@@ -243,7 +245,7 @@ class PaddedLayout(SequenceLayout):
         return torch.where(_expand_mask(real, x[0]), x[0].index_select(0, row), 0).unflatten(0, self.mask.shape)
 
     def update_(self, cu_seqlens: Tensor) -> SequenceLayout:
-        """Refused: boundaries do not say where in a row its padding lies.
+        """Not supported: boundaries do not determine where the padding of a row is.
 
         Raises:
             ValueError: always.
@@ -259,7 +261,7 @@ class PaddedLayout(SequenceLayout):
 
 
 def boundaries(op: str, cu_seqlens: object, name: str = "cu_seqlens") -> Tensor:
-    """cu_seqlens as given, if it is [N+1] int32 or int64; name: of the argument."""
+    """Return cu_seqlens if it is [N+1] int32 or int64, or raise. `name` is the argument's, for the message."""
     cu = check.tensor(op, name, cu_seqlens)
     if cu.ndim != 1 or cu.shape[0] < 1:
         raise ValueError(f"{op}: {name} must be [N+1] with at least one entry, got {list(cu.shape)}")
@@ -269,14 +271,14 @@ def boundaries(op: str, cu_seqlens: object, name: str = "cu_seqlens") -> Tensor:
 
 
 def boundaries_of(cu_seqlens: Any) -> tuple[Any, int | None]:
-    """What a layout holds, its boundaries and its tokens; anything else, and None."""
+    """Boundaries and tokens of a layout. Anything else is returned as it is, with None."""
     if isinstance(cu_seqlens, SequenceLayout):
         return cu_seqlens.cu_seqlens, cu_seqlens.tokens
     return cu_seqlens, None
 
 
 def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens") -> Tensor:
-    """cu_seqlens as int64 on the CPU, if its contents are boundaries; waits for the device. name: of the argument."""
+    """Return cu_seqlens as int64 on the CPU if its contents are boundaries, or raise. Waits for the device."""
     cu = cu_seqlens.detach().to("cpu", torch.int64)
     first, last = int(cu[0]), int(cu[-1])
     if first != 0:
@@ -291,7 +293,7 @@ def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_s
 
 
 def packed_boundaries(op: str, x: Tensor, cu_seqlens: Tensor | SequenceLayout) -> Tensor:
-    """cu_seqlens of a packed batch [1, T, ...] as a tensor on x's device."""
+    """Check cu_seqlens against a packed batch x [1, T, ...], and return the boundaries as a tensor on x's device."""
     if isinstance(cu_seqlens, SequenceLayout):
         if cu_seqlens.tokens != x.shape[1]:
             raise ValueError(f"{op}: cu_seqlens must be a layout of T = {x.shape[1]} tokens, got {cu_seqlens.tokens}")
@@ -353,5 +355,5 @@ for _kind, _parts, _named_parts, _joined in (
         _parts,
         _joined,
         serialized_type_name=f"wyfold.{_kind.__name__}",
-        flatten_with_keys_fn=_named_parts,  # by which torch.export names its inputs
+        flatten_with_keys_fn=_named_parts,  # torch.export names its inputs by them
     )

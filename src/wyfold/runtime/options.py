@@ -1,4 +1,4 @@
-"""What a call asks for, as types: the field's flags end in `ops/`."""
+"""Options of a call as records. `ops/` translates the public flags into them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from wyfold.runtime.chunk_layout import Cut
 
 
 class DeltaOptions(NamedTuple):
-    """One call of the delta family.
+    """Options of one call of the delta family.
 
     Every field is a scalar of the registered operators' schema, in this order.
 
     Attributes:
         operator: Public name, for messages.
-        recurrent: Token by token instead of chunk by chunk.
+        recurrent: Whether the call goes token by token instead of chunk by chunk.
         scale: Multiplies q.
-        qk_l2norm: Rows of q and k are normalised here.
+        qk_l2norm: Whether the operator normalises the rows of q and k.
         activation: "given": g is the log gate. "softplus": -exp(A_log) softplus(g + dt_bias). "bounded":
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
         lower_bound: Of the bounded activation, else 0.
-        clamp: Log gates below it are raised to it, without gradient; 0: none.
-        beta_logit: beta arrives before its sigmoid.
-        beta_most: The sigmoid's factor, 1 or 2.
-        state_v_first: States are [V, K] outside.
-        state_dtype: Storage of returned states.
-        final_state: Whether final states are wanted.
-        chunk_size: C; for the recurrent form the distance of the states its backward starts from.
-        checkpoint_every: Tokens between returned intermediate states, 0: none are wanted.
+        clamp: Lower limit of log gates, 0 for none. Raised gates have no gradient.
+        beta_logit: Whether beta is passed before its sigmoid.
+        beta_most: Factor of the sigmoid, 1 or 2.
+        state_v_first: Whether the caller's states are [V, K].
+        state_dtype: Dtype of returned states.
+        final_state: Whether final states are returned.
+        chunk_size: C. In the recurrent form, tokens between the states from which the backward recomputes.
+        checkpoint_every: Tokens between returned intermediate states; 0 if none are returned.
         save: Whether a backward will follow.
-        keep_factors: Whether E, F, A and the grams are kept for it instead of rebuilt.
-        backend: The plan's.
+        keep_factors: Whether E, F, A and the grams are kept for the backward instead of recomputed.
+        backend: The plan's backend.
         segment_chunks, segments: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
     """
@@ -65,14 +65,14 @@ class DeltaOptions(NamedTuple):
 
 
 def gradient_unit(scale: float, dtype: torch.dtype) -> float:
-    """What gradients are counted in on their way through the states of kernels: a part of `scale`.
+    """Unit of the gradients that pass through states in kernels: a factor of `scale`.
 
-    float32: a power of two. A state's gradient that leaves one call and enters the next keeps its bits, so that a split
-    call has the gradients of the whole; the rest of the scale multiplies do.
+    float32: a power of two. The gradient of a state then keeps its bits when it leaves one call and enters the next, so
+    a split call has the gradients of the whole. The rest of the scale multiplies do.
 
-    bfloat16, float16: all of the scale. do is a product's operand as it came then; a factor would round it once more.
+    bfloat16, float16: all of the scale. do then enters products unchanged; a factor would round it once more.
 
-    1 if what is times or divided by the unit might leave float32.
+    1 if values multiplied or divided by the unit might leave the range of float32.
     """
     if not 2.0**-40 <= abs(scale) <= 2.0**40:
         return 1.0

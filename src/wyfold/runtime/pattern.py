@@ -6,14 +6,15 @@ MIXERS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "attention")
 ALIASES = {"gdn": "gated_delta_net"}
 
 MOST_LAYERS = 2**16
-"""Of a model, and of one period of its pattern. Far above any model, and quick to go through."""
+"""Limit on the layers of a model, and of one period of its pattern. Far above any model, and still quick to parse."""
 
 
 def parse(pattern: object) -> tuple[str, ...]:
     """One period of a pattern: canonical names, in order.
 
     Raises:
-        TypeError, ValueError: it names no mixer, an unknown one, or a count that is none or beyond `MOST_LAYERS`.
+        TypeError: the pattern is no str.
+        ValueError: no mixer, an unknown mixer, an invalid count, or more than `MOST_LAYERS` layers.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"DecoderConfig: pattern must be a str, got {type(pattern).__name__}")
@@ -22,7 +23,7 @@ def parse(pattern: object) -> tuple[str, ...]:
         name, star, count = entry.partition("*")
         if star and not (count.isdecimal() and count.strip("0")):
             raise ValueError(f"DecoderConfig: pattern must have a count of at least 1 after a *, got {entry[:80]!r}")
-        # A count may have more digits than Python converts, and stand for more layers than memory holds.
+        # Longer counts are not converted: Python limits the digits, and memory the layers.
         repeats = 1 if not star else int(count) if len(count) < 10 else MOST_LAYERS + 1
         if len(period) + repeats > MOST_LAYERS:
             raise ValueError(f"DecoderConfig: pattern must have at most {MOST_LAYERS} layers, got {entry[:80]!r} in it")
@@ -33,7 +34,7 @@ def parse(pattern: object) -> tuple[str, ...]:
 
 
 def canonical(field: str, name: str) -> str:
-    """A mixer's name without aliases.
+    """Canonical name of a mixer that may be given by an alias.
 
     Raises:
         ValueError: there is no such mixer; the message names the field.

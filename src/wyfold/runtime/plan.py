@@ -1,4 +1,4 @@
-"""What one call will run, decided from metadata before anything runs."""
+"""Plan of one call: the launches it will make, decided from metadata before anything runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """A kernel's launch: the stage, what its configuration depends on, and the row of the table it gets."""
+    """Lookup of one kernel's launch configuration.
+
+    Attributes:
+        stage: Stage that the kernel computes.
+        key: What the configuration depends on, as words.
+        row: Row of the configuration table that applies.
+    """
 
     stage: str
     key: str
@@ -21,21 +27,22 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs, and why not something else.
+    """What a call runs, and why not another backend.
 
     Attributes:
         operator: Public name of the operator.
-        backend: The one every launch below comes from.
-        forward, backward: Launches of each direction, in order, as "stage (module)". No backward: empty.
+        backend: Backend of every launch below.
+        forward, backward: Launches of each direction, in order, as "stage (module)". Empty if there is no backward.
         refused: backend -> why it was not chosen.
         chunk_size: Rows of a chunk, or None for an operator without chunks.
-        parts: Parts the call is cut into to bound its workspace, one after another, same bits; 0 without tokens.
+        parts: Number of parts that are processed one after another to bound the workspace, with the same bits; 0
+            without tokens.
         copies: Arguments that are copied because of their layout in memory.
         collectives: Collective operations over ranks.
         rows: Launch configurations of the kernels.
-        compiles: Kernels that have not run in this process yet, and are compiled, or read from disk, before they do.
-        segments: Most segments that a sequence is cut into, to be scanned side by side. Of a packed batch each is cut
-            by its own length.
+        compiles: Kernels that have not run in this process yet. They are compiled, or read from disk, before they run.
+        segments: Most segments of a sequence that are scanned in parallel. In a packed batch each sequence is cut by
+            its length.
     """
 
     operator: str
@@ -66,29 +73,29 @@ class Plan:
 
 
 class _PlanAnnounced(BaseException):
-    """Carries a plan out of an operator that was called only to be explained."""
+    """Carries the plan out of an operator that was called only to be explained."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
 
-_explaining: list[int] = []  # threads inside `plan_of`; calls in the others run on
+_explaining: list[int] = []  # identifiers of the threads inside `plan_of`; calls on other threads run normally
 
 
 def explaining() -> bool:
-    """Whether this call is made to be explained."""
+    """Whether this thread is inside `plan_of`."""
     return bool(_explaining) and threading.get_ident() in _explaining
 
 
 def announce_plan(plan: Plan) -> Plan:
-    """The plan; inside `plan_of`, the end of the call."""
+    """Return the plan; inside `plan_of`, end the call here."""
     if explaining():
         raise _PlanAnnounced(plan)
     return plan
 
 
 def plan_of(call: Callable[[], Any]) -> Plan:
-    """The plan that `call` settles on; nothing after that point runs."""
+    """Run `call` up to the point where it announces its plan, and return the plan."""
     thread = threading.get_ident()
     _explaining.append(thread)
     try:

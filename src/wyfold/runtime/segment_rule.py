@@ -1,11 +1,12 @@
-"""Cutting long sequences into segments that a GPU scans side by side.
+"""The split rule: cuts long sequences into segments that a GPU scans in parallel.
 
-A sequence is scanned chunk by chunk, a program for each value head and 64 value rows. Few of them leave multiprocessors
-without one; in segments there are more, and about twice the work, since every segment is also summarised before its
-entering state is known. What decides is the sequence's own length, and what a whole model has in common: value heads,
-widths, the card. Neither gates nor the rest of the batch do, so a sequence's bits are those of its own call, however
-many others are in it; a batch that fills the card by itself pays for that with the work of the summaries
-(docs/segments.md).
+A sequence is scanned chunk by chunk, by one program for each value head and 64 value rows. With few programs, some
+multiprocessors have none. Segments give more programs and about twice the work, because each segment is also summarised
+before its entering state is known.
+
+The rule depends on the length of the sequence and on what a model fixes: value heads, widths and the GPU. It does not
+depend on gates or on the rest of the batch. A sequence therefore has the same bits in any batch as in a separate call.
+The price is the work of the summaries for a batch that fills the GPU without segments (docs/segments.md).
 """
 
 from __future__ import annotations
@@ -16,32 +17,35 @@ from collections.abc import Iterator
 from wyfold.runtime.chunk_layout import CUT_FROM, Cut
 
 SHORTEST = 16384
-"""Tokens of the shortest sequence that is cut, its last chunk counted as a full one."""
+"""Tokens of the shortest sequence that is cut. Its last chunk counts as full."""
 
-ROWS = 64  # value rows of a program
+ROWS = 64
+"""Value rows of a program."""
+
 WIDEST = 128
-"""Key or value width up to which sequences are cut."""
+"""Largest key or value width at which sequences are cut."""
 
 WHOLE = Cut(0, 1)
+"""No sequence is cut."""
 
 
 def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None) -> Cut:
-    """How long sequences are cut: the split rule.
+    """How long sequences are cut, by the split rule.
 
-    With a sequence's work shared out evenly over the card, every multiprocessor scans
+    If a sequence is spread evenly over the GPU, every multiprocessor scans
 
         tokens heads ceil(V / 64) / (chunk_size processors)
 
-    chunks of it. A segment is that long, and a little longer where that makes a program for each multiprocessor of
-    none of them: a sequence has processors / (heads ceil(V / 64)) segments, rounded down. None is shorter than
-    SHORTEST / CUT_FROM tokens, and a sequence is cut if it has CUT_FROM of them or more: half as many gain nothing over
-    the work they add. States wider than WIDEST fill a program's registers, and are left whole.
+    chunks of it, and the sequence has processors / (heads ceil(V / 64)) segments. That number is rounded down, so that
+    no more programs run than there are multiprocessors. No segment is shorter than SHORTEST / CUT_FROM tokens, and a
+    sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add. With
+    widths above WIDEST, states fill a program's registers, and sequences are not cut.
 
     Args:
         heads: HV.
         K, V: Widths.
         chunk_size: C.
-        processors: Multiprocessors of the card.
+        processors: Multiprocessors of the GPU.
         max_splits: Most segments of a sequence, or None.
     """
     if max(K, V) > WIDEST:
@@ -58,8 +62,11 @@ _forced: list[Cut] = []
 
 @contextlib.contextmanager
 def forced(segments: int, chunks: int = 1) -> Iterator[None]:
-    """Within, sequences of at least CUT_FROM * chunks chunks are cut into so many segments, on every backend and in
-    every thread, if none of them gets shorter than `chunks`. For tests and measurements."""
+    """Cut sequences of at least CUT_FROM * chunks chunks into `segments` segments, for tests and measurements.
+
+    Applies to every backend and every thread until the context ends. No segment gets shorter than `chunks` chunks; a
+    sequence that is too short for that has fewer segments.
+    """
     _forced.append(Cut(chunks, segments))
     try:
         yield
@@ -68,5 +75,5 @@ def forced(segments: int, chunks: int = 1) -> Iterator[None]:
 
 
 def forcing() -> Cut | None:
-    """What is forced."""
+    """The cut of the innermost `forced` context; None outside."""
     return _forced[-1] if _forced else None

@@ -1,4 +1,4 @@
-"""The error of a request that no backend can serve, in a separate module so that it can be caught without torch."""
+"""`UnsupportedError`, in a separate module so that it can be caught without importing torch."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ class UnsupportedError(ValueError):
     """A legal request that no backend, or not the demanded one, can serve.
 
     Attributes:
-        message: What was refused.
+        message: The refused request.
         reasons: backend name -> why it refused.
     """
 
