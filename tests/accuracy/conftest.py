@@ -1,4 +1,4 @@
-"""What the tests on a card share. They have shapes that no interpreter reaches, and skip where there is no card."""
+"""Fixtures of the tests on a GPU. Their shapes are too large for an interpreter; without a GPU they are skipped."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,15 +19,16 @@ def card() -> torch.device:
 
 @pytest.fixture(scope="session")
 def placed(card: torch.device) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """`placed(arguments)`: the same on the card. Tensors keep their strides."""
+    """`placed(arguments)`: the arguments on the GPU, with their strides."""
     return lambda given: {name: x.to(card) if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
 @pytest.fixture(scope="session")
 def arrows() -> Callable[[Mapping[str, Any]], dict[str, Tensor]]:
-    """`arrows(arguments)`: gradients of o and of the final state, as big as the values and the initial state are.
+    """`arrows(arguments)`: incoming gradients of o and of the final state, of the size of the values and the initial
+    state.
 
-    A state of zeros gets a gradient of zeros: what kernels then compute is a call without either.
+    An initial state of zeros gets a gradient of zeros, so that the kernels compute a call without either.
     """
 
     def drawn(given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Shared memory filled before a launch: what a kernel reads of it without having written there comes from here."""
+"""Fills shared memory before a launch, so that a kernel's uninitialised reads have known contents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NANS = 0x7FC07FC0
 
 
 def sink(device: torch.device) -> Tensor:
-    """Where the programs of `fill` leave something: two of them for each multiprocessor."""
+    """Output buffer of the programs of `fill`: two elements for each multiprocessor."""
     return torch.zeros(2 * kernel_configs.processors(device), dtype=torch.int32, device=device)
 
 
 def fill(sink: Tensor, word: int) -> None:
-    """Write the word over 224 KiB of every multiprocessor, which holds one such program at a time on sm_90."""
+    """Write a word over 224 KiB of shared memory on every multiprocessor, which holds one such program on sm_90."""
     _fill[(sink.numel(),)](sink, word, num_warps=8)
 
 

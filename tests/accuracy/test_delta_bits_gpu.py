@@ -1,7 +1,7 @@
-"""What the delta rules' kernels promise bit for bit, on a card, in shapes as models have them.
+"""Bitwise promises of the delta rules' kernels on a GPU, at the shapes of real models.
 
-The interpreter's tests hold the same promises at small shapes; here are the launch configurations that ship, the copy
-engine beside plain loads, and a machine that could order things differently each time.
+The interpreter's tests check the same promises at small shapes. These tests run the shipped launch configurations, TMA
+next to plain loads, and hardware that may execute in another order each time.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ def rule(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def run(rule: str, results):
-    """`run(arguments, incoming, ...)`: everything one call gives."""
+    """`run(arguments, incoming, ...)`: all results of one call."""
     op = getattr(wyfold, f"chunk_{rule}")
     return lambda a, fed, **options: results(op, a, None, fed, output_final_state=True, **options)
 
 
 @pytest.fixture
 def call(rule: str, placed):
-    """`call(T, N, ...)`: arguments, and what is fed back, on the card."""
+    """`call(T, N, ...)`: arguments and incoming gradients on the GPU."""
 
     def draw(T: int, N: int = 1, *, B: int = 1, dtype: torch.dtype = torch.bfloat16, K: int = 128) -> tuple[Call, Call]:
         a = inputs.draw("random", rule, Shape(B, T, 2, 2, K, K), state="normal", sequences=N, dtype=dtype)
@@ -82,7 +82,7 @@ def test_kept_is_recomputed(call, run):
 
 @pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
 def test_packed_is_separate(norm: bool, call, run, card):
-    """Place and neighbours change nothing, nor what lies past the last boundary."""
+    """Position and neighbours change no bit, nor do the rows past the last boundary."""
     T, N = sum(LENGTHS), len(LENGTHS)
     a, fed = call(T + 9, N)
     a["use_qk_l2norm_in_kernel"] = norm
@@ -101,7 +101,9 @@ def test_packed_is_separate(norm: bool, call, run, card):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("times", [1, 8], ids=["few", "many"])
 def test_prompts_in_slots(times: int, stored: torch.dtype, rule: str, call, card):
-    """Of a pool, whose other slots are NaN, are those whose states lie side by side; one is skipped, one is fresh."""
+    """Prompts in slots of a pool have the bits of contiguous states. One is skipped, one is fresh, other slots
+    are NaN.
+    """
     lengths = LENGTHS * times
     T, N = sum(lengths), len(lengths)
     a, _ = call(T, N)
@@ -128,12 +130,12 @@ def test_prompts_in_slots(times: int, stored: torch.dtype, rule: str, call, card
 @pytest.mark.parametrize("steps", [(2**30 + 64, 2**14), (2**14, 2**31 + 64)], ids=["slots", "heads"])
 @pytest.mark.parametrize("op, T", [(serving.prefill, 130), (serving.decode, 1), (serving.verify, 2)])
 def test_states_past_32_bits(op: Any, T: int, steps: tuple[int, int], v_first: bool, call, card):
-    """Of numbers, in a pool of 4.3 gigabytes; of a call that is made, and of those that repeat it."""
+    """State offsets beyond 32 bits, in a pool of 4.3 gigabytes, for a recorded call and for its replays."""
     a, _ = call(T)
     a |= {"g": a.get("g"), "use_qk_l2norm_in_kernel": True, "state_v_first": v_first}
     states = a.pop("initial_state")
-    room = torch.empty(2 * steps[0] + steps[1] + 2**14, dtype=torch.bfloat16, device=card)
-    pool = room.as_strided((3, 2, 128, 128), (*steps, 128, 1))
+    buffer = torch.empty(2 * steps[0] + steps[1] + 2**14, dtype=torch.bfloat16, device=card)
+    pool = buffer.as_strided((3, 2, 128, 128), (*steps, 128, 1))
     pool.copy_(states.expand(3, -1, -1, -1))
     near = pool.contiguous()
     slots = torch.tensor([[2, 1]] if op is serving.verify else [2], device=card)
@@ -144,8 +146,8 @@ def test_states_past_32_bits(op: Any, T: int, steps: tuple[int, int], v_first: b
 
 
 @pytest.mark.parametrize("decay", [1.5, 0.02, 0.0005])
-def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monkeypatch):
-    """Segments, on two streams and one after another, on a stream of the caller's, and in a graph."""
+def test_side_streams_change_no_bit(decay: float, rule: str, call, run, monkeypatch):
+    """Segments on two streams, on one stream, on the caller's stream and in a CUDA graph have the same bits."""
     a, fed = call(64 * 40 + 7)
     if "g" in a:
         a["g"] = a["g"].sigmoid() * (-2 * decay)
@@ -158,7 +160,7 @@ def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monk
         torch.cuda.current_stream().wait_stream(own)
         return got
 
-    replay_cache.forget()  # or calls would be repeated as they were made before
+    replay_cache.forget()  # otherwise recorded calls are replayed
     with segment_rule.forced(5):
         with monkeypatch.context() as patch:
             patch.setattr(delta_chunk, "beside", lambda device: contextlib.nullcontext(contextlib.nullcontext()))
@@ -175,7 +177,7 @@ def test_what_runs_aside_changes_no_bit(decay: float, rule: str, call, run, monk
 
 @pytest.mark.parametrize("B", [1, 2])
 def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
-    """Gluon's `segment_summary` skips zero maps, Triton's does not: heads and segments forget soon, late or never."""
+    """Gluon's `segment_summary` skips zero maps, Triton's does not. Heads and segments decay early, late or never."""
     from wyfold.kernels.segment_summary import gluon, triton
 
     a = placed(inputs.draw("random", "gated_delta_rule", Shape(B, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
@@ -225,13 +227,13 @@ def test_the_past_does_not_know_the_future(t: int, call, run):
 
 
 def test_strided_is_contiguous(call, run):
-    """q, k and v as columns of one projection, gates with heads before tokens, states turned, gradients transposed."""
+    """q, k and v as columns of one projection, gates with heads before tokens, V-first states, transposed gradients."""
     a, fed = call(300)
     plain = run(a, fed)
     strided = dict(a)
-    room = torch.full((1, 300, 2, 3 * 128 + 8), math.nan, dtype=torch.bfloat16, device=a["q"].device)
+    buffer = torch.full((1, 300, 2, 3 * 128 + 8), math.nan, dtype=torch.bfloat16, device=a["q"].device)
     for i, name in enumerate(("q", "k", "v")):
-        strided[name] = room[..., 1 + 128 * i : 1 + 128 * (i + 1)].copy_(a[name])  # not aligned to 16 bytes
+        strided[name] = buffer[..., 1 + 128 * i : 1 + 128 * (i + 1)].copy_(a[name])  # not aligned to 16 bytes
     for name in ("g", "beta"):
         if name in a:
             strided[name] = a[name].transpose(1, 2).contiguous().transpose(1, 2)
@@ -241,10 +243,10 @@ def test_strided_is_contiguous(call, run):
 
 
 def test_a_thread_may_begin_with_a_call(call, run):
-    """A thread has no context of the device before it does something there; a backward's may begin with a box."""
+    """A new thread has no CUDA context, and the first work of autograd's thread may be encoding a TMA descriptor."""
     a, fed = call(256)
     plain, found = run(a, fed), {}
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which launches something
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch a fill kernel
     try:
         thread = threading.Thread(target=lambda: found.update(run(a, fed)))
         thread.start()
@@ -257,9 +259,9 @@ def test_a_thread_may_begin_with_a_call(call, run):
 @pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
 @pytest.mark.parametrize("where, token", [("initial_state", 0), *itertools.product(("q", "k", "v", "do"), (2, 100))])
 def test_a_nan_stays_in_its_sequence_head_and_side_of_time(where: str, token: int, norm: bool, call, run, card):
-    """In an input it may reach outputs of its own chunk and later, in a gradient those of its own chunk and earlier.
+    """A NaN in an input reaches outputs of its chunk and later ones, in a gradient those of its chunk and earlier ones.
 
-    The third token of a sequence lies in the box that brings the last chunk of the one before.
+    A sequence's third token lies in the TMA box that loads the last chunk of the previous sequence.
     """
     a, fed = call(sum(LENGTHS), len(LENGTHS))
     options = {"cu_seqlens": boundaries(LENGTHS, card), "use_qk_l2norm_in_kernel": norm}

@@ -1,8 +1,8 @@
-"""The delta rules' kernels on a card: every output and gradient by the rules of `error.judge`.
+"""Accuracy of the delta rules' kernels on a GPU: every output and gradient by the rules of `error.judge`.
 
-The truth is the token loop in float64, of long sequences the eager backend in float64, which is held to the loop
-elsewhere; the yardstick of 16-bit results is `reference.rounded`; both on the CPU. A call's shape, dtype and options
-decide what has to be compiled, so they are few, and each serves many inputs.
+The truth is the token loop in float64 on the CPU. For long sequences it is the eager backend in float64, which other
+tests compare with the loop. The yardstick of 16-bit results is `reference.rounded`, also on the CPU. Shape, dtype and
+options determine what is compiled, so there are few of them, and each is used for many inputs.
 """
 
 import importlib
@@ -40,10 +40,10 @@ Call = dict[str, Any]
 
 @pytest.fixture
 def judged(placed, arrows, results) -> Callable[..., list[Verdict]]:
-    """`judged(rule, arguments, row)`: of everything a call gives; `row` of the targets, or None for no target.
+    """`judged(rule, arguments, row)`: verdicts on all results of a call; `row` selects the targets, None has none.
 
-    Targets bind in chunks of 64 rows. KDA takes 32 unasked, and more states are rounded: the yardstick, in chunks of as
-    many, decides alone.
+    Targets apply to chunks of 64 rows. KDA's default is 32, which rounds more states: there the yardstick, computed
+    with the same chunk size, decides alone.
     """
 
     def verdicts(rule: str, a: Call, row: str | None, *, long: bool = False, **options: Any) -> list[Verdict]:
@@ -78,7 +78,7 @@ def floating(x: Any) -> bool:
 
 
 def drawn(family: str, rule: str, shape: Shape, *, gate: str | None = None, dtype: torch.dtype = BF16, **more) -> Call:
-    """A call whose initial state is normal where a gate is asked for, else zeros, for which the targets are meant."""
+    """Arguments whose initial state is normal if there is a gate, else zeros, for which the targets are meant."""
     state = "zero" if gate is None else "normal"
     if gate != "-1e4":
         return inputs.draw(family, rule, shape, gate=gate, dtype=dtype, **{"state": state, **more})
@@ -89,7 +89,7 @@ def drawn(family: str, rule: str, shape: Shape, *, gate: str | None = None, dtyp
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rule", RULES)
 def test_families(rule: str, family: str, judged):
-    """In eight states: what one draw of dg or dbeta loses differs from the next by a factor of two and more."""
+    """Eight states, because the errors of single draws of dg or dbeta differ by a factor of two and more."""
     a = drawn(family, rule, Shape(4, 200, 2, 2, 128, 128))
     require(*judged(rule, a, family))
     if rule == "kda":
@@ -99,7 +99,7 @@ def test_families(rule: str, family: str, judged):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "near-identical"])
 @pytest.mark.parametrize("rule", RULES)
 def test_families_over_many_chunks(rule: str, family: str, judged):
-    """In two states, but for "beta 2": of a long sequence the reference takes its time."""
+    """Two states, one for "beta 2": the reference of a long sequence is slow."""
     a = drawn(family, rule, Shape(4 if family == "beta 2" else 1, 1024, 2, 2, 128, 128))
     require(*judged(rule, a, family, long=True))
     if rule == "kda":
@@ -109,7 +109,7 @@ def test_families_over_many_chunks(rule: str, family: str, judged):
 @pytest.mark.parametrize("gate", GATES + RESETS)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_gates(rule: str, gate: str, judged):
-    """In 32 states: most of dbeta's error is that of the tokens nearest to a given state or its gradient."""
+    """32 states: most of dbeta's error is at the tokens nearest to a given state or its gradient."""
     require(*judged(rule, drawn("random", rule, Shape(16, 200, 2, 2, 128, 128), gate=gate), None, long=True))
 
 
@@ -127,12 +127,12 @@ def test_other_dtypes(rule: str, dtype: torch.dtype, K: int, judged):
 
 @pytest.mark.parametrize("rule, K, V", WIDTHS)
 def test_widths(rule: str, K: int, V: int, judged):
-    """Two value heads to a key head; widths below 64 make tiles of a kind that went wrong on Hopper.
+    """Two value heads per key head. Widths below 64 use tiles of a kind that was wrong on Hopper.
 
     See docs/facts/hopper.md, H200-4.
 
-    The targets bind where both widths are near those they were set at. Eight states, since dg of repeated keys is
-    nothing but what rounding leaves, another number in each draw.
+    The targets apply where both widths are near those they were set at. There are eight states, since dg of repeated
+    keys consists of rounding errors only, which differ in each draw.
     """
     for family in ("random", "identical"):
         row = family if family == "random" and min(K, V) >= 40 and max(K, V) <= 128 else None
@@ -141,7 +141,7 @@ def test_widths(rule: str, K: int, V: int, judged):
 
 @pytest.mark.parametrize("rule, gate", PREPARED)
 def test_packed_and_prepared_in_the_kernel(rule: str, gate: str | None, judged):
-    """Norm, logits and gate inside, value heads in groups, sequences of no token, of one, and of a chunk and one."""
+    """Norm, logits and gate inside, grouped value heads, and sequences of no token, of one, and of a chunk and one."""
     lengths = [0, 65, 1, 0, 130, 64, 1]
     options = {"keys": "huge", "beta": "logits", "state": "normal", "sequences": len(lengths)}
     a = drawn("random", rule, Shape(1, sum(lengths), 2, 4, 64, 64), gate=gate, **options)
@@ -149,12 +149,13 @@ def test_packed_and_prepared_in_the_kernel(rule: str, gate: str | None, judged):
     require(*judged(rule, a | {"allow_neg_eigval": True}, None))
 
 
-# --- beside another implementation -----------------------------------------------------------------------------------
+# --- compared with another implementation
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fla(card) -> Callable[[str], Callable[..., Any]]:
-    """`fla(rule)`: its operator of that rule, which takes our keywords."""
+    """`fla(rule)`: fla's operator of that rule, called with our keywords."""
     if importlib.util.find_spec("fla") is None:
         pytest.skip("fla is not installed")
     torch.use_deterministic_algorithms(False)

@@ -1,5 +1,7 @@
-"""What a kernel finds in shared memory before it has written there changes nothing: it holds what last ran on the
-multiprocessor, maybe of another process, and zero times what happens to be a NaN is one."""
+"""Uninitialised shared memory does not change a result.
+
+It holds what the multiprocessor ran last, maybe for another process; zero times a stale NaN is NaN.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ Spoilt = Callable[..., contextlib.AbstractContextManager[None]]
 
 @pytest.fixture
 def spoilt(card: torch.device) -> Spoilt:
-    """`with spoilt()`: before every launch all shared memory of the card is filled with NaNs, or another word."""
+    """`with spoilt()`: before every launch all shared memory of the GPU is filled with NaNs, or with another word."""
     if triton_support.architecture(card) != "sm_90":
         pytest.skip("a program of 224 KiB of shared memory fills a multiprocessor of sm_90 alone")
     from tests.accuracy import shared_memory

@@ -1,4 +1,4 @@
-"""Activations on the device: against float64, near their own zeros, and at the limits."""
+"""Device activations against float64, near zero and at the limits of their range."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_limits(name: str, device: torch.device):
     x = torch.zeros(N)
     x[:5] = torch.tensor([-torch.inf, -1e4, 1e4, torch.inf, torch.nan])
     if name == "silu":
-        x[0] = 0.0  # -inf * 0 is no number, here and in PyTorch
+        x[0] = 0.0  # -inf * 0 is NaN, here and in PyTorch
     got = on_device(name, x, device)
     assert torch.equal(got.isnan(), x.isnan())
     assert torch.equal(got[~x.isnan()], TRUTH[name][1](x[~x.isnan()]))

@@ -1,6 +1,6 @@
-"""The adjoint of what a channel gate decays, against float64 with one exponential for each pair of tokens and channel.
+"""The adjoint of channel-gated decays, against float64 with one exponential per pair of tokens and channel.
 
-Float32 throughout: what is left is the arithmetic of the splitting, and that nothing is lost where gates are strong.
+Everything is float32, so the error is that of the splitting into anchors. Strong gates lose no more.
 """
 
 import pytest
@@ -19,7 +19,7 @@ NEAR, LOG2_E = tile.NEAR, 1.4426950408889634
 channel_bwd, store_near_pairs = tile.channel_bwd, tile.store_near_pairs
 load_sub_chunks, store_sub_chunks, load_tile = index.load_sub_chunks, index.store_sub_chunks, index.load_tile
 FLOOR, K = -104.0, 64
-MOST = 1e-6  # relative, of float32: a few dozen roundings
+MOST = 1e-6  # relative, in float32: a few dozen roundings
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def adjoint(
     p_q, p_k, p_g, p_pairs, p_dJT, p_near, p_rows, p_carried, p_out, s, zero,
     BT: tl.constexpr, K: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk; p_rows and p_out hold three tiles each."""
+    """Run the device function on one chunk; p_rows and p_out hold three tiles each."""
     i = tl.program_id(0).to(tl.int64)
     b_q = load_sub_chunks(p_q, s, i, 0, 0, 0, BT, zero, K, BT, K, NEAR)
     b_k = load_sub_chunks(p_k, s, i, 0, 0, 0, BT, zero, K, BT, K, NEAR)
@@ -48,7 +48,7 @@ def adjoint(
 
 
 def loss(q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor, rows: Tensor, carried: Tensor) -> Tensor:
-    """What has the gradients in question: every decay is exp of the sum of the gates between, of no difference."""
+    """The function whose gradients are tested. Each decay is exp of a sum of gates, not a difference of prefix sums."""
     C = q.shape[1]
     row = torch.arange(C)
     token, later, earlier = row[:, None, None], row[None, :, None], row[None, None, :]
@@ -63,7 +63,7 @@ def loss(q: Tensor, k: Tensor, g: Tensor, dJ: Tensor, dP: Tensor, rows: Tensor, 
 
 def strong(name: str, N: int, C: int) -> Tensor:
     """Log gates of a token and channel."""
-    if name == "mixed":  # from next to nothing to spans that no anchor serves, and resets
+    if name == "mixed":  # from nearly 0 to ranges that no anchor can represent, and resets
         g = -torch.rand(N, C, K) * torch.tensor([0.01, 1.0, 30.0, 104.0])[torch.randint(4, (N, C, K))]
         return torch.where(torch.rand(N, C, K) < 0.1, FLOOR, g)
     if name == "alternating":
@@ -92,5 +92,5 @@ def test_the_adjoint(gate: str, C: int, device: torch.device):
         BT=C, K=K, NEAR=tile.NEAR, PRECISION=dot.precision(torch.float32), num_warps=C // tile.NEAR,
     )  # fmt: skip
     require(*(judge(out[:, i].cpu(), truth[i], target=MOST, name=name) for i, name in enumerate(("dq", "dk", "dg"))))
-    # Nothing passes a reset, so that its own gate has no gradient, not even a rounding's.
+    # Nothing passes a reset, so the gradient of its gate is exactly zero.
     assert not out[:, 2].cpu()[g == FLOOR].any()

@@ -27,13 +27,10 @@ C = 16
 
 
 class Kernels:
-    """A comparison whose ranks run kernels in `dtype`, and whose pieces are cut into `count` segments or left whole.
+    """A comparison whose ranks run kernels in `dtype`, with pieces cut into `count` segments or left whole.
 
     Args:
-        of: The comparison.
-        dtype: dtype of the inputs.
         limit: Bound on the relative RMS error of outputs, states and gradients.
-        count: Number of segments of a piece; 0 leaves pieces whole.
     """
 
     def __init__(self, of: Comparison, dtype: torch.dtype = torch.float32, limit: float = 2e-6, count: int = 0):
@@ -83,8 +80,8 @@ COMPARISONS = {
 
 
 def other_ways(given: None, group: dist.ProcessGroup) -> None:
-    """A call compiled as one graph, or rerun by activation checkpointing, gives the same bits."""
-    warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
+    """Compiled as one graph, or recomputed by activation checkpointing: the same bits."""
+    warnings.simplefilter("ignore")  # warnings of PyTorch's compiler
     torch.manual_seed(0)
     # No state enters the first rank or leaves the second, so neither reads all that it gathers.
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
@@ -108,7 +105,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
 
 
 def twice(given: None, group: dist.ProcessGroup) -> None:
-    """A second backward through the same call gives the same gradients, also with saved factors."""
+    """A second backward through the same call gives the same gradients, also with kept factors."""
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
     for keep in (False, True):
         q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
@@ -118,7 +115,7 @@ def twice(given: None, group: dist.ProcessGroup) -> None:
 
 
 def moved(given: None, group: dist.ProcessGroup) -> None:
-    """Boundaries that change between forward and backward are an error before the backward's collective."""
+    """Boundaries that change between forward and backward are refused before anything is sent."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
     for backend in ("triton", "eager"):
@@ -133,7 +130,7 @@ def moved(given: None, group: dist.ProcessGroup) -> None:
 
 
 def no_rows(given: None, group: dist.ProcessGroup) -> None:
-    """A batch of zero rows gives empty results and gradients, as in one process."""
+    """A batch of no rows gives empty results over ranks, as on one process."""
     context = build_cp_context(None, group, total_tokens=40)
     q = torch.ones(0, context.tokens, 1, 16, requires_grad=True)
     flags = {"cp_context": context, "output_final_state": True, "backend": "triton", "chunk_size": C}
@@ -145,7 +142,7 @@ def no_rows(given: None, group: dist.ProcessGroup) -> None:
 
 
 def broken(given: None, group: dist.ProcessGroup) -> None:
-    """A call waits for its collectives, also if it fails after launching one or does not read its result."""
+    """No collective is left without a wait, also if the call raises after starting it or does not need its result."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
     factors_from_list, waiting = (
@@ -173,7 +170,7 @@ def broken(given: None, group: dist.ProcessGroup) -> None:
 
 
 def registered(given: None, group: dist.ProcessGroup) -> None:
-    """PyTorch's opcheck of the registered operators: fakes match, and no input is mutated or aliased."""
+    """PyTorch's checks of registered operators: sizes come from metadata alone; no input is changed or aliased."""
     warnings.simplefilter("ignore")  # PyTorch's warnings
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -198,7 +195,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:
-    """A plan lists the launches of the exchange if sequences span ranks and the kernels support the state size."""
+    """The plan lists the launches for communication if there is any and kernels can run it."""
     crossing = build_cp_context(torch.tensor([0, 20, 90]), group)
     apart = build_cp_context(torch.tensor([0, 45, 90]), group)
     q, wide = (torch.ones(1, crossing.tokens, 1, K) for K in (16, 256))

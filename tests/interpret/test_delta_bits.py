@@ -1,7 +1,7 @@
-"""What the kernels' walk promises at tolerance zero, for the three delta rules; what it keeps, refuses and waits for.
+"""Bitwise promises of the kernels of the three delta rules; what they launch, keep, refuse and wait for.
 
-Packed is separate is dense, strided is contiguous, recomputed is kept, split is whole; the past does not depend on the
-future, nor a gradient on which others are wanted.
+Packed equals separate and dense, strided equals contiguous, recomputed equals kept, and split equals whole. The past
+does not depend on the future, and a gradient does not depend on which others are requested.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def op(rule: str):
 
 
 def call(rule: str, shape: Shape, device: torch.device, N: int | None = None, **drawn: Any) -> Call:
-    """A call that uses norm, gate, logits and states; on the device."""
+    """Arguments on the device of a call with norm, gate, logits and states."""
     drawn = {"gate": "model", "beta": "logits", "state": "normal", "sequences": N} | drawn
     a = inputs.draw("random", rule, shape, **drawn)
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": 16, "backend": "triton"}
@@ -63,7 +63,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor], *but: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_is_separate(dtype: torch.dtype, rule: str, op, device, results):
-    """Position, neighbours and what lies past the last boundary change nothing; there, results are zero."""
+    """Position, neighbours and rows past the last boundary change no bit; results past the last boundary are zero."""
     lengths = (17, 0, 18, 1)
     T, N = sum(lengths), len(lengths)
     a = call(rule, Shape(1, T + 3, 1, 2, 24, 16), device, N, dtype=dtype)
@@ -103,9 +103,9 @@ def test_strided_is_contiguous(rule: str, op, device, results):
     fed = incoming(a)
     B, T = 2, 17
     strided = dict(a)
-    room = torch.full((B, T, 5, 3 * 24 + 1), torch.nan, device=device)  # one projection, cut in three, off by one
+    buffer = torch.full((B, T, 5, 3 * 24 + 1), torch.nan, device=device)  # a misaligned projection
     for i, name in enumerate(("q", "k", "v")):
-        view = room[:, :, : a[name].shape[2], 1 + 24 * i : 1 + 24 * (i + 1)]
+        view = buffer[:, :, : a[name].shape[2], 1 + 24 * i : 1 + 24 * (i + 1)]
         strided[name] = view.copy_(a[name])
     for name in ("g", "beta"):
         if name in a:
@@ -120,7 +120,7 @@ def test_strided_is_contiguous(rule: str, op, device, results):
 
 
 def test_expanded_is_repeated(rule: str, op, device, results):
-    """Strides of zero, in tokens and in what is fed back."""
+    """Strides of zero in arguments and incoming gradients."""
     a = call(rule, Shape(2, 17, 1, 2, 8, 8), device, gate="weak", beta="sigmoid")
     for name in PER_TOKEN:
         if name in a:
@@ -131,7 +131,7 @@ def test_expanded_is_repeated(rule: str, op, device, results):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_kept_is_recomputed_and_again(packed: bool, rule: str, op, device, results):
+def test_recomputed_equals_kept_and_repeats(packed: bool, rule: str, op, device, results):
     a = call(rule, Shape(1, 24, 1, 2, 24, 8), device, 3 if packed else None)
     if packed:
         a["cu_seqlens"] = torch.tensor([0, 3, 3, 21], device=device)
@@ -141,16 +141,16 @@ def test_kept_is_recomputed_and_again(packed: bool, rule: str, op, device, resul
     same(results(op, a, None, fed, disable_recompute=True), first)
 
 
-# 1 / sqrt(128), of the widest models, is no power of two: a state's gradient must not be rounded where calls meet.
+# The scale 1 / sqrt(128) is no power of two: a state's gradient must not be rounded between calls.
 @pytest.mark.parametrize("scale", [None, 128**-0.5, 0.3, -3.0])
-def test_split_is_whole(scale: float | None, rule: str, op, device, results):
+def test_split_equals_whole(scale: float | None, rule: str, op, device, results):
     a = call(rule, Shape(1, 37, 1, 2, 16, 8), device) | {"scale": scale}
     split_is_whole(a, op, results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_split_is_whole_in_16_bits(dtype: torch.dtype, rule: str, op, device, results):
-    """Where the scale is a power of two."""
+    """In 16 bits the promise holds for scales that are powers of two."""
     a = call(rule, Shape(1, 37, 1, 2, 16, 8), device, dtype=dtype) | {"scale": 0.25}
     split_is_whole(a, op, results)
 
@@ -184,7 +184,7 @@ def test_the_past_does_not_know_the_future(rule: str, op, device, results):
         assert not torch.equal(other["o"][:, t:], plain["o"][:, t:])
 
 
-def test_states_turned(rule: str, op, device, results):
+def test_v_first_states(rule: str, op, device, results):
     a = call(rule, Shape(2, 18, 1, 1, 8, 16), device)
     a |= {"return_intermediate_states": True, "checkpoint_every": 16}
     fed = incoming(a)
@@ -200,7 +200,7 @@ PARTS = 4
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_subset_of_gradients_has_the_bits_of_all(part: int, rule: str, op, device, results):
-    """In parts, which as many processes share: each subset is kernels of its own, 20 s of compiling on a card."""
+    """In parts, so that as many processes share the work: each subset compiles other kernels, 20 s on a GPU."""
     a = call(rule, Shape(1, 18, 1, 1, 8, 8), device) | {"chunk_size": 16}
     everything = results(op, a)
     names = [name.removeprefix("d") for name in everything if name.startswith("d")]
@@ -232,7 +232,7 @@ def test_states_between_lie_where_the_layout_says(rule: str, op, device, results
     assert torch.equal(got[offsets[-1] :], torch.zeros_like(got[offsets[-1] :]))
 
 
-# --- nothing to do ---------------------------------------------------------------------------------------------------
+# --- no tokens -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("B, T", [(0, 5), (2, 0), (0, 0)])
@@ -256,16 +256,17 @@ def test_no_sequence_with_tokens(borders: list[int], T: int, rule: str, op, devi
         assert torch.equal(got[name], torch.zeros_like(got[name])), name
 
 
-# --- what runs, what is kept, what is waited for ---------------------------------------------------------------------
+# --- launches, saved tensors, synchronisation
+# --------------------------------------------------------------------------
 
 
 def kernels_of(run, monkeypatch) -> list[str]:
-    """Stages whose launches `run` calls, in order."""
+    """Kernel folders whose launches `run` calls, in order."""
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(
             replay_cache, "precompile_kernels", lambda run, device: None
-        )  # which would call them once more, for nothing
+        )  # recording would call them once more
         for stage in ("prepare", "scan", "scan_bwd", "gradients"):
             module = table.kernel_module(stage, "triton")
             launch = getattr(module, stage)
@@ -319,14 +320,14 @@ def test_inputs_are_never_written(rule: str, op, device, results):
     assert all(torch.equal(a[name], x) for name, x in before.items())
 
 
-def test_nobody_waits_for_the_card(rule: str, op, device, results):
-    """On a GPU with PyTorch's own watch on it; elsewhere there is nobody to wait for."""
+def test_the_host_does_not_wait(rule: str, op, device, results):
+    """On a GPU, PyTorch's sync debug mode raises if the host waits; elsewhere nothing can be waited for."""
     if device.type != "cuda":
         pytest.skip(f"tensors are on {device.type}")
     a = call(rule, Shape(1, 200, 1, 2, 16, 16), device, 3)
     a |= {"cu_seqlens": torch.tensor([0, 70, 70, 190], device=device), "return_intermediate_states": True}
     a = {name: x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in a.items()}
-    for _ in range(2):  # kernels are loaded in the first round, which may wait
+    for _ in range(2):  # the first round loads kernels and may wait
         o, state, _ = op(**a)
         arrows = [torch.ones_like(o), torch.ones_like(state)]
         torch.autograd.backward([o, state], arrows)
@@ -335,7 +336,7 @@ def test_nobody_waits_for_the_card(rule: str, op, device, results):
 
 
 @pytest.fixture(autouse=True)
-def no_watch_left() -> Iterator[None]:
+def reset_sync_debug_mode() -> Iterator[None]:
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
@@ -343,7 +344,7 @@ def no_watch_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("borders", [[1, 5, 9], [0, 5, 3, 9], [0, 5, 10]])
 def test_illegal_boundaries(borders: list[int], rule: str, op, device, results):
-    """Refused where they may be read; on a card, outside `checked`, they are made legal and harm nobody."""
+    """Refused where they can be read. On a GPU, outside `checked`, they are clamped to legal values."""
     N = len(borders) - 1
     a = call(rule, Shape(1, 9, 1, 2, 8, 8), device, N) | {"cu_seqlens": torch.tensor(borders, device=device)}
     with wyfold.checked(), pytest.raises(ValueError, match=f"chunk_{rule}: cu_seqlens must"):

@@ -1,4 +1,4 @@
-"""The registered operators over the kernels' walk, by PyTorch's own checks and through its compiler."""
+"""The registered delta-rule operators on kernels: PyTorch's operator checks and its compiler."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def call(rule: str, T: int, packed: bool, device: torch.device) -> dict[str, Any
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple]:
-    """Operator and arguments of each direction's last call."""
+    """Operator and arguments of the last call in each direction."""
     seen = {}
     for name in ("_forward_op", "_backward_op"):
         op = getattr(pipeline, name)
@@ -45,7 +45,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple]:
     [("delta_rule", False, False), ("gated_delta_rule", True, True), ("kda", True, False), ("kda", False, True)],
 )
 def test_both_directions(rule: str, packed: bool, keep: bool, device, recorded, results):
-    """Schema, fakes and tracing agree with what runs."""
+    """Schema, fake implementations and tracing agree with the real run."""
     op = getattr(wyfold, f"chunk_{rule}")
     results(op, call(rule, 17, packed, device), None if keep else ["q", "v"], disable_recompute=keep)
     assert set(recorded) == {"_forward_op", "_backward_op"}
@@ -57,7 +57,7 @@ def test_both_directions(rule: str, packed: bool, keep: bool, device, recorded, 
 @pytest.mark.long
 @pytest.mark.parametrize("rule, packed", [("gated_delta_rule", True), ("kda", False)])
 def test_lengths_through_the_compiler(rule: str, packed: bool, device, results):
-    """One graph for every length, and the bits of the plain call."""
+    """One graph serves every length, with the bits of the plain call."""
     op = getattr(wyfold, f"chunk_{rule}")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

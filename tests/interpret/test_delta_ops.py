@@ -1,9 +1,9 @@
-"""The three delta rules on the kernels' own walk: outputs, states and every gradient against the float64 token loop.
+"""Accuracy of the three delta rules on kernels: outputs, states and every gradient against the float64 token loop.
 
-Every value of every option occurs, mixed by a fixed draw; lengths lie around the chunk. Inputs lie between guards of
-NaN. Where arithmetic is float32's, its targets decide, and a 16-bit result stands beside the truth rounded once. Where
-operands are rounded to 16 bits, the yardstick is what half an ulp on inputs of 16 bits does to the truth, or what the
-roundings of 16-bit kernels do (`reference.rounded`), whichever is more.
+Every value of every option occurs, in combinations from a fixed draw; lengths lie around the chunk size. Inputs are
+surrounded by NaN. Where the arithmetic is float32, its targets decide; a 16-bit result is compared with the truth
+rounded once. Where operands are rounded to 16 bits, the yardstick is the larger of two errors: that of half an ulp on
+16-bit inputs, and that of the roundings of 16-bit kernels (`reference.rounded`).
 """
 
 import inspect
@@ -60,7 +60,7 @@ CASES = 18
 
 
 def mixed(choices: dict[str, tuple], seed: int, cases: int = CASES) -> list[dict[str, Any]]:
-    """Cases in which every value occurs; each option goes round its values, in an order of its own."""
+    """Cases in which every value of every option occurs. Each option cycles through its values in its own order."""
     draw = random.Random(seed)
     columns = {}
     for name, values in choices.items():
@@ -146,7 +146,7 @@ def test_as_wide_as_a_model(rule: str, dtype: torch.dtype, packed: bool, device,
 @pytest.mark.parametrize("scale", [0.0, -1e-15, 1e15])
 @pytest.mark.parametrize("rule", RULES)
 def test_any_scale(rule: str, scale: float, device, guarded, results):
-    """Gradients are counted in the scale on their way, if that is neither zero nor next to it, nor enormous."""
+    """Intermediate gradients are in units of the scale, unless it is zero, nearly zero or huge."""
     gate = None if rule == "delta_rule" else "weak"
     a = inputs.draw("random", rule, Shape(1, 70, 1, 2, 16, 24), gate=gate, state="normal", dtype=FP32)
     a |= {"scale": scale, "output_final_state": True, "chunk_size": 32}
@@ -156,7 +156,7 @@ def test_any_scale(rule: str, scale: float, device, guarded, results):
 def verdicts(
     rule: str, a: dict[str, Any], loss: str, family: str, device, guarded, results, form: str = "chunk"
 ) -> list[Verdict]:
-    """Of every result of the kernels; shapes and dtypes must be those of the eager backend."""
+    """Verdicts on every result of the kernels; shapes and dtypes must be those of the eager backend."""
     op: Callable = getattr(wyfold, f"{form}_{rule}")
     eager = results(op, a, (), backend="eager")
     drawn = {name: inputs.incoming(eager[name], 7) for name in ("o", "state") if name in eager}
@@ -166,7 +166,7 @@ def verdicts(
     got = results(op, there, None, {name: moved(x, device) for name, x in fed.items()}, backend="triton")
 
     def loop(wide: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-        """The token loop in float64, of each tensor as `wide` gives it, by its number."""
+        """The token loop in float64; `wide` maps a tensor and its number to the float64 input."""
         meant = {name: x for name, x in a.items() if name not in NOT_OF_THE_LOOP}
         numbered = {name: wide(x, i) if floating(x) else x for i, (name, x) in enumerate(meant.items())}
         back = {name: wide(x, -i) for i, (name, x) in enumerate(fed.items(), start=1)}
@@ -181,23 +181,23 @@ def verdicts(
         return [_of_float32(name, got[name].cpu(), x, family) for name, x in truth.items()]
     away = [loop(lambda x, i, seed=seed: half_ulp_away(x.to(dtype), 100 * seed + i)) for seed in range(1, 4)]
     if form == "chunk":
-        away.append(_with_the_roundings_of_kernels(a, fed, results))
+        away.append(_rounded_like_kernels(a, fed, results))
     return [
         _of_16_bits(name, got[name].cpu(), x, [other[name] for other in away if name in other])
         for name, x in truth.items()
     ]
 
 
-def _with_the_roundings_of_kernels(a: dict[str, Any], fed: dict[str, Tensor], results) -> dict[str, Tensor]:
-    """What the chunk form gives that rounds where kernels do; it knows no states between, and no V-first ones."""
+def _rounded_like_kernels(a: dict[str, Any], fed: dict[str, Tensor], results) -> dict[str, Tensor]:
+    """Results of the chunk form with the roundings of kernels. It has no intermediate states and no V-first layout."""
     known = inspect.signature(rounded.chunked).parameters
 
-    def turned(tensors: dict[str, Any]) -> dict[str, Any]:
+    def swap_state_layout(tensors: dict[str, Any]) -> dict[str, Any]:
         states = ("state", "initial_state", "dinitial_state") if a.get("state_v_first") else ()
         return {name: x.mT if name in states else x for name, x in tensors.items()}
 
-    given = turned({name: x for name, x in a.items() if name in known})
-    return turned(results(rounded.chunked, given, None, turned(fed)))
+    given = swap_state_layout({name: x for name, x in a.items() if name in known})
+    return swap_state_layout(results(rounded.chunked, given, None, swap_state_layout(fed)))
 
 
 def _of_float32(name: str, got: Tensor, truth: Tensor, family: str) -> Verdict:

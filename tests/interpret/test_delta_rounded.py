@@ -1,7 +1,7 @@
-"""16-bit kernels lose what their rounding sites lose, and no more: against the emulation of those sites.
+"""16-bit kernels lose no more than the emulation of their rounding sites.
 
-The truth is the float64 token loop, the yardstick `reference.rounded`, which rounds where the kernels do. Bits differ
-by the order of sums alone, so that errors agree within the rules of `error.judge`.
+The truth is the float64 token loop. The yardstick is `reference.rounded`, which rounds at the same places as the
+kernels. The two differ only in the order of sums, so their errors agree within the rules of `error.judge`.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ PER_TOKEN = ("dbeta", "dg")
 SHAPE = Shape(1, 100, 1, 2, 32, 32)
 FAMILIES = ("random", "uniform+", "identical", "beta 2", "converged")
 GATES = ("-20", "-1e3", "spiky", "alternating", "model")
-FEW = 64  # numbers, whose error is one draw and not a size: the target alone binds them
+FEW = 64  # elements: the error of so few varies by chance, so only the target applies
 
 
 def verdicts(rule: str, a: dict[str, Any], device: torch.device, results, folded: bool | None = None) -> list[Verdict]:
-    """Of everything a call returns; `folded` tells the yardstick which form the kernels take."""
+    """Verdicts on every result of a call; `folded` selects the form of the yardstick."""
     a |= {"output_final_state": True}
     wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in a.items()}
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
@@ -69,7 +69,7 @@ def test_the_form_that_is_not_the_default(rule: str, family: str, device, result
 
 
 def test_the_forms_differ_where_keys_repeat(device, results):
-    """So that the test above would notice the wrong form."""
+    """Shows that the test above would detect the wrong form."""
     a = inputs.draw("identical", "gated_delta_rule", Shape(1, 128, 1, 2, 32, 32), dtype=torch.bfloat16)
     wide = {name: x.double() for name, x in a.items()}
     truth = results(reference.gated_delta_rule, wide, (), output_final_state=True)["state"]

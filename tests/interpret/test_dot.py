@@ -1,6 +1,6 @@
-"""Products of tiles that are taken apart: what the parts leave out, and that nothing else is lost.
+"""Products of tiles that are split into 16-bit or TF32 parts lose only what the parts leave out.
 
-The interpreter multiplies parts as they are, so what TF32 would cut off a remainder shows on a card alone.
+The interpreter multiplies parts exactly, so what TF32 truncates from a remainder is visible on a GPU alone.
 """
 
 import pytest
@@ -14,7 +14,7 @@ mm_exact, self_products, self_sum = dot.mm_exact, dot.self_products, dot.self_su
 
 SIZE = 32
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Of the sum of |a b|: the product of the two remainders and what is cut off them; and 32 additions in float32.
+# Relative to the sum of |a b|: the product of the two remainders, their truncation, and 32 additions in float32.
 LEFT_OUT = {"bf16x3": 3 * 2.0**-17, "tf32x3": 3 * 2.0**-22, "bf16x6": 3 * 2.0**-24}
 ADDED = SIZE * 2.0**-24
 
@@ -28,7 +28,7 @@ def product(p_a, p_b, p_out, EXACT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def gram(p_a, p_out, PRECISION: tl.constexpr, HALF: tl.constexpr):
-    """Of two slices of columns."""
+    """Product of two slices of columns."""
     o, o_column = tl.arange(0, 2 * HALF), tl.arange(0, HALF)
     acc, rest = tl.zeros((2 * HALF, 2 * HALF), tl.float32), tl.zeros((2 * HALF, 2 * HALF), tl.float32)
     for column in range(0, 2 * HALF, HALF):
@@ -52,8 +52,8 @@ def test_operands_are_not_rounded(EXACT: str, dtypes: tuple[torch.dtype, torch.d
 
 
 @pytest.mark.parametrize("EXACT", LEFT_OUT)
-def test_what_is_not_a_number_stays_none(EXACT: str, device: torch.device):
-    """Whatever its bits: those of arithmetic on a GPU are all ones, which a carry turns into a zero."""
+def test_nan_stays_nan(EXACT: str, device: torch.device):
+    """For any NaN bits: on a GPU arithmetic gives all ones, and a carry would turn those into zero."""
     a, b = torch.ones(SIZE, SIZE, device=device), torch.ones(SIZE, SIZE, device=device)
     out = torch.empty(SIZE, SIZE, device=device)
     for bits in (0x7FFFFFFF, 0x7FC00000):
@@ -65,7 +65,7 @@ def test_what_is_not_a_number_stays_none(EXACT: str, device: torch.device):
 
 
 @pytest.mark.parametrize("PRECISION", ["tf32x3", "ieee"])
-def test_rows_with_themselves(PRECISION: str, device: torch.device):
+def test_gram_of_rows(PRECISION: str, device: torch.device):
     a = torch.randn(SIZE, SIZE, device=device)
     out = torch.empty(SIZE, SIZE, device=device)
     gram[(1,)](a, out, PRECISION=PRECISION, HALF=SIZE // 2)

@@ -13,7 +13,7 @@ from wyfold.tile.dot.triton import exact  # noqa: E402
 from wyfold.tile.inverse.triton import inverse_transposed, inverse_transposed_whole  # noqa: E402
 
 FORMS = [(C, whole) for C in (16, 32, 64) for whole in (False, True)]
-# What products of pairs leave out of each of its terms, beside a float32 sum's own error.
+# Error per term of a product of split operands, in addition to that of a float32 sum.
 LEFT_OUT = {"ieee": 2.0**-24, "bf16x3": 2.0**-16, "tf32x3": 2.0**-21}
 
 
@@ -30,7 +30,7 @@ def inverted(p_L, p_out, BT: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.conste
 
 
 def inverse(L: Tensor, whole: bool, device: torch.device) -> Tensor:
-    """On the device, transposed back."""
+    """The inverse from the device, transposed back."""
     out = torch.empty_like(L, device=device)
     kind = exact(torch.bfloat16 if whole else torch.float32)
     inverted[(L.shape[0],)](L.to(device), out, BT=L.shape[-1], WHOLE=whole, EXACT=kind, num_warps=4)

@@ -1,6 +1,6 @@
-"""`chunk_scaled_dot_kkt` by its kernel: against the row loop in float64, for every gate, grid, width and dtype.
+"""`chunk_scaled_dot_kkt` on its kernel, against the row loop in float64, for every gate, grid, width and dtype.
 
-Inputs lie between guards of NaN, results are born as NaN.
+Inputs are surrounded by NaN, and outputs are initialised with NaN.
 """
 
 import itertools
@@ -27,14 +27,14 @@ def drawn(T: int, gate: str, B: int = 1, H: int = 1, HV: int = 2, K: int = 24, d
 
 
 def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **options) -> None:
-    """float32 results have their target; 16-bit ones may be as far off as the eager backend's."""
+    """float32 results have a target; the error of 16-bit ones may be that of the eager backend."""
     wide = (None if x is None else x.double() for x in inputs)
     truth = reference.chunk_scaled_dot_kkt(*wide, chunk_size=options["chunk_size"], cu_seqlens=cu)
     eager = chunk_scaled_dot_kkt(*inputs, cu_seqlens=cu, backend="eager", **options)
     wanted = {"target": target("o", FP32)} if got.dtype == FP32 else {"yardstick": eager}
     error.require(error.judge(got.cpu(), truth, **wanted, name="L"))
-    # Decays end below 2^-126, a channel gate's below 2^-78, here and there not at one number; what is zero by
-    # definition is exactly that.
+    # Decays become 0 below 2^-126 (channel gates below 2^-78), not at the same value everywhere. Entries that are zero
+    # by definition are exactly zero.
     tiny, got = torch.finfo(FP32).tiny, got.cpu()
     least = 2.0**-77 if inputs[2] is not None and inputs[2].ndim == 4 else 2 * tiny
     nothing = got.abs() < tiny
@@ -92,7 +92,7 @@ def test_a_strong_gate_costs_decays_between_other_rows_nothing(kind: str, channe
     g = GATES[kind]((1, 64, 2, *channels), torch.Generator().manual_seed(0)).float()
     got = chunk_scaled_dot_kkt(*moved((k, beta, g)), backend="triton")
     truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double())
-    # A product of exact rows, an exponential of what is summed without it, two factors.
+    # A product of exact rows, an exponential of a sum without the strong gate, and two factors.
     assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
 
 
@@ -130,8 +130,8 @@ def test_channels(K: int, dtype: torch.dtype, C: int, moved: Callable):
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
 @pytest.mark.parametrize("first", [3, 16, 21, 47])
-def test_rows_do_not_hang_on_later_tokens(gate: str, first: int, moved: Callable):
-    """Neither on whether those need more anchors."""
+def test_rows_do_not_depend_on_later_tokens(gate: str, first: int, moved: Callable):
+    """Nor on whether later tokens need more anchors."""
     inputs = drawn(64, gate, dtype=BF16)
     L = chunk_scaled_dot_kkt(*moved(inputs), backend="triton")
     for strength in (0.0, 1.0, 200.0):
@@ -145,7 +145,7 @@ def test_rows_do_not_hang_on_later_tokens(gate: str, first: int, moved: Callable
 
 @pytest.mark.parametrize("gate, C", [("none", 16), ("scalar", 16), ("channel", 16), ("channel", 32), ("channel", 64)])
 def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, C: int, moved: Callable):
-    """And is lost nowhere: where the row loop has NaN, the kernel has."""
+    """NaN also occurs wherever the row loop has it."""
     inputs = drawn(80, gate)
     L = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=C, backend="triton")
     chunk = slice(20 // C * C, 20 // C * C + C)
@@ -174,8 +174,8 @@ def test_nothing_passes_a_reset_however_large_keys_are(C: int, moved: Callable):
 
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("each", [-8.4e-5, -0.0846, -0.5, -5.0])
-def test_gates_alike_are_as_exact_as_others(each: float, C: int, moved: Callable):
-    """What is left of each beside a multiple has one sign, and adds up."""
+def test_equal_gates_are_as_exact_as_others(each: float, C: int, moved: Callable):
+    """With equal gates the rounding errors of all gates have one sign and add up."""
     k, beta, g = drawn(64, "channel", K=128, dtype=BF16)
     g.fill_(each)
     got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")

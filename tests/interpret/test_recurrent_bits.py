@@ -1,4 +1,4 @@
-"""What the recurrent kernels promise at tolerance zero; what runs, what is kept, what is waited for."""
+"""Bitwise promises of the recurrent kernels; what they launch, keep and wait for."""
 
 import itertools
 from typing import Any
@@ -36,7 +36,7 @@ def drawn(rule: str, shape: Shape, device: torch.device, N: int | None = None, *
 
 
 def test_packed_is_separate(rule: str, op, device, results):
-    """Position, neighbours and what lies past the last boundary change nothing; there, results are zero."""
+    """Position, neighbours and rows past the last boundary change no bit; results past the last boundary are zero."""
     lengths = (5, 0, 3, 1)
     T, N = sum(lengths), len(lengths)
     a = drawn(rule, Shape(1, T + 3, 1, 2, 24, 8), device, N)
@@ -90,11 +90,11 @@ def test_split_at_every_token_is_whole(scale: float | None, rule: str, op, devic
 def test_strided_is_contiguous(rule: str, op, device, results):
     a = drawn(rule, Shape(2, 3, 1, 1, 24, 16), device)
     fed = incoming(a)
-    room = torch.full((2, 3, 2, 3 * 24 + 1), torch.nan, device=device)  # one projection, cut in three, off by one
+    buffer = torch.full((2, 3, 2, 3 * 24 + 1), torch.nan, device=device)  # a misaligned projection
     strided = dict(a)
     for i, name in enumerate(("q", "k", "v")):
         first, width = 1 + 24 * i, a[name].shape[3]
-        strided[name] = room[:, :, :1, first : first + width].copy_(a[name])
+        strided[name] = buffer[:, :, :1, first : first + width].copy_(a[name])
     for name in ("g", "beta"):
         if name in a:
             strided[name] = a[name].transpose(0, -1).contiguous().transpose(0, -1)
@@ -137,7 +137,7 @@ def test_no_tokens(B: int, T: int, rule: str, op, device, results):
 
 
 def test_the_launches_of_each_direction(rule: str, op, device):
-    """Norm, gate and write strength are made on the way: nothing is prepared."""
+    """Norm, gate and write strength are computed inside the recurrent kernel, without a launch before it."""
     plan = wyfold.explain(op, **drawn(rule, Shape(1, 5, 1, 1, 8, 8), device))
     assert plan.forward == plan.backward == ("recurrent (wyfold.kernels.recurrent.triton)",)
     assert [launch.key.split()[-1] for launch in plan.rows[1:]] == ["bwd", "gather"]
@@ -155,15 +155,15 @@ def test_float64_is_refused(rule: str, op, device):
         op(**drawn(rule, Shape(1, 5, 1, 2, 8, 8), device, dtype=torch.float64))
 
 
-def test_nobody_waits_for_the_card(rule: str, op, device):
-    """On a GPU with PyTorch's own watch on it; elsewhere there is nobody to wait for."""
+def test_the_host_does_not_wait(rule: str, op, device):
+    """On a GPU, PyTorch's sync debug mode raises if the host waits; elsewhere nothing can be waited for."""
     if device.type != "cuda":
         pytest.skip(f"tensors are on {device.type}")
     a = drawn(rule, Shape(1, 20, 1, 2, 16, 16), device, 3)
     a["cu_seqlens"] = torch.tensor([0, 7, 7, 19], device=device)
     a = {name: x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in a.items()}
     try:
-        for _ in range(2):  # kernels are loaded in the first round, which may wait
+        for _ in range(2):  # the first round loads kernels and may wait
             torch.autograd.backward(op(**a), [torch.ones_like(a["v"]), torch.ones_like(a["initial_state"])])
             torch.cuda.set_sync_debug_mode("error")
     finally:

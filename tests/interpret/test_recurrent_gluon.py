@@ -1,7 +1,7 @@
-"""A decoded token in Gluon has the bits of the Triton kernel: its source, run by Triton's interpreter beside that one.
+"""The Gluon kernel for one decoded token has the bits of the Triton kernel. Triton's interpreter runs both.
 
-The interpreter knows no Gluon. But layouts say where numbers are and not which; without them what is left of this
-kernel is `tl`, and shared memory is a place to put a tile.
+The interpreter does not support Gluon. But layouts decide where elements are stored and not their values. Without
+layouts the kernel's remaining code is `tl`, and shared memory is a buffer that holds a tile.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ SLOTS = 7
 
 
 class Shared:
-    """Shared memory: a tile in numpy's hands."""
+    """Shared memory as a numpy array."""
 
     def __init__(self, dtype: Any, data: np.ndarray):
         self.dtype, self.data, self.shape = dtype, data, list(data.shape)
@@ -50,7 +50,7 @@ class Shared:
 
 
 class WithoutLayouts:
-    """`gl` and `async_copy`, of a program of so many warps."""
+    """Stand-in for `gl` and `async_copy` that ignores layouts, for a program of `warps` warps."""
 
     def __init__(self, warps: int):
         self.warps = warps
@@ -89,7 +89,7 @@ class WithoutLayouts:
 
 
 def interpreted(kernel: Any, gl: WithoutLayouts, made: dict[Any, InterpretedFunction]) -> InterpretedFunction:
-    """A Gluon function, and those it calls, as the interpreter takes Triton's; made: those that are already."""
+    """A Gluon function and its callees as interpreted Triton functions; `made` caches those already converted."""
     source = kernel.fn
     if source not in made:
         names = source.__globals__ | {"gl": gl, "async_copy": gl, "tl": tl}
@@ -108,7 +108,7 @@ TILES = [(128, 2), (128, 8), (64, 1), (64, 2), (32, 1)]
 
 @pytest.fixture(params=[SHIPPED], ids=str)
 def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`in_gluon()`: from then on a token alone is given to the Gluon kernel; how often it was is noted."""
+    """`in_gluon()` routes single tokens to the Gluon kernel from then on; it records how often that kernel ran."""
     from wyfold.kernels.recurrent import gluon
 
     columns, warps = request.param
@@ -154,7 +154,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("rule, name", [*itertools.product(RULES[1:], OPTIONS), ("delta_rule", "inside")])
 def test_a_token_has_the_bits_of_the_triton_kernel(rule: str, name: str, in_gluon: Any, device: torch.device):
-    """Slots that are none, states that are not there or go elsewhere, and NaN in those that are nobody's."""
+    """With rows without a slot, missing states, states written to other slots, and NaN in unused slots."""
     drawn_with, given = OPTIONS[name]
     a = drawn(rule, device, **drawn_with) | given
     before = torch.randn(SLOTS, 2, 128, 128, device=device).bfloat16()
@@ -170,11 +170,11 @@ def test_a_token_has_the_bits_of_the_triton_kernel(rule: str, name: str, in_gluo
 
 
 @pytest.mark.parametrize("in_gluon", [SHIPPED, *TILES], indirect=True, ids=str)
-def test_tokens_and_states_that_lie_apart(in_gluon: Any, device: torch.device):
-    """In a pool whose slots have room between them, and a projection's columns; without a slot each row is its own."""
+def test_strided_tokens_and_states(in_gluon: Any, device: torch.device):
+    """A pool with gaps between its slots, and columns of a projection; without slot indices row n uses slot n."""
     a = drawn("kda", device)
-    room = torch.randn(5, 1, 2, 3 * 128 + 1, device=device, dtype=a["v"].dtype)
-    a |= {"v": room[..., 1:129], "q": room[:, :, :1, 129:257], "k": room[:, :, :1, 257:]}
+    buffer = torch.randn(5, 1, 2, 3 * 128 + 1, device=device, dtype=a["v"].dtype)
+    a |= {"v": buffer[..., 1:129], "q": buffer[:, :, :1, 129:257], "k": buffer[:, :, :1, 257:]}
     wide = torch.randn(SLOTS, 3, 128, 128, device=device).bfloat16()
     expected, pool = wide.clone()[:, 1:], wide.clone()[:, 1:]
     o = serving.decode(**a, pool=expected)
@@ -182,25 +182,25 @@ def test_tokens_and_states_that_lie_apart(in_gluon: Any, device: torch.device):
     assert torch.equal(serving.decode(**a, pool=pool), o) and found.launches == 1 and torch.equal(pool, expected)
 
 
-def test_what_a_copy_of_16_bytes_cannot_reach_is_left_to_triton(in_gluon: Any, device: torch.device):
+def test_misaligned_states_use_triton(in_gluon: Any, device: torch.device):
     a = drawn("gated_delta_rule", device)
-    room = torch.randn(2, 5 * 2 * 128 * 128 + 1, device=device).bfloat16()
-    expected, pool = (x[1:].view(5, 2, 128, 128) for x in (room[0], room[0].clone()))
+    buffer = torch.randn(2, 5 * 2 * 128 * 128 + 1, device=device).bfloat16()
+    expected, pool = (x[1:].view(5, 2, 128, 128) for x in (buffer[0], buffer[0].clone()))
     o = serving.decode(**a, pool=expected)
     found = in_gluon()
     assert torch.equal(serving.decode(**a, pool=pool), o) and found.launches == 0 and torch.equal(pool, expected)
 
 
 def test_explain_names_the_launch_that_is_made(in_gluon: Any, device: torch.device):
-    """The same pool but for where it begins, or for the room between its slots."""
+    """The pools differ in their alignment or in the gap between their slots."""
     a = drawn("gated_delta_rule", device)
     state = 2 * 128 * 128
-    room = torch.zeros(5 * (state + 16) + 1, device=device, dtype=torch.bfloat16)
+    buffer = torch.zeros(5 * (state + 16) + 1, device=device, dtype=torch.bfloat16)
     found, steps = in_gluon(), (128 * 128, 128, 1)
     placed = {(state, 0): "gluon", (state, 1): "triton", (state, 8): "gluon"}
     placed |= {(state + 16, 0): "gluon", (state + 8, 0): "triton"}
     for (step, begin), language in placed.items():
-        pool = room.as_strided((5, 2, 128, 128), (step, *steps), begin)
+        pool = buffer.as_strided((5, 2, 128, 128), (step, *steps), begin)
         plan, before = explain(serving.decode, **a, pool=pool), found.launches
         assert plan.forward == (f"recurrent (wyfold.kernels.recurrent.{language})",)
         serving.decode(**a, pool=pool)

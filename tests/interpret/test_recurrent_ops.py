@@ -1,7 +1,7 @@
-"""The three delta rules token by token on their kernels: outputs, states and every gradient against the token loop.
+"""Accuracy of the three delta rules token by token on kernels, against the float64 token loop.
 
-As in `test_delta_ops`, every value of every option occurs. The backward's blocks are four tokens here, in runs of two,
-so that a few tokens are several of both.
+As in `test_delta_ops`, every value of every option occurs. Blocks of the backward have four tokens here, in runs of two
+blocks, so that a few tokens fill several of both.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def test_every_option(rule: str, seed: int, case: dict, device, short_blocks, gu
 
 
 def test_as_wide_as_a_model(device, guarded, results):
-    """And with the blocks as they are."""
+    """With the default block sizes as well."""
     a = inputs.draw("random", "kda", Shape(1, 70, 1, 1, 128, 16), gate="model", state="normal", sequences=2)
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor([0, 2, 68])}
     require(*verdicts("kda", a, "both", "random", device, guarded, results, "fused_recurrent"))

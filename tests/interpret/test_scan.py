@@ -1,6 +1,6 @@
-"""The scans' two ways of moving tiles: boxes and addresses give the same bits, and no box lets a neighbour's rows in.
+"""The scans have the same bits with TMA and with pointer loads, and no TMA box brings in rows of a neighbour.
 
-The interpreter has a copy engine as well, so both run there; on a GPU the promise is the same.
+The interpreter emulates TMA descriptors, so both ways run there; on a GPU the promise is the same.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ OPTIONS = DeltaOptions(
 
 @dataclass
 class Drawn:
-    """Tokens of a call, what flows back into it, and its cut."""
+    """Tokens of a call, incoming gradients, and the chunk grid."""
 
     q: Tensor
     k: Tensor
@@ -90,7 +90,7 @@ def draw(device: torch.device) -> Callable[..., Drawn]:
 
 
 def scans(a: Drawn, folded: bool, *, use_tma: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Everything that the two stages write; padding tiles of a packed batch left out."""
+    """Everything that the forward and the backward scan write, without padding tiles of a packed batch."""
     made = []
 
     def taken(found: Any) -> Any:
@@ -131,9 +131,8 @@ def test_descriptors_and_pointers_give_the_same_bits(rule, folded, cut, draw, mo
 
 
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule"])
-def test_directions_read_beta_where_they_want_it(rule, draw):
-    """Each what it reads alone, and both what either does. A beta of zero leaves nothing to the forward, and all to the
-    backward."""
+def test_both_directions_read_beta(rule, draw):
+    """Each direction with the factors it reads, and both with the union. With beta = 0 the forward writes nothing."""
     a = draw(rule, Shape(1, 48, 1, 2, 16, 16), None)
     a.beta[:, ::5] = 0
     given = a.q, a.k, a.g, a.beta, None, None, a.grid, OPTIONS, a.v.clone()
@@ -161,7 +160,7 @@ POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "n
 @pytest.mark.parametrize("pool_of", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
 def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, cut, use_tma, draw, monkeypatch):
-    """Bit for bit what `enter`, the scan of states side by side, and `leave` make, states on the way too."""
+    """The bits of copying slots out, scanning contiguous states, and copying back, for intermediate states too."""
     stored, v_first = pool_of
     a = draw(rule, Shape(5, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 16), cut, torch.bfloat16)
     monkeypatch.setattr(forward, "has_tma", lambda device: use_tma)
@@ -207,7 +206,7 @@ def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, c
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
 def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
-    """A sequence may run alone or among many: the row that the scan takes depends on that, its bits do not."""
+    """The scan's configuration depends on the number of programs; its bits do not."""
     if device.type != "cuda":
         pytest.skip("numpy's products add in an order of their own for every number of rows")
     a = draw(rule, Shape(1, 70, 1, 1, 128, 128), None, torch.bfloat16)
@@ -229,7 +228,7 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
 def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
-    """The second of four sequences is NaN, and lies in the boxes of the first one's last chunk."""
+    """The second of four sequences is NaN, and lies within the TMA boxes of the first one's last chunk."""
     a = draw(rule, Shape(1, 70, 1, 1, 16, 16), (0, 21, 30, 30, 66))
     clean = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
     for x in (a.q, a.k, a.v, a.do, a.beta, a.g):
@@ -257,8 +256,8 @@ def test_a_sequences_rows_past_its_end_stay_as_they_are(rule, folded, draw, monk
     assert found["o"][:, :21].isfinite().all()
 
 
-class TestWhatCanBeABox:
-    """Chosen from metadata; what the copy engine cannot take gets no descriptor."""
+class TestDescriptors:
+    """Descriptors are chosen from metadata; tensors that TMA cannot address get none."""
 
     B, T, H, W = 2, 24, 3, 16
 
@@ -266,7 +265,7 @@ class TestWhatCanBeABox:
         return torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
 
     def matrix(self, x: Tensor) -> Tensor | None:
-        """What a descriptor's boxes are cut from."""
+        """The 2-D view that a descriptor's boxes are cut from."""
         found = index.token_descriptor(x, 8, 16)
         return None if found is None else found.base.as_strided(found.shape, found.strides, found.base.storage_offset())
 

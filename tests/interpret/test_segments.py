@@ -1,6 +1,6 @@
-"""Sequences in segments on the kernels' walk: against the float64 token loop, and what is promised at tolerance zero.
+"""Sequences in segments on kernels: accuracy against the float64 token loop, and bitwise promises.
 
-A sequence is cut as it is alone, whatever is beside it; one that is not cut has the bits of a call that cuts nothing.
+The segments of a sequence do not depend on other sequences; an uncut sequence has the bits of a call without segments.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def packed(rule: str, lengths: tuple[int, ...], device: torch.device, spare: int
     ],
 )
 def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, guarded, results):
-    """Outputs, states and every gradient, of the kernels and of the eager walk in the same segments."""
+    """Outputs, states and every gradient, of the kernels and of the eager implementation with the same segments."""
     shape = Shape(2, 85, 2, 4, 16, 24) if lengths is None else Shape(1, sum(lengths) + 4, 1, 2, 24, 16)
     N = None if lengths is None else len(lengths)
     a = inputs.draw("random", rule, shape, gate="model", beta="logits", state="normal", sequences=N, dtype=dtype)
@@ -61,7 +61,7 @@ def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, g
 
 @pytest.mark.parametrize("rule, lengths", [("gated_delta_rule", (5, 0, 98, 48)), ("kda", (3, 65))])
 def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, results):
-    """Cut sequences have the bits they have alone, others those of a call without segments; rows of nobody are zero."""
+    """Cut sequences have the bits of a call alone, others those of a call without segments; padding rows are zero."""
     op = getattr(wyfold, f"chunk_{rule}")
     a = packed(rule, lengths, device, spare=3)
     T = sum(lengths)
@@ -91,7 +91,7 @@ def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, r
 @pytest.mark.parametrize("rule", RULES[1:])
 @pytest.mark.parametrize("lost", ["", "initial_state", "dST"])
 def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, monkeypatch):
-    """Then nothing is folded, nothing is rounded twice, and what is not finite goes as far as without segments."""
+    """Zero maps are not folded, nothing is rounded twice, and non-finite values reach as far as without segments."""
     a = call(rule, Shape(1, 160, 1, 2, 16, 16), device, gate="-20")
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
     for name, x in {"initial_state": a["initial_state"], "dST": fed["state"]}.items():
@@ -110,11 +110,11 @@ def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, mo
 
 @pytest.mark.parametrize("rule", RULES[::2])
 def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results):
-    """Rows that no box holds, and states of another layout in memory."""
+    """Rows that no TMA box can address, and V-first states."""
     a = call(rule, Shape(2, 66, 1, 1, 16, 16), device)
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
-    room = torch.full((2, 67, 1, 17), torch.nan, device=device)
-    strided = a | {"v": room[:, 1:, :, 1:].copy_(a["v"]), "initial_state": a["initial_state"].mT.contiguous().mT}
+    buffer = torch.full((2, 67, 1, 17), torch.nan, device=device)
+    strided = a | {"v": buffer[:, 1:, :, 1:].copy_(a["v"]), "initial_state": a["initial_state"].mT.contiguous().mT}
     with segment_rule.forced(3):
         first = results(op := getattr(wyfold, f"chunk_{rule}"), a, None, fed)
         for other, options in ((strided, {}), (a, {"disable_recompute": True})):
@@ -124,7 +124,7 @@ def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results
 
 
 def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
-    """Sizes of what is kept come from metadata alone."""
+    """The sizes of saved tensors come from metadata alone."""
     a = packed("gated_delta_rule", (66, 3), device, spare=2)
     with segment_rule.forced(2):
         results(wyfold.chunk_gdn, a, ["q", "initial_state"], disable_recompute=True)
@@ -133,8 +133,8 @@ def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
         torch.library.opcheck(operator, plain)
 
 
-def test_who_knows_the_lengths(device, results, monkeypatch):
-    """A long buffer of short sequences plans no segments where the host knows that they are short; the same bits."""
+def test_lengths_known_to_the_host(device, results, monkeypatch):
+    """A long buffer is planned without segments if the host knows that its sequences are short; same bits."""
     monkeypatch.setattr(segment_rule, "SHORTEST", 256)
     lengths = (256 - 64, 40, 60)
     a = packed("gated_delta_rule", lengths, device)

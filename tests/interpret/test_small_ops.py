@@ -1,4 +1,4 @@
-"""Norms, gates and the short convolution through their operators: values, gradients, and no wait for the device."""
+"""Norms, gates and the short convolution as operators on kernels: values, gradients, and no synchronisation."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def convolved(
 def convolved_and_left(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, initial_state: torch.Tensor, **options
 ) -> torch.Tensor:
-    """Packed, with an empty sequence and spare rows, and the state that leaves beside the output."""
+    """Packed, with an empty sequence and padding rows; returns the final state too."""
     layout = wyfold.SequenceLayout((torch.arange(4, device=x.device) * 7).clamp(max=20), x.shape[1])
     y, state = wyfold.causal_conv1d(
         x, weight, residual=residual, initial_state=initial_state, cu_seqlens=layout, output_final_state=True, **options

@@ -1,6 +1,6 @@
-"""`solve_tril` by its kernel: against the row loop in float64, on every grid, blind where it must be, keys of any kind.
+"""`solve_tril` on its kernel, against the row loop in float64, on every grid and for many kinds of keys.
 
-Inputs lie between guards of NaN, results are born as NaN.
+Inputs are surrounded by NaN, unread entries are NaN, and outputs are initialised with NaN.
 """
 
 import itertools
@@ -23,12 +23,12 @@ PACKINGS = {
 
 
 def rows(T: int, C: int, B: int = 1, H: int = 2, dtype: torch.dtype = FP32) -> Tensor:
-    """Entries everywhere, small enough for the inverse of what lies below the diagonal to stay tame."""
+    """Random entries, also on and above the diagonal, small enough for a well-conditioned inverse."""
     return (torch.randn(B, T, H, C) / C**0.5).to(dtype)
 
 
 def poisoned(A: Tensor, cu: Tensor | None) -> Tensor:
-    """A with NaN wherever `solve_tril` must not look."""
+    """A with NaN wherever `solve_tril` must not read."""
     bounds = [0, A.shape[1]] if cu is None else cu.tolist()
     row = torch.full((A.shape[1],), -1)
     for start, end in itertools.pairwise(bounds):

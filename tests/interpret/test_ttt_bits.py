@@ -1,8 +1,8 @@
-"""What TTT-Linear's kernels promise at tolerance zero, and what they refuse.
+"""Bitwise promises of TTT-Linear's kernels, and the calls they refuse.
 
-Packed is separate is dense, strided is contiguous, recomputed is kept, split is whole; the past does not depend on the
-future. A split call's outputs and gradients are those of the whole where it is cut between segments of 64 tokens, its
-states between mini-batches.
+Packed equals separate and dense, strided equals contiguous, recomputed equals kept, and split equals whole. The past
+does not depend on the future. Outputs and gradients of a split call equal those of the whole if the cut is between
+segments of 64 tokens; states do if it is between mini-batches.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_is_separate(dtype: torch.dtype, C: int, device):
-    """Position, neighbours and what lies past the last boundary change nothing; there, results are zero."""
+    """Position, neighbours and rows past the last boundary change no bit; results past the last boundary are zero."""
     lengths = (17, 0, 70, 1)
     T, N = sum(lengths), len(lengths)
     a = call(Shape(1, T + 3, 1, 2, 24, 24), device, N, C, dtype=dtype, **(PUBLISHED if C == 16 else {}))
@@ -100,9 +100,9 @@ def test_strided_is_contiguous(device):
     a = call(Shape(2, 17, 2, 2, 24, 24), device, **PUBLISHED)
     fed = incoming(a)
     strided = dict(a)
-    room = torch.full((2, 17, 5, 3 * 24 + 1), torch.nan, device=device)  # one projection, cut in three, off by one
+    buffer = torch.full((2, 17, 5, 3 * 24 + 1), torch.nan, device=device)  # a misaligned projection
     for i, name in enumerate(("q", "k", "v")):
-        strided[name] = room[:, :, : a[name].shape[2], 1 + 24 * i : 1 + 24 * (i + 1)].copy_(a[name])
+        strided[name] = buffer[:, :, : a[name].shape[2], 1 + 24 * i : 1 + 24 * (i + 1)].copy_(a[name])
     for name in ("eta", "eta_col"):
         strided[name] = a[name].transpose(0, 2).contiguous().transpose(0, 2)
     strided["initial_state"] = a["initial_state"].mT.contiguous().mT
@@ -114,7 +114,7 @@ def test_strided_is_contiguous(device):
 
 
 def test_expanded_is_repeated(device):
-    """Strides of zero, in tokens and in what is fed back."""
+    """Strides of zero in arguments and incoming gradients."""
     a = call(Shape(2, 17, 1, 2, 8, 8), device, **PUBLISHED)
     a |= {name: a[name][:1, :, :1].expand_as(a[name]) for name in per_token(a)}
     fed = incoming(a)
@@ -123,7 +123,7 @@ def test_expanded_is_repeated(device):
     same(run(a, fed), run(solid, {name: x.contiguous() for name, x in fed.items()}))
 
 
-def test_a_number_is_a_column_of_it(device):
+def test_a_scalar_step_equals_a_column(device):
     a = call(Shape(1, 37, 1, 2, 8, 8), device)
     fed = incoming(a)
     filled = run(a | {"eta": torch.full_like(a["eta"], 0.07)}, fed)
@@ -132,7 +132,7 @@ def test_a_number_is_a_column_of_it(device):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_kept_is_recomputed_and_again(packed: bool, device):
+def test_recomputed_equals_kept_and_repeats(packed: bool, device):
     a = call(Shape(1, 84, 1, 2, 24, 24), device, 3 if packed else None, **(PUBLISHED if packed else {}))
     if packed:
         a["cu_seqlens"] = torch.tensor([0, 3, 3, 81], device=device)
@@ -144,7 +144,7 @@ def test_kept_is_recomputed_and_again(packed: bool, device):
 
 @pytest.mark.parametrize("cut", [16, 48, 64])
 @pytest.mark.parametrize("scale", [None, 128**-0.5])
-def test_split_is_whole(scale: float | None, cut: int, device):
+def test_split_equals_whole(scale: float | None, cut: int, device):
     a = call(Shape(1, 101, 1, 2, 16, 16), device, **(PUBLISHED if cut != 48 else {})) | {"scale": scale}
     fed = incoming(a)
     whole = run(a, fed)
@@ -177,7 +177,7 @@ def test_the_past_does_not_know_the_future(device):
         assert not torch.equal(other["o"][:, t:], plain["o"][:, t:])
 
 
-def test_states_turned(device):
+def test_v_first_states(device):
     a = call(Shape(2, 18, 1, 1, 8, 8), device)
     fed = incoming(a)
     turned = a | {"initial_state": a["initial_state"].mT, "state_v_first": True}
@@ -212,7 +212,7 @@ def test_no_tokens(device):
     assert not found["dw"].any() and not found["db"].any()
 
 
-def test_what_they_do_not_serve(device):
+def test_unsupported_calls_are_refused(device):
     a = call(Shape(1, 4, 1, 1, 8, 8), device)
     wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in a.items()}
     with pytest.raises(UnsupportedError, match="does not compute in float64"):

@@ -1,4 +1,4 @@
-"""The registered operators of TTT-Linear over its kernels, by PyTorch's own checks and through its compiler."""
+"""The registered operators of TTT-Linear on kernels: PyTorch's operator checks and its compiler."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def incoming(a: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("packed, keep", [(False, True), (True, False)], ids=["dense, kept", "packed, recomputed"])
 def test_both_directions(packed: bool, keep: bool, device, monkeypatch):
-    """Schema, fakes and tracing agree with what runs."""
+    """Schema, fake implementations and tracing agree with the real run."""
     seen = {}
     for name in ("_forward_op", "_backward_op"):
         operator = getattr(pipeline, name)
@@ -59,7 +59,7 @@ def test_both_directions(packed: bool, keep: bool, device, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_lengths_through_the_compiler(packed: bool, device):
-    """One graph for every length, and the bits of the plain call."""
+    """One graph serves every length, with the bits of the plain call."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(wyfold.chunk_ttt_linear, backend=counter, fullgraph=True)

@@ -1,9 +1,9 @@
-"""TTT-Linear on its kernels: outputs, states and every gradient against the float64 token loop.
+"""Accuracy of TTT-Linear on kernels: outputs, states and every gradient against the float64 token loop.
 
-Every value of every option occurs, mixed by a fixed draw; lengths lie around mini-batches and segments. Inputs lie
-between guards of NaN. Where arithmetic is float32's, its targets decide, and a 16-bit result stands beside the truth
-rounded once. Where operands are rounded to 16 bits, the yardstick is what half an ulp on all inputs does to the truth,
-and the targets bind what is as wide as a model.
+Every value of every option occurs, in combinations from a fixed draw; lengths lie around mini-batches and segments.
+Inputs are surrounded by NaN. Where the arithmetic is float32, its targets decide; a 16-bit result is compared with the
+truth rounded once. Where operands are rounded to 16 bits, the yardstick is the error of half an ulp on all inputs; the
+targets apply at the widths of models.
 """
 
 import random
@@ -49,7 +49,7 @@ CASES = 30
 
 
 def mixed(choices: dict[str, tuple], seed: int) -> list[dict[str, Any]]:
-    """Cases in which every value occurs; each option goes round its values, in an order of its own."""
+    """Cases in which every value of every option occurs. Each option cycles through its values in its own order."""
     draw = random.Random(seed)
     columns = {name: draw.sample([values[i % len(values)] for i in range(CASES)], CASES)
                for name, values in choices.items()}  # fmt: skip
@@ -96,7 +96,7 @@ def arguments_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def results(op: Callable, a: dict[str, Any], fed: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """Results and gradients by name, for the gradients of results that `fed` has; a state may depend on nothing."""
+    """Results and gradients by name; only results with a gradient in `fed` are differentiated."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items() if floating(x)}
     found = dict(zip(NAMES, op(**a | leaves, **options), strict=True))
     into = {name: dx.to(found[name].dtype) for name, dx in fed.items() if found[name].requires_grad}
@@ -108,7 +108,7 @@ def results(op: Callable, a: dict[str, Any], fed: dict[str, Tensor], **options: 
 
 
 def verdicts(a: dict[str, Any], loss: tuple[str, ...], device, guarded, *, bound: bool = False) -> list[Verdict]:
-    """Of everything the kernels give; shapes and dtypes must be those of the eager backend."""
+    """Verdicts on every result of the kernels; shapes and dtypes must be those of the eager backend."""
     drawn = dict(zip(NAMES, wyfold.chunk_ttt_linear(**a, backend="eager"), strict=True))
     fed = {name: inputs.incoming(drawn[name], i) for i, name in enumerate(loss)}
     eager = results(wyfold.chunk_ttt_linear, a, fed, backend="eager")
@@ -116,7 +116,7 @@ def verdicts(a: dict[str, Any], loss: tuple[str, ...], device, guarded, *, bound
     got = results(wyfold.chunk_ttt_linear, there, {n: x.to(device) for n, x in fed.items()}, backend="triton")
 
     def loop(wide: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-        """The token loop in float64, of each tensor as `wide` gives it, by its number."""
+        """The token loop in float64; `wide` maps a tensor and its number to the float64 input."""
         meant = {name: x for name, x in a.items() if name not in (*NOT_OF_THE_LOOP, "state_dtype")}
         numbered = {name: wide(x, i) if floating(x) else x for i, (name, x) in enumerate(meant.items())}
         back = {name: wide(x, -i) for i, (name, x) in enumerate(fed.items(), start=1)}
@@ -151,7 +151,7 @@ def _of_float32(name: str, got: Tensor, truth: Tensor) -> Verdict:
 
 
 def of_tokens(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What has one number a token as [B, T, HV]."""
+    """Results with one number per token, as [B, T, HV]."""
     return {name: x.squeeze(-1) if name in PER_TOKEN and x.ndim == 4 else x for name, x in found.items()}
 
 
@@ -178,7 +178,7 @@ def test_every_value_occurs(device):
 @pytest.mark.parametrize(("D", "C"), [(64, 16), (128, 16), (64, 64)])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_as_wide_as_a_model(dtype: torch.dtype, D: int, C: int, packed: bool, device, guarded):
-    """Where packed, with the factors and the residual of published layers."""
+    """Packed calls include the step factors and residual of published layers."""
     a = inputs.draw(
         rule="ttt_linear",
         shape=Shape(1, 150, 1, 1 if D == 128 else 2, D, D),
@@ -190,19 +190,19 @@ def test_as_wide_as_a_model(dtype: torch.dtype, D: int, C: int, packed: bool, de
     a |= {"output_final_state": True, "chunk_size": C}
     if packed:
         a |= {"cu_seqlens": torch.tensor([0, 33, 147]), "residual": "q"}
-    require(*verdicts(a, NAMES, device, guarded, bound=C == 16))  # what the targets are meant for
+    require(*verdicts(a, NAMES, device, guarded, bound=C == 16))  # the case that the targets are meant for
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 def test_a_width_that_half_a_tile_does_not_divide(dtype: torch.dtype, device, guarded):
-    """Keys go through the replay in halves of a tile, of which the second is mostly empty."""
+    """The replay processes keys in halves of a tile, and the second half is mostly padding."""
     a = inputs.draw(rule="ttt_linear", shape=Shape(1, 20, 1, 1, 72, 72), state="normal", dtype=dtype)
     require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))
 
 
 @pytest.mark.parametrize("T", range(1, 131, 3))
 def test_lengths(T: int, device, guarded):
-    """Of published layers the even ones."""
+    """Even lengths use the options of published layers."""
     form = {"eta_col": "signed"} if T % 2 == 0 else {}
     a = inputs.draw(rule="ttt_linear", shape=Shape(1, T, 1, 1, 8, 8), state="normal", dtype=FP32, seed=T, **form)
     a |= {"output_final_state": True, "residual": "q" if form else "o"}
@@ -217,7 +217,7 @@ def test_correlated_and_vanishing_keys(keys: str, device, guarded):
 
 @pytest.mark.parametrize("shift", [100.0])
 def test_a_mean_far_from_zero(shift: float, device, guarded):
-    """Of predictions and of what is read: variances of numbers whose mean is a hundred times their deviation."""
+    """The variance of predictions and readouts whose mean is a hundred times their standard deviation."""
     a = inputs.draw(rule="ttt_linear", shape=Shape(1, 70, 1, 2, 24, 24), state="normal", dtype=FP32)
     a["initial_state_bias"] += shift
     require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))

@@ -855,8 +855,8 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
     N, D, W, dtype = draw.choices.randint(1, 4), draw.one(1, 8, 24), draw.choices.randint(2, 8), draw.one(*draw.dtypes)
     other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
-    room = W - 1 + draw.one(0, 1, 4)
-    longest = room - W + 2 if drafts else 20
+    width = W - 1 + draw.one(0, 1, 4)
+    longest = width - W + 2 if drafts else 20
     bounds = None
     options: dict[str, Any] = dict(draw.backend)
     if packed:
@@ -875,7 +875,7 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
     activation = draw.one(None, "silu", "swish")
     slots = 2 * N + 3
     pool_dtype = draw.one(*draw.dtypes)
-    pool = draw.normal(slots, D, room).to(pool_dtype)
+    pool = draw.normal(slots, D, width).to(pool_dtype)
     if draw.chance(0.3):
         pool = pool.mT.contiguous().mT
     order = list(range(slots))
@@ -892,11 +892,11 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
         options["has_initial_state"] = torch.tensor([not f for f in fresh])
     accepted = [1] * N
     if drafts and draw.chance(0.5):
-        accepted = [draw.choices.randint(0, room - W + 2) for _ in range(N)]
+        accepted = [draw.choices.randint(0, width - W + 2) for _ in range(N)]
         options["num_accepted_tokens"] = torch.tensor(accepted)
     function = getattr(serving, operator)
     columns = {
-        live[n]: min(room, W - 2 + span.stop - span.start) if drafts else room
+        live[n]: min(width, W - 2 + span.stop - span.start) if drafts else width
         for n, (_, span) in enumerate(sequences)
         if live[n] >= 0 and (span.stop > span.start or not drafts)
     }

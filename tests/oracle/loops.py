@@ -624,7 +624,7 @@ def serve_convolution(
     x is [B, T, D], pool [slots, D, S]; a slot of -1 is skipped. An empty sequence's latest inputs are those it came
     with: a prefill stores them like any others.
     """
-    W, room = weight.shape[1], pool.shape[-1]
+    W, width = weight.shape[1], pool.shape[-1]
     y, stored = torch.zeros_like(x), {}
     for n, (row, span) in enumerate(sequences):
         own = x[row : row + 1, span]
@@ -638,9 +638,9 @@ def serve_convolution(
         y[row, span] = out[0]
         history = torch.cat([before[0], own[0].T], -1)
         if drafts:
-            stored[slots[n]] = history[:, 1 : 1 + room]
+            stored[slots[n]] = history[:, 1 : 1 + width]
         else:
-            stored[slots[n]] = F.pad(history[:, -(W - 1) :], (0, room - W + 1))
+            stored[slots[n]] = F.pad(history[:, -(W - 1) :], (0, width - W + 1))
     return y, stored
 
 

@@ -41,7 +41,7 @@ def test_rows(rule: str, form: str, widths, threads: int, results):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_of_heads(rule: str, form: str, results):
-    """A key head and the value heads that read it, alone or among others; also the sums over tokens."""
+    """A key head and the value heads that read it, alone or among others, including gradients that sum over tokens."""
     a = inputs.draw("random", rule, Shape(2, 37, 3, 6, 16, 24), gate="model", state="normal")
     op, fed = getattr(wyfold, f"{form}_{rule}"), fed_back(a)
     every = results(op, a, None, fed, output_final_state=True)

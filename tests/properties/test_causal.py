@@ -43,6 +43,6 @@ def test_nothing_after_t_reaches_t(results, rule: str, form: str, T: int, data, 
     for name in PER_TOKEN:
         if name in a:
             assert not got[f"d{name}"][:, t:].any(), name
-    # Nor does it matter that there is a future at all.
+    # The same bits without any later tokens.
     prefix = {name: x[:, :t] if name in PER_TOKEN else x for name, x in a.items()}
     assert torch.equal(results(op, prefix, (), **options)["o"], truth["o"][:, :t])

@@ -1,7 +1,7 @@
-"""Sizes past what small tests reach: long sequences, many sequences, many heads, lengths around many chunks.
+"""Sizes beyond the small tests: long sequences, many sequences, many heads, lengths around many chunks.
 
-Where a token loop would take minutes, a large call is held to the bits of calls on parts of it, which the small tests
-hold to the loop. Sizes that a machine cannot hold are skipped with what they need and what is there.
+A token loop would take minutes. Instead a large call must have the bits of calls on its parts, and small tests compare
+those with the loop. A size that does not fit into memory is skipped; the message states the needed and available bytes.
 """
 
 import os
@@ -63,9 +63,9 @@ def test_heads_as_wide_as_a_model_has_them(rule: str, results, float64_bounds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule", RULES[1:])  # the scalar decay and the channels'; without one nothing is shaped anew
+@pytest.mark.parametrize("rule", RULES[1:])  # scalar and channel-wise decay; without a decay nothing is reshaped
 def test_seventy_thousand_sequences(rule: str, results):
-    """Each has the bits it has among few neighbours."""
+    """Each sequence has the bits that it has in a small batch."""
     cu, N = torch.tensor(shapes.MANY_SEQUENCES.cu_seqlens), shapes.MANY_SEQUENCES.tokens
     a = inputs.draw("random", rule, Shape(1, N, 1, 1, 8, 8))
     every = results(chunked(rule), a, output_final_state=True, cu_seqlens=cu)
@@ -79,7 +79,7 @@ def test_seventy_thousand_sequences(rule: str, results):
 
 
 def test_seventy_thousand_empty_sequences_return_their_states(results):
-    """All but one, the last: its states are the only ones that change."""
+    """Only the last sequence has tokens, so only its state changes."""
     N = shapes.MANY_SEQUENCES.tokens
     a = inputs.draw("random", "gated_delta_rule", Shape(1, 5, 1, 1, 8, 8), state="normal", sequences=N)
     cu = torch.zeros(N + 1, dtype=torch.int32)
@@ -105,17 +105,17 @@ def test_more_heads_than_a_launch_grid_has_rows(results):
     assert all(torch.equal(x, every[name][7:9, :, 100:103]) for name, x in alone.items())
 
 
-CHUNK = 64  # a cut at its multiples is between chunks of every size; elsewhere it would round differently
+CHUNK = 64  # its multiples are boundaries for every chunk size; a cut elsewhere rounds differently
 
 
 def tokens(a: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
-    """The arguments of a piece; the state stays."""
+    """The arguments of a range of tokens; the state is kept."""
     return {name: x if name == "initial_state" else x[:, rows] for name, x in a.items()}
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
-    """Forward and backward: the state handed on, its gradient handed back."""
+    """Forward and backward: the state is passed on, and its gradient is passed back."""
     T, options = shapes.LONG_LENGTHS[0], {"output_final_state": True}
     a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal")
     whole = results(chunked(rule), a, **options)
@@ -171,7 +171,7 @@ def test_a_long_training_step_fits_in_four_gib():
 
 
 class Tally(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what is dispatched, and the elements of the largest tensor that comes out."""
+    """Dispatch mode that counts operations, and the elements of the largest result."""
 
     def __init__(self):
         super().__init__()
@@ -182,13 +182,15 @@ class Tally(torch.utils._python_dispatch.TorchDispatchMode):
         self.count += 1
         for x in found if isinstance(found, tuple | list) else (found,):
             if isinstance(x, torch.Tensor):
-                # What is stored: an expanded view has elements that take no memory.
+                # Stored elements only: those of an expanded view take no memory.
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
         return found
 
 
 def tallied(monkeypatch, rule: str, shape: Shape, results, **options: Any) -> dict[str, Tally]:
-    """What the launches of each direction do; the registered operators hide it from a mode outside them."""
+    """Counts of the launches of each direction. They are taken inside of the operators, which hide them from outer
+    modes.
+    """
     tallies = {}
 
     def watched(direction: str):
@@ -219,7 +221,7 @@ def test_no_tensor_holds_a_chunk_of_rows_for_every_channel(keep: bool, results, 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_loop_over_tokens(rule: str, results, monkeypatch):
-    """A further token costs the chunk form less than five operations, all launches and both directions counted."""
+    """One more token costs the chunk form less than five operations, over all launches and both directions."""
     short, long = (tallied(monkeypatch, rule, Shape(1, T, 1, 1, 8, 8), results, chunk_size=64) for T in (1024, 4096))
     extra = sum(long[direction].count - short[direction].count for direction in long)
     assert 0 <= extra < 5 * (4096 - 1024)
@@ -229,19 +231,19 @@ def test_no_loop_over_tokens(rule: str, results, monkeypatch):
 
 
 def available() -> int:
-    """Bytes of memory this machine could give now."""
+    """Bytes of memory that are available now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def must_fit(what: str, needed: int) -> None:
-    """Skip unless the machine has as many bytes."""
+    """Skip unless the machine has `needed` bytes available."""
     if available() < needed:
         there = f"{needed / GIB:.0f} GiB, this machine has {available() / GIB:.0f}"
         pytest.skip(f"{what} need {there}: waits for the GPU")
 
 
 def test_more_than_two_to_the_31_elements(results):
-    """Forward and backward; the last head, whose elements lie beyond, has the bits it has alone."""
+    """Forward and backward; the last head, beyond that offset, has the bits of a call with that head alone."""
     size = shapes.OVER_INT32
     elements = size.T * size.H * size.K
     assert elements > 2**31

@@ -1,7 +1,7 @@
-"""A NaN or infinity stays where it is: in its sequence and head group, and on its side of time.
+"""A NaN or infinity stays in its sequence and head group, and on one side of its token in time.
 
-In an input it may reach outputs of its own and later chunks, token by token those of its own and later tokens; in an
-incoming gradient, gradients of its own and earlier chunks. Everywhere else every bit is what it is without it.
+From an input it may reach outputs of the same and later chunks; token by token, those of the same and later tokens.
+From an incoming gradient it may reach gradients of the same and earlier chunks. All other bits are unchanged.
 """
 
 import math
@@ -32,14 +32,14 @@ def call(rule: str, dtype: torch.dtype = torch.float32):
 
 
 def heads_of(name: str, x: torch.Tensor, key_head: int) -> torch.Tensor:
-    """The part of a tensor that one key head and its value heads own."""
+    """The part of a tensor that belongs to one key head and its value heads."""
     axis = 1 if name in ("initial_state", "state", "dinitial_state") else 2
     first, count = (key_head, 1) if name in ("q", "k", "dq", "dk") else (2 * key_head, 2)
     return x.narrow(axis, first, count)
 
 
 def assert_contained(clean: dict, got: dict, tokens: dict[str, slice], states: bool) -> None:
-    """Equal bits wherever the bad number may not reach: other heads, other sequences, tokens[name] of its own."""
+    """Require equal bits where the bad number may not reach: other heads, other sequences, and `tokens[name]`."""
     per_sequence = ("state", "initial_state", "dinitial_state")
     for name, x in clean.items():
         assert torch.equal(heads_of(name, got[name], 0), heads_of(name, x, 0)), f"{name}: another head group"

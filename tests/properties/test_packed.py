@@ -1,7 +1,7 @@
 """Packed equals separate, bit for bit.
 
-Outputs, states and per-token gradients of a sequence do not depend on what else is in the buffer, where it lies, in
-which order, or what the rows that belong to nobody hold.
+Outputs, states and per-token gradients of a sequence do not depend on the other sequences in the buffer, its position,
+the order, or the contents of padding rows.
 """
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ from wyfold.reference.shapes import Shape
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
 PER_SEQUENCE = ("initial_state", "state", "dinitial_state")
-SUMS = ("A_log", "dt_bias", "dA_log", "ddt_bias")  # over every sequence of the call
+SUMS = ("A_log", "dt_bias", "dA_log", "ddt_bias")  # sums over every sequence of the call
 
 lengths_ = st.lists(st.sampled_from([0, 1, 2, 5, 15, 16, 17, 31, 33, 64, 65]), min_size=1, max_size=5)
 heads_ = st.sampled_from([(1, 1), (1, 2), (2, 2), (2, 6)])
@@ -29,7 +29,7 @@ gates_ = st.sampled_from(["weak", "any", "alternating", "model"])
 
 
 def sequence_of(found: dict[str, Any], n: int, begin: int, end: int) -> dict[str, Any]:
-    """What belongs to sequence n, tokens begin to end - 1."""
+    """Results of sequence n, tokens begin to end - 1."""
     return {
         name: x
         if not isinstance(x, torch.Tensor) or name in SUMS
@@ -45,7 +45,7 @@ def sequence_of(found: dict[str, Any], n: int, begin: int, end: int) -> dict[str
 @given(lengths_, st.sampled_from([0, 3, 20]), heads_, widths_, dtypes_, gates_, st.integers(0, 99))
 @example(
     [1, 16], 0, (1, 1), (16, 64), torch.bfloat16, "weak", 0
-)  # an outer product in a batch of one went another road
+)  # regression: an outer product in a batch of one took another code path
 @example([0, 48, 64], 0, (1, 1), (24, 64), torch.float16, "weak", 0)
 def test_alone_in_company_and_in_another_order(
     results,
@@ -66,7 +66,7 @@ def test_alone_in_company_and_in_another_order(
     op = getattr(wyfold, f"{form}_{rule}")
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": bool(seed % 2)}
     fed = {"o": inputs.incoming(a["v"], seed), "state": inputs.incoming(a["initial_state"], seed + 1)}
-    for name, x in (a | {"o": fed["o"]}).items():  # nobody's rows hold NaN
+    for name, x in (a | {"o": fed["o"]}).items():  # padding rows hold NaN
         if isinstance(x, torch.Tensor) and name not in (*PER_SEQUENCE, *SUMS):
             x[:, total:] = torch.nan
     together = results(op, a, None, fed, cu_seqlens=cu, **options)
@@ -103,7 +103,7 @@ def test_alone_in_company_and_in_another_order(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_enough_work_for_two_threads(rule: str, form: str, results):
-    """Sizes at which PyTorch shares one call among threads must not share them out by what else there is."""
+    """Sizes at which PyTorch splits a call among threads; the split must not depend on the other sequences."""
     torch.set_num_threads(2)
     lengths = [34, 1, 16, 18]
     a = inputs.draw("random", rule, Shape(1, 69, 2, 8, 64, 64), gate="model", state="normal", sequences=4)

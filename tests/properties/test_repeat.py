@@ -1,4 +1,4 @@
-"""Same inputs, same bits: again, in another process, in many threads, between other calls, along every route."""
+"""Same inputs, same bits: repeated, in another process, in many threads, between other calls, on every code path."""
 
 import hashlib
 import os
@@ -79,7 +79,7 @@ def test_in_a_fresh_process(results):
 
 @pytest.mark.parametrize("rule, form", CASES)
 def test_boundaries_edited_in_place_between_calls(rule: str, form: str, results):
-    """Nothing is remembered by the identity of a tensor or a layout."""
+    """No cache is keyed by the identity of a tensor or a layout."""
     op, a = getattr(wyfold, f"{form}_{rule}"), case(rule)
     cu = torch.tensor([0, 33, 33, 70])
     layout = SequenceLayout(cu.clone(), 75)
@@ -124,7 +124,7 @@ def test_activation_checkpointing(rule: str, form: str, reentrant: bool, results
 
 @pytest.mark.parametrize("rule, form", CASES)
 def test_a_backward_may_run_twice(rule: str, form: str):
-    """With `retain_graph`: the backward writes nothing that it reads."""
+    """With `retain_graph`: the backward overwrites none of its inputs."""
     a = {
         name: x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in case(rule).items()

@@ -1,4 +1,4 @@
-"""A call that stops at a chunk boundary and goes on from its state gives the bits of one call."""
+"""A call that stops at a chunk boundary and continues from its state has the bits of one call."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def in_pieces(op, a: dict, cuts: list[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and final state of calls on the tokens between cuts, each from the state the one before left."""
+    """o and final state of calls on the tokens between cuts, each from the previous call's final state."""
     outputs, state = [], a["initial_state"]
     for begin, end in pairwise(cuts):
         piece = {name: x[:, begin:end] if name in PER_TOKEN else x for name, x in a.items()}

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory changes no bit: each stride kind on each argument and each incoming gradient."""
+"""Strides change no bit: each kind of stride on each argument and each incoming gradient."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ FORMS = ("chunk", "fused_recurrent")
 
 
 def reordered(order: Callable[[int], list[int]]) -> Callable[[Tensor], Tensor]:
-    """Memory in another order of axes, the tensor itself unchanged."""
+    """A function that permutes the axes in memory and leaves the tensor's values and shape unchanged."""
 
     def lay(x: Tensor) -> Tensor:
         axes = order(x.ndim)
@@ -26,7 +26,7 @@ def reordered(order: Callable[[int], list[int]]) -> Callable[[Tensor], Tensor]:
 
 
 def inside(before: int, after: int, axis: int) -> Callable[[Tensor], Tensor]:
-    """A slice of something longer along an axis, NaN around it."""
+    """A function that places a tensor inside a longer one along an axis, with NaN around it."""
 
     def lay(x: Tensor) -> Tensor:
         at = axis % x.ndim
@@ -51,7 +51,7 @@ def every_other(axis: int) -> Callable[[Tensor], Tensor]:
 
 
 def off_by_one(x: Tensor) -> Tensor:
-    """Not aligned to more than one element."""
+    """A copy that is aligned to one element only."""
     return torch.cat([x.new_full((1,), torch.nan), x.flatten()])[1:].view(x.shape)
 
 
@@ -95,7 +95,7 @@ def test_kind(rule: str, form: str, kind: str, results):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_expanded(rule: str, form: str, results):
-    """One row for the whole batch, one gate for all heads, a gradient of one number: stride 0."""
+    """Stride 0: one row for the whole batch, one gate for all heads, a gradient of one number."""
     op = getattr(wyfold, f"{form}_{rule}")
     one = inputs.draw("random", rule, Shape(1, 21, 2, 4, 16, 8), state="normal")
     wide = {name: x.expand(3, *x.shape[1:]) for name, x in one.items()}
@@ -131,6 +131,7 @@ def test_the_same_tensor_as_several_arguments(form: str, results):
     arrow = inputs.incoming(o)
     (dx,) = torch.autograd.grad(o, x, arrow)
     apart = results(op, {name: x.detach().clone() for name in ("q", "k", "v")}, None, {"o": arrow})
-    # Autograd adds the three from the last argument to the first, or the other way: two sums, each exactly rounded.
+    # Autograd adds the three gradients from the last argument to the first, or the reverse. Both sums are exactly
+    # rounded.
     sums = [(apart["dq"] + apart["dk"]) + apart["dv"], (apart["dv"] + apart["dk"]) + apart["dq"]]
     assert torch.equal(o, apart["o"]) and any(torch.equal(dx, total) for total in sums)
