@@ -19,7 +19,7 @@ FORMS = ("chunk", "fused_recurrent")
 # --- the cut itself --------------------------------------------------------------------------------------------------
 
 
-def walked(parts: list[workspace.WorkspacePart], rows: int, tokens: int) -> torch.Tensor:
+def times_covered(parts: list[workspace.WorkspacePart], rows: int, tokens: int) -> torch.Tensor:
     """Count the parts that contain each token of [rows, tokens]."""
     seen = torch.zeros(rows, tokens, dtype=torch.int64)
     for part in parts:
@@ -30,7 +30,7 @@ def walked(parts: list[workspace.WorkspacePart], rows: int, tokens: int) -> torc
 @given(st.integers(0, 5), st.integers(0, 300), st.sampled_from([16, 32, 64]), st.integers(8, 40))
 def test_a_dense_batch(B: int, T: int, C: int, per_part: int):
     parts = workspace.parts(B, T, None, C, per_part)
-    assert (walked(parts, B, T) == 1).all()
+    assert (times_covered(parts, B, T) == 1).all()
     assert len(parts) == (workspace.part_count(B, T, None, C, per_part) if B and T else 0)
     assert sum(part.table.chunks for part in parts) == workspace.chunk_rows(B, T, None, C)
     done, border, chunk = {}, 0, 0
@@ -51,7 +51,7 @@ def test_a_packed_row(lengths: list[int], C: int, per_part: int, spare: int):
     cu = torch.tensor([0, *lengths]).cumsum(0)
     T = sum(lengths) + spare
     parts = workspace.parts(1, T, cu, C, per_part)
-    seen = walked(parts, 1, T)[0]
+    seen = times_covered(parts, 1, T)[0]
     assert (seen[: sum(lengths)] == 1).all() and (seen[sum(lengths) :] == 0).all()
     assert len(parts) <= workspace.border_rows(1, T, len(lengths), C, per_part)
     assert sum(part.table.chunks for part in parts) <= workspace.chunk_rows(1, T, len(lengths), C)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 
 from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
@@ -429,7 +429,7 @@ OF_A_GROUP = {"two replicas of two ranks": Case(alone, two_replicas_of_two_ranks
 
 @pytest.mark.long
 def test_replicas_of_ranks_take_the_steps_of_one_process(tmp_path):
-    assert not refusals([PROCESSES], tmp_path, __name__, "OF_A_GROUP")
+    assert not failures_on_ranks([PROCESSES], tmp_path, __name__, "OF_A_GROUP")
 
 
 def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys):

@@ -45,7 +45,7 @@ class Case:
     least: int = 1
 
 
-def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying: Sequence[int] = ()) -> str:
+def failures_on_ranks(worlds: Sequence[int], folder: Path, module: str, cases: str, dying: Sequence[int] = ()) -> str:
     """Run a module's table of cases, and return the failures of all ranks as text; "" if there are none.
 
     Args:
@@ -65,9 +65,9 @@ def refusals(worlds: Sequence[int], folder: Path, module: str, cases: str, dying
             continue
         if not written.exists():
             return f"rank {rank} of {world} ended early\n{done.stdout}\n{done.stderr}"
-        for case, said in json.loads(written.read_text()).items():
-            if said:
-                found += f"\n{case}, rank {rank} of {world}: {said}"
+        for case, report in json.loads(written.read_text()).items():
+            if report:
+                found += f"\n{case}, rank {rank} of {world}: {report}"
     return found
 
 
@@ -97,8 +97,8 @@ def _forked(rank: int, world: int, folder: Path, cases: dict[str, Case], given: 
             # PyTorch replaces its thread pool in the first use after a fork. Threads of autograd that come first race
             # for that, and one of them aborts the process.
             torch.set_num_threads(1)
-            said = _run(rank, world, folder, cases, given)
-            (folder / f"{rank} of {world}.json").write_text(json.dumps(said))
+            reports = _run(rank, world, folder, cases, given)
+            (folder / f"{rank} of {world}.json").write_text(json.dumps(reports))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -110,16 +110,16 @@ def _forked(rank: int, world: int, folder: Path, cases: dict[str, Case], given: 
 def _run(rank: int, world: int, folder: Path, cases: dict[str, Case], given: dict[str, Any]) -> dict[str, str]:
     store = dist.FileStore(str(folder / f"store of {world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-    said = {}
+    reports = {}
     for name, case in cases.items():
         if not case.least <= world <= case.most:
             continue
         try:
             case.run(given[name], dist.group.WORLD)
-            said[name] = ""
+            reports[name] = ""
         except Exception:
-            said[name] = traceback.format_exc()
-    return said
+            reports[name] = traceback.format_exc()
+    return reports
 
 
 if __name__ == "__main__":

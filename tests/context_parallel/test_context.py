@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.conftest import Float64Bounds, results
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -338,10 +338,10 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
         return
     context = build_cp_context(torch.tensor([0, 12, 40 * group.size()]), group, check="always")
     q, x = torch.ones(1, 40, 2, 8), torch.ones(1, 40, 6)
-    told = wyfold.explain(wyfold.chunk_kda, q, q, q, cp_context=context).collectives
-    assert told == tuple(f"all-gather {way} of 1 x 2 x 8 x 16 from each rank" for way in ("forward", "backward"))
-    told = wyfold.explain(wyfold.causal_conv1d, x, torch.ones(6, 4), cp_context=context).collectives
-    assert told == tuple(f"all-gather {way} of 1 x 6 x 3 from each rank" for way in ("forward", "backward"))
+    listed = wyfold.explain(wyfold.chunk_kda, q, q, q, cp_context=context).collectives
+    assert listed == tuple(f"all-gather {way} of 1 x 2 x 8 x 16 from each rank" for way in ("forward", "backward"))
+    listed = wyfold.explain(wyfold.causal_conv1d, x, torch.ones(6, 4), cp_context=context).collectives
+    assert listed == tuple(f"all-gather {way} of 1 x 6 x 3 from each rank" for way in ("forward", "backward"))
     alone = build_cp_context(torch.arange(group.size() + 1) * 40, group)
     assert wyfold.explain(wyfold.chunk_kda, q, q, q, cp_context=alone).collectives == ()
 
@@ -490,10 +490,10 @@ DEATH = {"a rank dies": Case(lambda: None, death)}
 
 
 def test_ranks_compute_what_one_process_does(tmp_path: Path):
-    found = refusals([2, 3, 4, 8], tmp_path, "tests.context_parallel.test_context", "CASES")
+    found = failures_on_ranks([2, 3, 4, 8], tmp_path, "tests.context_parallel.test_context", "CASES")
     assert not found, found
 
 
 def test_a_dead_rank_is_an_error_on_the_others(tmp_path: Path):
-    found = refusals([3], tmp_path, "tests.context_parallel.test_context", "DEATH", dying=[1])
+    found = failures_on_ranks([3], tmp_path, "tests.context_parallel.test_context", "DEATH", dying=[1])
     assert not found, found

@@ -56,11 +56,11 @@ def test_a_rank_repeats_itself(
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(lines, handle))
     wait = recording.wait_collective
 
-    told: list[torch.Tensor] = []
+    waited_for: list[torch.Tensor] = []
 
     def waited(x: torch.Tensor) -> None:
         wait(x)
-        told.append(x)  # kept alive for the whole test, like all memory
+        waited_for.append(x)  # kept alive for the whole test, like all memory
         launches.append(("wait", 0, current(0)))
 
     monkeypatch.setattr(recording, "wait_collective", waited)
@@ -74,9 +74,9 @@ def test_a_rank_repeats_itself(
             again, repeated, others = learned(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
-    share = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_rank" in key[0][0]}
-    assert len(share) == 5
-    for operator, found_of in share.items():
+    operators = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_rank" in key[0][0]}
+    assert len(operators) == 5
+    for operator, found_of in operators.items():
         assert type(found_of) is Recording, (operator, found_of)
     carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
     assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)

@@ -109,10 +109,10 @@ def test_states_along_chains(layout: str, world: int):
         for rank, pieces in enumerate(partition.pieces):
             incoming_seq = [entering[p] for p in pieces if not p.first]
             outgoing_seq = [leaving[p] for p in pieces if not p.last]
-            for told, routes, expected in (
+            for gathered, routes, expected in (
                 (there, forward_routes, incoming_seq),
                 (back, backward_routes, outgoing_seq),
             ):
-                found = route_states(told, routes(partition, rank), V)
+                found = route_states(gathered, routes(partition, rank), V)
                 assert found.shape[0] == len(expected)
                 assert all(map(torch.equal, found, expected))

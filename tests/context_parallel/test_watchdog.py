@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
 from wyfold.context_parallel import watchdog as module
@@ -191,12 +191,12 @@ KILLED = {"killed": Case(lambda: None, killed)}
 
 
 def test_survivors_raise_and_name_the_rank(tmp_path: Path):
-    found = refusals([3], tmp_path, "tests.context_parallel.test_watchdog", "KILLED", dying=[1])
+    found = failures_on_ranks([3], tmp_path, "tests.context_parallel.test_watchdog", "KILLED", dying=[1])
     assert not found, found
 
 
 def test_living_ranks_are_left_alone_and_lost_ones_are_not(tmp_path: Path):
-    found = refusals([3], tmp_path, "tests.context_parallel.test_watchdog", "LIVING")
+    found = failures_on_ranks([3], tmp_path, "tests.context_parallel.test_watchdog", "LIVING")
     assert not found, found
 
 

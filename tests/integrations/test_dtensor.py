@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from wyfold import SequenceLayout
@@ -68,7 +68,7 @@ CASES = {"divided": Case(reference, divided)}
 
 @pytest.mark.long
 def test_a_divided_decoder_is_the_decoder(tmp_path):
-    assert not refusals([2], tmp_path, __name__, "CASES")
+    assert not failures_on_ranks([2], tmp_path, __name__, "CASES")
 
 
 class Mesh:

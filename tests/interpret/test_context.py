@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from tests.context_parallel.test_context import Comparison, delta
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -217,5 +217,5 @@ CASES |= {
 
 @pytest.mark.long
 def test_ranks_compute_what_one_process_does(interpreter, tmp_path: Path):
-    found = refusals([2, 3], tmp_path, "tests.interpret.test_context", "CASES")
+    found = failures_on_ranks([2, 3], tmp_path, "tests.interpret.test_context", "CASES")
     assert not found, found

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.nn.functional import silu, softplus
 
 from wyfold import SequenceLayout, reference
@@ -164,4 +164,4 @@ APART = {"decays in float32": Case(lambda: learned(decoder()), sharded_apart)}
 
 @pytest.mark.long
 def test_decays_that_are_sharded_apart_stay_in_float32(tmp_path):
-    assert not refusals([2], tmp_path, __name__, "APART")
+    assert not failures_on_ranks([2], tmp_path, __name__, "APART")

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch import nn
 
 from wyfold import layers
@@ -195,4 +195,4 @@ CASES = {"sharded from meta": Case(lambda: spread_of(Decoder(CONFIG)), sharded_f
 
 @pytest.mark.long
 def test_a_decoder_sharded_on_the_meta_device_is_new(tmp_path):
-    assert not refusals([1, 2], tmp_path, __name__, "CASES")
+    assert not failures_on_ranks([1, 2], tmp_path, __name__, "CASES")

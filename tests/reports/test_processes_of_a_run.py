@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -97,4 +97,4 @@ RATE, CHECKPOINT, OTHERS = (
 @pytest.mark.long
 @pytest.mark.parametrize("cases", ["RATE", "CHECKPOINT", "OTHERS"])
 def test_processes_compare_what_they_are_asked_for(cases, tmp_path):
-    assert not refusals([2], tmp_path, __name__, cases)
+    assert not failures_on_ranks([2], tmp_path, __name__, cases)

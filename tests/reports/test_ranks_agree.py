@@ -9,7 +9,7 @@ kind the other ranks compared, and waited for the timeout.
 import re
 
 import torch
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
 from wyfold import layers
@@ -336,8 +336,8 @@ BOUNDARIES = {"boundaries": Case(lambda: None, boundaries)}
 
 
 def test_other_boundaries_on_one_rank_are_refused_on_all(tmp_path):
-    assert not refusals([2], tmp_path, __name__, "BOUNDARIES")
+    assert not failures_on_ranks([2], tmp_path, __name__, "BOUNDARIES")
 
 
 def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
-    assert not refusals([2], tmp_path, __name__, "CASES")
+    assert not failures_on_ranks([2], tmp_path, __name__, "CASES")

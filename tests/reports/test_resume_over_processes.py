@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -96,4 +96,4 @@ OF_A_GROUP = {
 
 @pytest.mark.long
 def test_every_checkpoint_resumes_to_the_very_end(tmp_path):
-    assert not refusals([2], tmp_path, __name__, "OF_A_GROUP")
+    assert not failures_on_ranks([2], tmp_path, __name__, "OF_A_GROUP")

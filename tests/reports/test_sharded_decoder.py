@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from wyfold import SequenceLayout
@@ -212,4 +212,4 @@ CASES = {
 @pytest.mark.long
 def test_a_sharded_decoder_is_a_plain_one(tmp_path):
     """On one and two processes: logits, tokens, gradients; what it cannot do it says."""
-    assert not refusals([1, 2], tmp_path, __name__, "CASES")
+    assert not failures_on_ranks([1, 2], tmp_path, __name__, "CASES")

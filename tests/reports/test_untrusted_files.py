@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.context_parallel.ranks import Case, refusals
+from tests.context_parallel.ranks import Case, failures_on_ranks
 from tests.extras import need_plotly
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -334,4 +334,4 @@ OF_A_GROUP = {"write and read": Case(lambda: Path(tempfile.mkdtemp(prefix="wyfol
 
 
 def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path):
-    assert not refusals([3, 1, 2], tmp_path, __name__, "OF_A_GROUP")
+    assert not failures_on_ranks([3, 1, 2], tmp_path, __name__, "OF_A_GROUP")

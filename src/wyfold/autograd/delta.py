@@ -83,7 +83,7 @@ class Delta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         # A compiler passes zero gradients for all results, also for the empty ones of results that were not requested.

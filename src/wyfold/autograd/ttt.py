@@ -93,7 +93,7 @@ class TTT(torch.autograd.Function):
         none = (None,) * (TENSORS + 1)
         if all(d is None for d in gradients):
             return none
-        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
 

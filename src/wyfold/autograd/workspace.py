@@ -14,8 +14,8 @@ from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkTable, dense_table, packed_table
 
-WORKSPACE_BYTES = 4 << 20  # one tensor of states at chunk borders (docs/facts/cpu.md, CPU-3)
-MIN_COLUMNS = 8
+WORKSPACE_BYTES = 4 << 20  # of one tensor of states at chunk borders (docs/facts/cpu.md, CPU-3)
+MIN_COLUMNS = 8  # chunks of a sequence in a part, at least
 
 
 @dataclass(frozen=True)

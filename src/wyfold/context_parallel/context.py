@@ -28,7 +28,7 @@ from wyfold.runtime.torch_ops import once_differentiable
 
 _NAME, _BUILD = "ContextParallel", "build_cp_context"
 CHECKS = ("first", "always", "never")
-_LISTED = 6  # of a long list, in a message
+_LISTED = 6  # entries of a long list that a message shows
 
 Decision = TypeVar("Decision")
 

@@ -78,7 +78,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # once: checkpointing refuses a second unpacking
+        kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
         t, (between, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
         if context.partition is not ctx.partition:  # raised on every rank, before the all-gather
@@ -159,7 +159,7 @@ class RankedDeltaImplementation(Protocol):
         Args:
             call: This rank's part of the call.
             given: Inputs of the backward.
-            kept: Second result of `maps_back`; this call empties it.
+            kept: Second result of `maps_back`; this call may empty it, to free memory.
             gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
         """
 

@@ -45,7 +45,9 @@ from wyfold.runtime.side_stream import fork_side_stream
 from wyfold.runtime.torch_ops import call as call_operator
 from wyfold.runtime.torch_ops import register
 
-Inputs = TypeVar("Inputs", bound="MapsInputs | ForwardInputs | MapsBackInputs | ScanBackInputs | TokensBackInputs")
+OperatorInputs = TypeVar(
+    "OperatorInputs", bound="MapsInputs | ForwardInputs | MapsBackInputs | ScanBackInputs | TokensBackInputs"
+)
 
 
 def maps(pieces_call: PiecesCall, inputs: MapsInputs) -> MapsResult:
@@ -86,7 +88,9 @@ def tokens_back(pieces_call: PiecesCall, inputs: TokensBackInputs) -> list[Tenso
     return [*_run("delta_rank tokens_back", _tokens_back_op, pieces_call, inputs)]
 
 
-def _run(name: str, operator: Callable[..., Any], pieces_call: PiecesCall, inputs: Inputs) -> tuple[Tensor, ...]:
+def _run(
+    name: str, operator: Callable[..., Any], pieces_call: PiecesCall, inputs: OperatorInputs
+) -> tuple[Tensor, ...]:
     """Run an operator, or replay it from the cache; return its results as one flat tuple."""
 
     def run() -> tuple[Tensor, ...]:
@@ -115,18 +119,18 @@ def _run(name: str, operator: Callable[..., Any], pieces_call: PiecesCall, input
 # --- registered operators ---------------------------------------------------------------------------------------------
 
 
-class OperatorCall(Generic[Inputs]):
+class OperatorCall(Generic[OperatorInputs]):
     """A registered operator's arguments as a kernel call with segments.
 
     Attributes:
-        launched: Kernel call on the pieces' chunk grid.
+        kernel_call: Call of the chunk kernels on the pieces' chunk grid.
         places, counts: Tables of the rank's segments, and their lengths.
         inputs: Record of the operator's own inputs.
         t, options: Tensors and options of the call.
         HV, K, V: Sizes.
     """
 
-    def __init__(self, kind: type[Inputs], arguments: tuple[Any, ...]):
+    def __init__(self, kind: type[OperatorInputs], arguments: tuple[Any, ...]):
         t, counts, self.inputs, options = _read(kind, arguments)
         self.places = RankSegments.of(arguments[TENSORS], counts)
         grid = self.places.grid(options.chunk_size, t.v.shape[1])
@@ -161,18 +165,18 @@ class OperatorCall(Generic[Inputs]):
         return table.selected_module(name, self.options.backend, self.kernel_call.key, self.t.q.device)
 
 
-class OperatorArguments(NamedTuple, Generic[Inputs]):
+class OperatorArguments(NamedTuple, Generic[OperatorInputs]):
     """Parsed arguments of a registered operator: the call's tensors, its counts, the operator's inputs, the options."""
 
     tensors: DeltaTensors
     counts: SegmentCounts
-    inputs: Inputs
+    inputs: OperatorInputs
     options: DeltaOptions
 
 
-def _read(kind: type[Inputs], arguments: tuple[Any, ...]) -> OperatorArguments[Inputs]:
+def _read(kind: type[OperatorInputs], arguments: tuple[Any, ...]) -> OperatorArguments[OperatorInputs]:
     rest = arguments[TENSORS + 2 :]
-    inputs: Inputs = kind(*rest[: len(kind._fields)])
+    inputs: OperatorInputs = kind(*rest[: len(kind._fields)])
     counts = SegmentCounts(*arguments[TENSORS + 1])
     return OperatorArguments(DeltaTensors(*arguments[:TENSORS]), counts, inputs, DeltaOptions(*rest[len(inputs) :]))
 

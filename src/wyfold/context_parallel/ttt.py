@@ -77,7 +77,7 @@ class TTTAcrossRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = list(ctx.saved_tensors)  # once: checkpointing refuses a second unpacking
+        given = list(ctx.saved_tensors)  # read once: checkpointing refuses a second unpacking
         t, (S, c, *saved) = TTTTensors(*given[:TENSORS]), given[TENSORS:]
         states = State(S, c)
         call = TTTRankCall(t, ctx.options, ctx.context)
